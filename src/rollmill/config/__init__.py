@@ -1,0 +1,1 @@
+"""Strict configuration: models per section, loading, overrides and the capability check. Imports no torch."""

@@ -1,0 +1,50 @@
+"""`model`: which checkpoint to train, or how to make a new one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollmill.config.base import Section
+
+
+class TokenizerConfig(Section):
+    """A tokenizer trained on the taskset's own text, for a model made from scratch."""
+
+    kind: Literal["char", "bpe"] = "bpe"
+    """`char`: one token per character seen in the taskset; `bpe`: byte-level BPE, which covers any text."""
+    vocab_size: int = Field(4096, ge=260)
+    """Upper bound on the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
+
+
+class NewModelConfig(Section):
+    """A randomly initialised model (used when `model.path` is `new`)."""
+
+    architecture: Literal["qwen3", "qwen2", "llama", "gemma"] = "qwen3"
+    hidden_size: int = Field(256, ge=8)
+    layers: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1)
+    kv_heads: int = Field(2, ge=1)
+    head_dim: int | None = None
+    """Defaults to hidden_size / heads."""
+    intermediate_size: int | None = None
+    """Defaults to 3 x hidden_size."""
+    context: int = Field(1024, ge=8)
+    """Longest sequence the model accepts (max_position_embeddings)."""
+    tie_embeddings: bool = True
+    initializer_range: float = Field(0.05, gt=0)
+    """Standard deviation of the initial weights; small models learn far slower with the customary 0.02."""
+    tokenizer: TokenizerConfig = TokenizerConfig()
+
+
+class ModelConfig(Section):
+    """The model to train."""
+
+    path: Path | Literal["new"] = "new"
+    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer), or `new` to make one from `model.new`."""
+    new: NewModelConfig | None = None
+    """Recipe for a new model; used only when `model.path` is `new`."""
+    trust_remote_code: bool = False
+    """Run model code found in the checkpoint directory."""

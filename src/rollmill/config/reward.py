@@ -1,0 +1,73 @@
+"""`rewards`: what judges a completion. Each entry is one part; the reward is the weighted sum of the parts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from rollmill.config.base import Section
+
+
+class _Reward(Section):
+    weight: float = 1.0
+    """Factor of this part in the sum."""
+
+
+class MathReward(_Reward):
+    """1 if the final answer equals the reference (math-verify, in a grader process with a hard time limit), else 0."""
+
+    name: Literal["math"]
+    time_limit_s: float = Field(2.0, gt=0)
+    """Hard limit for one answer; past it the grader process is killed and the outcome is `timeout`."""
+    timeout_reward: float = 0.0
+    """Reward of a timed-out judgement."""
+    extract: Literal["auto", "boxed", "hash", "last_number"] = "auto"
+    """Where the answer stands: the last \\boxed{}, after `####`, the last number, or the first of these that is found."""
+
+
+class ExactReward(_Reward):
+    """1 if the answer string equals the reference string."""
+
+    name: Literal["exact"]
+    ignore_case: bool = False
+    strip: bool = True
+    """Ignore leading and trailing white space."""
+    after: str | None = None
+    """Compare only what follows the last occurrence of this text, for example "Answer:"."""
+
+
+class FormatReward(_Reward):
+    """1 if the completion matches."""
+
+    name: Literal["format"]
+    pattern: str
+    """Regular expression (Python's `re`, DOTALL) that must match."""
+    whole: bool = False
+    """Match the whole completion instead of anywhere in it."""
+
+
+class ReasoningGymReward(_Reward):
+    """The score that reasoning-gym's own generator gives. Only for tasks of a `generator`."""
+
+    name: Literal["reasoning_gym"]
+    after: str | None = None
+    """Score only what follows the last occurrence of this text."""
+
+
+class PythonReward(_Reward):
+    """A user's function `(task, completion) -> float | dict | None`, plain or async."""
+
+    name: Literal["python"]
+    function: str
+    """`FILE.py:NAME` or `package.module:NAME`."""
+    options: dict[str, Any] = {}
+    """Keyword arguments passed on."""
+    time_limit_s: float = Field(60.0, gt=0)
+    """Longest wait for one judgement; past it the outcome is `timeout`."""
+    timeout_reward: float = 0.0
+
+
+RewardConfig = Annotated[
+    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward, Field(discriminator="name")
+]

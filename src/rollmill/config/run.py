@@ -1,0 +1,106 @@
+"""The whole run file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollmill.config.algorithm import AlgorithmConfig, GRPOOptions
+from rollmill.config.base import Section
+from rollmill.config.model import ModelConfig
+from rollmill.config.reward import RewardConfig
+from rollmill.config.rollout import RolloutConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.config.trainer import TrainerConfig
+
+
+class EvaluationConfig(Section):
+    """Accuracy on held-out tasks: greedy, and sampled with a confidence interval."""
+
+    taskset: TasksetConfig
+    every: int = Field(10, ge=1)
+    """Evaluate after every N steps, and after the last."""
+    at_start: bool = True
+    """Evaluate before the first step, too."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first N held-out tasks."""
+    samples: int = Field(1, ge=0)
+    """Sampled completions per task at the rollout's temperature; 0 evaluates greedily only."""
+    greedy: bool = True
+    threshold: float = 1.0
+    """A completion is correct when its reward is at least this."""
+
+
+class CheckpointConfig(Section):
+    """When checkpoints are written and which are kept."""
+
+    every: int = Field(10, ge=1)
+    """Write one after every N steps, and at the end of each stage."""
+    keep_last: int = Field(2, ge=1)
+    keep_best: bool = True
+    """Also keep the checkpoint with the best evaluation (sampled accuracy, else greedy)."""
+
+
+class EarlyStopConfig(Section):
+    """Stop a stage when an evaluated metric is good enough, or no longer improves."""
+
+    metric: Literal["eval/greedy", "eval/sampled"] = "eval/sampled"
+    at_least: float | None = None
+    """Stop once the metric reaches this value."""
+    patience: int | None = Field(None, ge=1)
+    """Stop after this many evaluations without improvement."""
+
+    @model_validator(mode="after")
+    def _some_rule(self) -> EarlyStopConfig:
+        if self.at_least is None and self.patience is None:
+            raise ValueError("give at_least or patience")
+        return self
+
+
+class MonitorConfig(Section):
+    """What a run shows and writes."""
+
+    tensorboard: bool = False
+    """Write TensorBoard event files to RUN/tensorboard (extra `tensorboard`)."""
+    show_completions: int = Field(1, ge=0)
+    """Sample completions in the terminal view."""
+    rollouts_every: int = Field(1, ge=1)
+    """Store the experiences of every Nth step under RUN/rollouts."""
+    report: bool = True
+    """Write RUN/report.html at the end."""
+
+
+class StageConfig(Section):
+    """One stage of a run, fully resolved: what the master executes."""
+
+    name: str = "train"
+    steps: int = Field(100, ge=1)
+    """Training steps of this stage."""
+    max_staleness: int = Field(0, ge=0)
+    """How many versions older than the trained weights a rollout may be. 0 synchronous, 1 one-step-off-policy."""
+    taskset: TasksetConfig
+    rollout: RolloutConfig = RolloutConfig()
+    rewards: list[RewardConfig] = []
+    algorithm: AlgorithmConfig = GRPOOptions()
+    trainer: TrainerConfig = TrainerConfig()
+    evaluation: EvaluationConfig | None = None
+    early_stop: EarlyStopConfig | None = None
+
+
+class RunConfig(StageConfig):
+    """A run file. With `stages`, each stage is this file overlaid with the stage's own keys."""
+
+    name: str = "run"
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
+    model: ModelConfig = ModelConfig()
+    plugins: list[Path] = []
+    """Python files imported before the run: they register rewards and algorithms."""
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    monitor: MonitorConfig = MonitorConfig()
+    stages: list[dict[str, Any]] = []
+    """Stages run one after the other; each starts from the last one's weights, with a fresh optimizer."""

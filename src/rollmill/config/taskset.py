@@ -1,0 +1,80 @@
+"""`taskset`: where tasks come from and how rows become prompts. Exactly one of path, generator and function is given."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from rollmill.config.base import Section
+
+
+class GeneratorConfig(Section):
+    """A reasoning-gym generator (extra `reasoning`)."""
+
+    name: str
+    """Name of the reasoning-gym dataset, for example `chain_sum`."""
+    size: int = Field(1000, ge=1)
+    """How many tasks to generate."""
+    seed: int = 0
+    options: dict[str, Any] = {}
+    """Keyword arguments of the generator's own configuration, for example {min_terms: 2, max_terms: 3}."""
+
+
+class FieldsConfig(Section):
+    """Which column of a row plays which part."""
+
+    prompt: str = "prompt"
+    """Column with the prompt: text, or a list of chat messages."""
+    answer: str | None = None
+    """Column with the reference answer that rewards compare with. Default: `answer` when such a column exists."""
+    response: str | None = None
+    """Column with a worked solution, which SFT and MIX imitate. Default: `response` when such a column exists."""
+    id: str | None = None
+    """Column with a unique id. Default: the row number."""
+
+
+class TasksetConfig(Section):
+    """A taskset."""
+
+    path: Path | None = None
+    """A .jsonl, .json, .parquet or .csv file, or a folder written by `datasets.save_to_disk`."""
+    split: str | None = None
+    """Which split of a `datasets` folder that holds several. Only with a folder."""
+    generator: GeneratorConfig | None = None
+    function: str | None = None
+    """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
+    options: dict[str, Any] = {}
+    """Keyword arguments for `function`. Only with `function`."""
+    preset: Literal["gsm8k"] | None = None
+    """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed."""
+    fields: FieldsConfig = FieldsConfig()
+    template: str | None = None
+    """Prompt template with `{column}` placeholders, for example "Question: {question}\\nAnswer:". Default: the prompt column."""
+    response_template: str | None = None
+    """Same for the worked solution."""
+    system: str | None = None
+    """System message. Only with `chat: true`."""
+    chat: bool = False
+    """Wrap the prompt as a user message and apply the tokenizer's chat template."""
+    on_bad_row: Literal["refuse", "skip"] = "refuse"
+    """What to do with rows that cannot become tasks. Skipped rows are counted and named in the log."""
+    limit: int | None = Field(None, ge=1)
+    """Use only the first N tasks."""
+    order: Literal["shuffled", "sequential"] = "shuffled"
+    """Order of tasks within an epoch. Shuffled with the run's seed, differently in each epoch."""
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TasksetConfig:
+        given = [name for name in ("path", "generator", "function") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = "none of them" if not given else " and ".join(given)
+            raise ValueError(f"give exactly one of path, generator and function (found {found})")
+        if self.split is not None and self.path is None:
+            raise ValueError("split is honoured only with path")
+        if self.options and self.function is None:
+            raise ValueError("options are honoured only with function (generator has options of its own)")
+        if self.system is not None and not self.chat:
+            raise ValueError("system is honoured only with chat: true")
+        return self

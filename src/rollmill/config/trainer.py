@@ -1,0 +1,36 @@
+"""`trainer`: optimizer, precision and memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollmill.config.base import Section
+
+
+class TrainerConfig(Section):
+    """The optimizer and how a batch is cut."""
+
+    lr: float = Field(1e-5, gt=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape of the learning rate after warm-up, over the stage's steps."""
+    warmup_steps: int = Field(0, ge=0)
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """Where linear and cosine schedules end, as a share of lr."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = Field(1e-8, gt=0)
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    updates_per_batch: int = Field(1, ge=1)
+    """Optimizer steps per batch: the batch is cut into that many parts, group by group."""
+    epochs_per_batch: int = Field(1, ge=1)
+    """How often a batch is learned from."""
+    micro_batch_tokens: int = Field(8192, ge=1)
+    """Tokens per forward and backward pass; the gradient does not depend on it."""
+    logprob_chunk: int = Field(1024, ge=1)
+    """Rows of [rows, vocabulary] logits that exist at a time."""
+    gradient_checkpointing: bool = False
+    precision: Literal["auto", "fp32", "bf16"] = "auto"
+    """Compute type over fp32 master weights; auto measures which is faster on this machine."""

@@ -1,0 +1,51 @@
+"""Errors meant for users. Each names what is wrong, where, and what to do; the command line prints it without a traceback."""
+
+from __future__ import annotations
+
+
+class RollmillError(Exception):
+    """Base of every error a user can cause or cure. `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class ConfigError(RollmillError, ValueError):
+    """A run file, an override or a command-line argument is wrong (exit code 2)."""
+
+    exit_code = 2
+
+
+class TasksetError(RollmillError, ValueError):
+    """A taskset is missing, empty or holds rows that cannot become tasks."""
+
+
+class RewardError(RollmillError):
+    """A reward raised, or returned something that is not a reward."""
+
+
+class ModelError(RollmillError, ValueError):
+    """A checkpoint folder, its tokenizer or its configuration cannot be used."""
+
+
+class EngineError(RollmillError):
+    """A rollout request cannot be served, for example a prompt longer than the context."""
+
+
+class TrainingError(RollmillError):
+    """Training cannot go on, for example because the loss is not finite."""
+
+
+class CheckpointError(RollmillError):
+    """A checkpoint cannot be written or read."""
+
+
+class DeadlineError(RollmillError):
+    """A wait passed its deadline.
+
+    The message names who waited, for whom, for how long and what to do (design rule: every wait has a deadline and
+    an owner).
+    """
+
+    def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
+        super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}, which did not answer. {advice}")
+        self.waiter, self.owner, self.seconds = waiter, owner, seconds
