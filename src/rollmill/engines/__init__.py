@@ -1,0 +1,1 @@
+"""Rollout engines: the protocol, and the native engine that decodes with the trainer's own parameters."""

@@ -1,0 +1,164 @@
+"""KV cache: entries in buckets by capacity.
+
+An entry is a stretch of tokens whose keys and values are stored: a prompt (shared by the completions of its group), or
+what one completion has generated so far (its parent is the prompt's entry). A token attends to its own entry and to its
+ancestors. Entries of similar size lie in one bucket, without holes, so that attention runs over few dense tensors;
+an entry that outgrows its bucket moves to the next one, which costs each token at most one extra copy on average.
+
+Shapes: E entries of a bucket, K key-value heads, C capacity, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+SMALLEST = 32
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """A stretch of cached tokens. `length` tokens are valid; the first stands at position `offset`."""
+
+    bucket: Bucket
+    index: int
+    parent: Entry | None = None
+    length: int = 0
+
+    @property
+    def offset(self) -> int:
+        """Position of the entry's first token: the tokens of all ancestors come before it."""
+        return self.parent.offset + self.parent.length if self.parent else 0
+
+
+class Bucket:
+    """Entries of up to `capacity` tokens; entry i lies at index i of every layer's tensors."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.entries: list[Entry] = []
+        self.keys: dict[int, Tensor] = {}  # layer -> [E, K, C, D]
+        self.values: dict[int, Tensor] = {}
+        self._reserved = 0
+
+    def add(self, parent: Entry | None) -> Entry:
+        """A new, empty entry."""
+        entry = Entry(self, len(self.entries), parent)
+        self.entries.append(entry)
+        if len(self.entries) > self._reserved:
+            self._reserve(max(8, 2 * self._reserved))
+        return entry
+
+    def reserve(self, entries: int) -> None:
+        """Make room for that many entries at once."""
+        if entries > self._reserved:
+            self._reserve(entries)
+
+    def _reserve(self, entries: int) -> None:
+        for store in (self.keys, self.values):
+            for layer, old in store.items():
+                new = old.new_zeros(entries, *old.shape[1:])
+                new[: old.shape[0]] = old
+                store[layer] = new
+        self._reserved = entries
+
+    def layer(self, layer: int, like_k: Tensor, like_v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values [E, K, C, D] of a layer; made at its first use from [1, K, T, D] tensors' head sizes."""
+        if layer not in self.keys:
+            for store, like in ((self.keys, like_k), (self.values, like_v)):
+                # zeros: masked positions must not hold NaN, which would survive a multiplication by zero
+                store[layer] = like.new_zeros(self._reserved, like.shape[1], self.capacity, like.shape[3])
+        return self.keys[layer], self.values[layer]
+
+    def remove(self, entries: Iterable[Entry]) -> None:
+        """Drop entries; the last ones move into the holes."""
+        gone = {entry.index for entry in entries}
+        left = len(self.entries) - len(gone)
+        holes = sorted(i for i in gone if i < left)
+        movers = [i for i in range(left, len(self.entries)) if i not in gone]
+        if holes:
+            for store in (self.keys, self.values):
+                for tensor in store.values():
+                    tensor[holes] = tensor[movers]
+            for hole, mover in zip(holes, movers, strict=True):
+                self.entries[hole] = self.entries[mover]
+                self.entries[hole].index = hole
+        del self.entries[left:]
+        if not self.entries:
+            self.keys.clear()
+            self.values.clear()
+            self._reserved = 0
+
+
+class Cache:
+    """Buckets by capacity, prompts apart from completions."""
+
+    def __init__(self) -> None:
+        self._prompts: dict[int, Bucket] = {}
+        self._completions: dict[int, Bucket] = {}
+
+    def prompt(self, length: int) -> Entry:
+        """An entry for a prompt of that many tokens."""
+        return self._bucket(self._prompts, length).add(None)
+
+    def completions(self, parents: list[Entry]) -> list[Entry]:
+        """One new entry below each parent."""
+        bucket = self._bucket(self._completions, SMALLEST)
+        bucket.reserve(len(bucket.entries) + len(parents))
+        return [bucket.add(parent) for parent in parents]
+
+    def grow(self, entries: list[Entry]) -> None:
+        """Move full entries of one bucket to the bucket of twice the capacity."""
+        old = entries[0].bucket
+        new = self._bucket(self._completions, 2 * old.capacity)
+        sources: list[int] | slice = [entry.index for entry in entries]
+        start = len(new.entries)
+        new.reserve(start + len(entries))
+        length = max(entry.length for entry in entries)
+        if sources == list(range(len(entries))):
+            sources = slice(len(entries))  # a view instead of a gather
+        for layer, keys in old.keys.items():
+            new_k, new_v = new.layer(layer, keys, old.values[layer])
+            new_k[start : start + len(entries), :, :length] = keys[sources, :, :length]
+            new_v[start : start + len(entries), :, :length] = old.values[layer][sources, :, :length]
+        old.remove(entries)
+        for entry in entries:
+            entry.bucket, entry.index = new, len(new.entries)
+            new.entries.append(entry)
+
+    def remove(self, entries: Iterable[Entry]) -> None:
+        """Drop entries of any bucket."""
+        by_bucket: dict[int, list[Entry]] = {}
+        for entry in entries:
+            by_bucket.setdefault(id(entry.bucket), []).append(entry)
+        for group in by_bucket.values():
+            group[0].bucket.remove(group)
+
+    def completion_buckets(self) -> list[Bucket]:
+        """Buckets that hold completions now, smallest first."""
+        return [self._completions[c] for c in sorted(self._completions) if self._completions[c].entries]
+
+    def prompt_buckets(self) -> list[Bucket]:
+        """Buckets that hold prompts now, smallest first."""
+        return [self._prompts[c] for c in sorted(self._prompts) if self._prompts[c].entries]
+
+    def bytes(self) -> int:
+        """Memory held, in bytes."""
+        buckets = [*self._prompts.values(), *self._completions.values()]
+        stores = [store for bucket in buckets for store in (bucket.keys, bucket.values)]
+        return sum(t.numel() * t.element_size() for store in stores for t in store.values())
+
+    @staticmethod
+    def _bucket(buckets: dict[int, Bucket], length: int) -> Bucket:
+        capacity = SMALLEST
+        while capacity < length:
+            capacity *= 2
+        return buckets.setdefault(capacity, Bucket(capacity))
+
+
+def indices(entries: list[Entry], device: torch.device) -> Tensor:
+    """Bucket indices of entries [n]."""
+    return torch.tensor([entry.index for entry in entries], device=device)

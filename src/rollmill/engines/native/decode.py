@@ -1,0 +1,254 @@
+"""Attention of a decode step: every row adds one token to its own entry and attends to that entry and to its prompt's.
+
+Rows are ordered as the entries of the completion buckets, so a bucket's rows are one slice. The queries of all rows
+that share a prompt are multiplied with the prompt's keys together. The two partial softmaxes are merged by their
+maxima and sums (as in flash attention, arXiv:2205.14135).
+
+Shapes: B rows, n rows of a piece, K key-value heads, R query heads per key-value head, D head size, L cached tokens,
+P prompts of a bucket, G rows per prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollmill.engines.native.cache import Bucket, Entry
+
+NEVER = -1e30  # finite, so that fully masked rows stay free of NaN
+
+
+@dataclass(slots=True)
+class OwnPiece:
+    """Rows start..end of the batch own the entries of one bucket."""
+
+    bucket: Bucket
+    start: int
+    end: int
+    lengths_n: Tensor  # tokens before this step
+    even: bool  # all lengths are equal
+    longest: int
+
+
+@dataclass(slots=True)
+class PromptPiece:
+    """Prompts of one bucket and the batch rows below each of them."""
+
+    bucket: Bucket
+    index_P: Tensor  # entries
+    rows_PG: Tensor  # batch rows, padded with row 0
+    lengths_P: Tensor
+    even: bool
+    longest: int
+    all_entries: bool  # index_P is 0..P-1
+    in_order: bool  # rows_PG is the whole batch, row by row
+
+
+@dataclass(slots=True)
+class Partial:
+    """Unnormalised attention: largest score, sum of exponentials [.., 1], weighted values [.., D]."""
+
+    top: Tensor
+    total: Tensor
+    output: Tensor
+
+
+class DecodeContext:
+    """Attention context of decode steps over a fixed set of rows.
+
+    `exact` cuts every product to the longest entry and skips masks that would mask nothing: best where shapes may
+    change freely. Without it all shapes stay the same from step to step, as a captured graph needs.
+    """
+
+    def __init__(self, entries: list[Entry], device: torch.device, exact: bool = True) -> None:
+        self.device, self.exact = device, exact
+        self.own = _own_pieces(entries, device)
+        self.prompts, self.order_B = _prompt_pieces(entries, device)
+        self.positions_B = torch.tensor([entry.offset + entry.length for entry in entries], device=device)
+        self.prompt_lengths_B = torch.tensor([entry.offset for entry in entries], device=device)
+        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+
+    def advance(self) -> None:
+        """One token per row has been added."""
+        self.positions_B += 1
+        for piece in self.own:
+            piece.lengths_n += 1
+            piece.longest += 1
+        self._masks.clear()
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See AttentionContext."""
+        kv_heads = key.shape[1]
+        q_BKRD = (query[0].transpose(0, 1) * scaling).reshape(query.shape[2], kv_heads, -1, query.shape[3])
+        k_BKD, v_BKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
+        own = [self._own(i, layer, q_BKRD, k_BKD, v_BKD, sliding_window, softcap) for i in range(len(self.own))]
+        shared = [self._prompt(i, layer, q_BKRD, key, value, sliding_window, softcap) for i in range(len(self.prompts))]
+        output = _merge(_concatenate(own), _reorder(shared, self.order_B))
+        return output.flatten(1, 2)[None].to(query.dtype)
+
+    def _own(
+        self, i: int, layer: int, q_BKRD: Tensor, k_BKD: Tensor, v_BKD: Tensor, window: int | None, softcap: float | None
+    ) -> Partial:
+        piece = self.own[i]
+        n, rows = piece.end - piece.start, slice(piece.start, piece.end)
+        store_k, store_v = piece.bucket.layer(layer, k_BKD.transpose(0, 1)[None], v_BKD.transpose(0, 1)[None])
+        if piece.even and self.exact:
+            store_k[:n, :, piece.longest] = k_BKD[rows]
+            store_v[:n, :, piece.longest] = v_BKD[rows]
+        else:
+            at = torch.arange(n, device=self.device)
+            store_k[at, :, piece.lengths_n] = k_BKD[rows]
+            store_v[at, :, piece.lengths_n] = v_BKD[rows]
+        length = piece.longest + 1 if self.exact else piece.bucket.capacity
+        mask = self._own_mask(i, length, window)
+        partial = _attend(
+            q_BKRD[rows].flatten(0, 1),
+            store_k[:n].flatten(0, 1)[:, :length],
+            store_v[:n].flatten(0, 1)[:, :length],
+            None if mask is None else mask[:, None].expand(-1, q_BKRD.shape[1], -1).reshape(-1, 1, length),
+            softcap,
+        )
+        return _map(partial, lambda x: x.unflatten(0, (n, -1)))
+
+    def _prompt(
+        self, i: int, layer: int, q_BKRD: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
+    ) -> Partial:
+        piece = self.prompts[i]
+        kv_heads, repeats = q_BKRD.shape[1:3]
+        prompts, rows = piece.rows_PG.shape
+        store_k, store_v = piece.bucket.layer(layer, key, value)
+        if piece.all_entries:
+            store_k, store_v = store_k[:prompts], store_v[:prompts]
+        else:
+            store_k, store_v = store_k[piece.index_P], store_v[piece.index_P]
+        length = piece.longest if self.exact else piece.bucket.capacity
+        q_PGKRD = q_BKRD.unflatten(0, (prompts, rows)) if piece.in_order else q_BKRD[piece.rows_PG]
+        q = q_PGKRD.transpose(1, 2).reshape(prompts * kv_heads, rows * repeats, -1)
+        mask = self._prompt_mask(i, length, window)
+        if mask is not None:  # [P, G, L] -> [P*K, G*R, L]
+            mask = mask[:, None, :, None].expand(-1, kv_heads, -1, repeats, -1).reshape(q.shape[0], -1, length)
+        partial = _attend(
+            q, store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length], mask, softcap
+        )
+        shape = (prompts, kv_heads, rows, repeats)
+        return _map(partial, lambda x: x.view(*shape, -1).transpose(1, 2).flatten(0, 1))
+
+    def _own_mask(self, i: int, length: int, window: int | None) -> Tensor | None:
+        """True where hidden, [n, L]; None where nothing is."""
+        piece = self.own[i]
+        if self.exact and piece.even and (window is None or length <= window):
+            return None
+        if (2 * i, window) not in self._masks:
+            at = torch.arange(length, device=self.device)
+            hidden = at > piece.lengths_n[:, None]
+            if window is not None:
+                hidden |= at <= piece.lengths_n[:, None] - window
+            self._masks[2 * i, window] = hidden
+        return self._masks[2 * i, window]
+
+    def _prompt_mask(self, i: int, length: int, window: int | None) -> Tensor | None:
+        """True where hidden, [P, G, L]; None where nothing is."""
+        piece = self.prompts[i]
+        if (2 * i + 1, window) not in self._masks:
+            at = torch.arange(length, device=self.device)
+            hidden = (at >= piece.lengths_P[:, None])[:, None].expand(-1, piece.rows_PG.shape[1], -1)
+            nothing = self.exact and piece.even
+            if window is not None and not (nothing and int(self.positions_B.max()) < window):
+                hidden = hidden | (at <= self.positions_B[piece.rows_PG][..., None] - window)
+                nothing = False
+            self._masks[2 * i + 1, window] = None if nothing else hidden
+        return self._masks[2 * i + 1, window]
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> Partial:
+    """q [N, M, D], k and v [N, L, D], hidden [N, M or 1, L]; scores are computed and summed in fp32."""
+    scores = torch.bmm(q, k.transpose(1, 2)).float()
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if hidden is not None:
+        scores = scores.masked_fill(hidden, NEVER)
+    top = scores.amax(-1, keepdim=True)
+    weights = scores.sub_(top).exp_()
+    return Partial(top, weights.sum(-1, keepdim=True), torch.bmm(weights.to(v.dtype), v).float())
+
+
+def _map(partial: Partial, function: Callable[[Tensor], Tensor]) -> Partial:
+    return Partial(function(partial.top), function(partial.total), function(partial.output))
+
+
+def _concatenate(parts: list[Partial]) -> Partial:
+    if len(parts) == 1:
+        return parts[0]
+    return Partial(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "total", "output")))
+
+
+def _reorder(parts: list[Partial], order_B: Tensor | None) -> Partial:
+    partial = _concatenate(parts)
+    return partial if order_B is None else _map(partial, lambda x: x[order_B])
+
+
+def _merge(a: Partial, b: Partial) -> Tensor:
+    """Attention over both parts, [B, K, R, D]."""
+    top = torch.maximum(a.top, b.top)
+    weight_a, weight_b = torch.exp(a.top - top), torch.exp(b.top - top)
+    total = a.total * weight_a + b.total * weight_b
+    return (a.output * (weight_a / total)).addcmul_(b.output, weight_b / total)
+
+
+def _own_pieces(entries: list[Entry], device: torch.device) -> list[OwnPiece]:
+    pieces, start = [], 0
+    while start < len(entries):
+        bucket = entries[start].bucket
+        end = start + len(bucket.entries)
+        lengths = [entry.length for entry in entries[start:end]]
+        tensor = torch.tensor(lengths, device=device)
+        pieces.append(OwnPiece(bucket, start, end, tensor, min(lengths) == max(lengths), max(lengths)))
+        start = end
+    return pieces
+
+
+def _prompt_pieces(entries: list[Entry], device: torch.device) -> tuple[list[PromptPiece], Tensor | None]:
+    """The prompt pieces, and where in their concatenated rows each batch row is found (None: in batch order)."""
+    below: dict[Entry, list[int]] = {}
+    for row, entry in enumerate(entries):
+        assert entry.parent is not None
+        below.setdefault(entry.parent, []).append(row)
+    by_bucket: dict[int, list[Entry]] = {}
+    for parent in below:
+        by_bucket.setdefault(id(parent.bucket), []).append(parent)
+    pieces, order, base = [], [0] * len(entries), 0
+    for parents in by_bucket.values():
+        most = max(len(below[parent]) for parent in parents)
+        for i, parent in enumerate(parents):
+            for j, row in enumerate(below[parent]):
+                order[row] = base + i * most + j
+        base += len(parents) * most
+        lengths = [parent.length for parent in parents]
+        rows = [below[parent] + [0] * (most - len(below[parent])) for parent in parents]
+        pieces.append(
+            PromptPiece(
+                bucket=parents[0].bucket,
+                index_P=torch.tensor([parent.index for parent in parents], device=device),
+                rows_PG=torch.tensor(rows, device=device),
+                lengths_P=torch.tensor(lengths, device=device),
+                even=min(lengths) == max(lengths),
+                longest=max(lengths),
+                all_entries=[parent.index for parent in parents] == list(range(len(parents))),
+                in_order=sum(rows, []) == list(range(len(entries))),
+            )
+        )
+    in_order = base == len(entries) and order == list(range(base))
+    return pieces, None if in_order else torch.tensor(order, device=device)

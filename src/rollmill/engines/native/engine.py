@@ -1,0 +1,242 @@
+"""The native rollout engine: continuous batching in the trainer's process, with the trainer's own parameters.
+
+One step = prefill waiting prompts (up to `prefill_tokens`), start completions, decode one token for every running row,
+hand out what has finished. State lives on Group and Row; the cache and the sampler know nothing of requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.core.errors import EngineError
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.base import Request
+from rollmill.engines.native.cache import Cache
+from rollmill.engines.native.runner import Runner
+from rollmill.engines.native.sequence import Group, Row, make_group
+from rollmill.engines.native.weights import Weights
+
+
+class NativeEngine:
+    """A RolloutEngine over any transformers causal LM whose layers use the attention interface.
+
+    Args:
+        model: the model being trained, or any other; its parameters are read, never written.
+        tokenizer: for texts and stop strings; None gives empty texts.
+        eos_ids: every token id that ends a completion.
+        context: longest sequence, prompt included.
+        dtype: compute type; a model of that type is used as it is.
+        max_sequences: rows decoded at the same time.
+        prefill_tokens: prompt tokens per step.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tokenizer: Any = None,
+        *,
+        eos_ids: frozenset[int] = frozenset(),
+        context: int,
+        dtype: torch.dtype = torch.float32,
+        max_sequences: int = 256,
+        prefill_tokens: int = 2048,
+    ) -> None:
+        self.version = 0
+        self.tokens_generated = 0
+        self._tokenizer = tokenizer
+        self._eos_ids = eos_ids
+        self._context = context
+        self._max_sequences = max_sequences
+        self._weights = Weights(model, dtype)
+        self._cache = Cache()
+        self._runner = Runner(self._weights.model, self._cache, prefill_tokens)
+        self._queue: deque[Group] = deque()  # not all of their completions have started
+        self._rows: list[Row] = []
+        self._paused = False
+        self._stale = False  # cached keys and values belong to older weights
+        self._failure: BaseException | None = None
+        self._driver: asyncio.Task[None] | None = None
+
+    # -- the RolloutEngine protocol ------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """See RolloutEngine."""
+        return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
+
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """See RolloutEngine. Raises EngineError for requests that cannot be served."""
+        group = self._submit(request)
+        try:
+            for _ in range(request.n):
+                result = await group.results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            self._abort(group)
+
+    def pause(self) -> None:
+        """See RolloutEngine."""
+        self._paused = True
+
+    def resume(self) -> None:
+        """See RolloutEngine."""
+        self._paused = False
+        self._ensure_driver()
+
+    def weights_updated(self, version: int) -> None:
+        """See RolloutEngine. Running completions keep their tokens; their cached keys and values are computed anew."""
+        self.version = version
+        self._weights.updated()
+        self._stale = True
+
+    async def drain(self) -> None:
+        """Wait until nothing is running or queued."""
+        while self._driver is not None and not self._driver.done():
+            await asyncio.wait([self._driver])
+
+    async def close(self) -> None:
+        """See RolloutEngine."""
+        if self._driver is not None:
+            self._driver.cancel()
+            await asyncio.gather(self._driver, return_exceptions=True)
+            self._driver = None
+        error = EngineError("the engine was closed while the request was running")
+        self._fail(error)
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _submit(self, request: Request) -> Group:
+        if self._failure is not None:
+            raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
+        length = len(request.prompt_ids)
+        if length == 0:
+            raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
+        if length >= self._context:
+            raise EngineError(
+                f"{request.id}: the prompt has {length} tokens but the model's context is {self._context}, which "
+                "leaves no room for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
+            )
+        if request.sampling.stop and self._tokenizer is None:
+            raise EngineError(f"{request.id}: stop strings need a tokenizer; use stop_token_ids")
+        group = make_group(request, self._tokenizer, self._eos_ids, self._context)
+        self._queue.append(group)
+        self._ensure_driver()
+        return group
+
+    def _ensure_driver(self) -> None:
+        """Steps are made by a task that lives while there is something to do."""
+        if not self._paused and (self._queue or self._rows) and (self._driver is None or self._driver.done()):
+            self._driver = asyncio.get_running_loop().create_task(self._drive())
+
+    def _abort(self, group: Group) -> None:
+        """Forget what is unfinished of a request (nothing, when it ended well)."""
+        if group.unfinished == 0:
+            return
+        if group in self._queue:
+            self._queue.remove(group)
+        rows = [row for row in self._rows if row.group is group]
+        for row in [*rows, *group.waiting]:
+            row.stop_reason = StopReason.ABORTED
+        group.waiting.clear()
+        group.unfinished = 0
+        self._retire(rows)
+        if group.entry is not None:
+            self._cache.remove([group.entry])
+            group.entry = None
+
+    async def _drive(self) -> None:
+        try:
+            while (self._queue or self._rows) and not self._paused:
+                self.step()
+                await asyncio.sleep(0)
+        except Exception as error:
+            self._failure = error
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        groups = {row.group for row in self._rows} | set(self._queue)
+        self._queue.clear()
+        self._rows.clear()
+        for group in groups:
+            group.unfinished = 0
+            group.results.put_nowait(error)
+        self._cache = Cache()
+        self._runner.reset(self._cache)
+
+    # -- one step ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Prefill, start, decode and hand out; called by the driver."""
+        if self._stale:
+            self._recompute()
+        self._runner.prefill(self._queue)
+        self._start()
+        if self._rows:
+            self._absorb(self._rows, self._runner.decode(self._rows))
+
+    def _recompute(self) -> None:
+        """Forget cached keys and values of older weights; running rows are extended anew, prompts prefilled anew."""
+        self._weights.refresh()
+        self._cache = Cache()
+        self._runner.reset(self._cache)
+        groups = {row.group: None for row in self._rows}
+        for group in [*groups, *self._queue]:
+            group.entry, group.prefilled, group.logits_V = None, 0, None
+        self._runner.prefill_all(list(groups))
+        self._runner.restore(self._rows)
+        self._stale = False
+
+    def _start(self) -> None:
+        """Sample the first token of waiting completions, as far as there is room."""
+        started: list[Row] = []
+        for group in self._queue:
+            while group.waiting and group.logits_V is not None and len(self._rows) + len(started) < self._max_sequences:
+                started.append(group.waiting.popleft())
+        if not started:
+            return
+        logits = torch.stack([row.group.logits_V for row in started if row.group.logits_V is not None])
+        self._runner.enter(started)
+        self._rows.extend(started)
+        for group in [group for group in self._queue if not group.waiting]:
+            self._queue.remove(group)
+            group.logits_V = None
+        self._absorb(started, logits)
+
+    def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
+        """Sample a token for each row from its logits; retire the rows that have finished."""
+        tokens, logprobs, kept = self._runner.sample(rows, logits_BV)
+        self.tokens_generated += len(rows)
+        finished = [
+            row
+            for row, token, logprob, mass in zip(rows, tokens, logprobs, kept, strict=True)
+            if row.append(token, logprob, mass, self.version)
+        ]
+        if finished:
+            self._retire(finished)
+            for row in finished:
+                row.group.results.put_nowait(row.completion(self._tokenizer))
+
+    def _retire(self, rows: list[Row]) -> None:
+        if not rows:
+            return
+        gone = set(rows)
+        self._rows = [row for row in self._rows if row not in gone]
+        entries = [row.entry for row in rows if row.entry is not None]
+        for row in rows:
+            row.entry = None
+            group = row.group
+            if group.unfinished:
+                group.unfinished -= 1
+                if group.unfinished == 0 and group.entry is not None:
+                    entries.append(group.entry)
+                    group.entry = None
+        self._cache.remove(entries)
+        self._runner.changed()

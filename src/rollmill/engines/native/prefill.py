@@ -1,0 +1,141 @@
+"""Attention of tokens that extend cache entries by several tokens: prompts, chunks of long prompts, recomputation.
+
+Shapes: T tokens of the flat row, H query heads, K key-value heads, D head size, S segments, L longest segment.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from rollmill.engines.native.cache import Entry
+
+
+@dataclass(slots=True)
+class Segment:
+    """Tokens that extend `entry` from its position `start` (relative to the entry) on."""
+
+    entry: Entry
+    start: int
+    tokens: list[int]
+
+    @property
+    def fresh(self) -> bool:
+        """Nothing comes before these tokens."""
+        return self.start == 0 and self.entry.parent is None
+
+
+class PrefillContext:
+    """Attention context of one forward pass over segments laid end to end."""
+
+    def __init__(self, segments: list[Segment]) -> None:
+        self.segments = segments
+        self.layers = 0
+
+    def positions(self) -> list[int]:
+        """Position of each token of the flat row."""
+        return [
+            segment.entry.offset + segment.start + i for segment in self.segments for i in range(len(segment.tokens))
+        ]
+
+    def last_rows(self) -> list[int]:
+        """Row of each segment's last token."""
+        rows, end = [], 0
+        for segment in self.segments:
+            end += len(segment.tokens)
+            rows.append(end - 1)
+        return rows
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """See AttentionContext."""
+        self.layers += 1
+        lengths = [len(segment.tokens) for segment in self.segments]
+        keys, values, queries = (x.split(lengths, dim=2) for x in (key, value, query))
+        for segment, k, v in zip(self.segments, keys, values, strict=True):
+            store_k, store_v = segment.entry.bucket.layer(layer, k, v)
+            span = slice(segment.start, segment.start + len(segment.tokens))
+            store_k[segment.entry.index, :, span] = k[0]
+            store_v[segment.entry.index, :, span] = v[0]
+        simple = all(segment.fresh for segment in self.segments) and softcap is None
+        if simple and (sliding_window is None or max(lengths) <= sliding_window):
+            return _fresh(query, key, value, lengths, scaling)
+        parts = [
+            self._one(segment, layer, q, k, v, scaling, sliding_window, softcap)
+            for segment, q, k, v in zip(self.segments, queries, keys, values, strict=True)
+        ]
+        return torch.cat(parts, dim=1)
+
+    @staticmethod
+    def _one(
+        segment: Segment,
+        layer: int,
+        query: Tensor,
+        like_k: Tensor,
+        like_v: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """One segment against its entry and its ancestors; [1, n, H, D]."""
+        n, end = len(segment.tokens), segment.start + len(segment.tokens)
+        spans: list[tuple[Entry, int]] = [(segment.entry, end)]
+        while (parent := spans[0][0].parent) is not None:
+            spans.insert(0, (parent, parent.length))
+        stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
+        key = torch.cat([k[entry.index, :, :length] for entry, length, (k, _) in stores], dim=1)[None]
+        value = torch.cat([v[entry.index, :, :length] for entry, length, (_, v) in stores], dim=1)[None]
+        total = key.shape[2]
+        at_query = torch.arange(total - n, total, device=key.device)[:, None]
+        at_key = torch.arange(total, device=key.device)[None]
+        mask = at_key <= at_query
+        if window is not None:
+            mask &= at_key > at_query - window
+        return masked_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+
+
+def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
+    """Causal attention of whole prompts, right-padded where their lengths differ; [1, T, H, D]."""
+    longest, count = max(lengths), len(lengths)
+    even = min(lengths) == longest
+
+    def rows(x: Tensor) -> Tensor:  # [1, H, T, D] -> [S, H, L, D]
+        flat = x[0].transpose(0, 1)
+        if even:
+            return flat.reshape(count, longest, *flat.shape[1:]).transpose(1, 2)
+        padded = [pad(part, (0, 0, 0, 0, 0, longest - part.shape[0])) for part in flat.split(lengths)]
+        return torch.stack(padded).transpose(1, 2)
+
+    output = scaled_dot_product_attention(
+        rows(query), rows(key), rows(value), is_causal=True, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+    ).transpose(1, 2)
+    if even:
+        return output.reshape(1, count * longest, *output.shape[2:])
+    return torch.cat([output[i, :n] for i, n in enumerate(lengths)])[None]
+
+
+def masked_attention(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None
+) -> Tensor:
+    """Attention [1, H, n, D] under a boolean mask [n, total], with optional soft-capping of the scores."""
+    if softcap is None:
+        return scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
+        )
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores = torch.tanh((query @ key.transpose(2, 3)) * (scaling / softcap)) * softcap
+    probs = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
+    return probs.to(value.dtype) @ value

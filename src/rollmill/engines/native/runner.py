@@ -1,0 +1,202 @@
+"""Forward passes: prompts and recomputation through PrefillContext, decode steps through DecodeContext, sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollmill.core.errors import EngineError, ModelError
+from rollmill.engines.native.cache import Cache
+from rollmill.engines.native.decode import DecodeContext
+from rollmill.engines.native.prefill import PrefillContext, Segment
+from rollmill.engines.native.rng import uniforms
+from rollmill.engines.native.sampler import SamplingTensors, sample
+from rollmill.engines.native.sequence import Group, Row
+from rollmill.models.attention import AttentionContext, attending
+
+
+class Runner:
+    """Runs the model over cache entries. Rows are kept in the order of the cache's buckets between changes."""
+
+    def __init__(self, model: nn.Module, cache: Cache, prefill_tokens: int) -> None:
+        self._model = model
+        self._device = next(model.parameters()).device
+        self._prefill_tokens = prefill_tokens
+        self._layers_checked = False
+        self.reset(cache)
+
+    def reset(self, cache: Cache) -> None:
+        """Use another cache; everything in the old one is forgotten."""
+        self._cache = cache
+        self.changed()
+
+    def changed(self) -> None:
+        """Rows have come or gone: the decode context must be built anew."""
+        self._context: DecodeContext | None = None
+        self._params: dict[int, SamplingTensors] = {}
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def prefill(self, groups: Iterable[Group]) -> None:
+        """Process waiting prompts, first come first served, up to the token budget of one step."""
+        budget = self._prefill_tokens
+        work: list[tuple[Group, Segment]] = []
+        for group in groups:
+            prompt = group.request.prompt_ids
+            if group.logits_V is not None:
+                continue
+            if budget == 0:
+                break
+            if group.entry is None:
+                group.entry = self._cache.prompt(len(prompt))
+            take = min(budget, len(prompt) - group.prefilled)
+            tokens = list(prompt[group.prefilled : group.prefilled + take])
+            work.append((group, Segment(group.entry, group.prefilled, tokens)))
+            budget -= take
+        if not work:
+            return
+        logits_SV = self._extend([segment for _, segment in work])
+        for (group, segment), logits_V in zip(work, logits_SV, strict=True):
+            group.prefilled += len(segment.tokens)
+            if group.prefilled == len(group.request.prompt_ids):
+                group.logits_V = logits_V
+
+    def prefill_all(self, groups: list[Group]) -> None:
+        """Process whole prompts, in as many passes as the budget asks for."""
+        while any(group.logits_V is None for group in groups):
+            self.prefill(groups)
+
+    def enter(self, rows: list[Row]) -> None:
+        """Give rows their place in the cache, below their prompts."""
+        parents = []
+        for row in rows:
+            assert row.group.entry is not None
+            parents.append(row.group.entry)
+        for row, entry in zip(rows, self._cache.completions(parents), strict=True):
+            row.entry = entry
+        self.changed()
+
+    def restore(self, rows: list[Row]) -> None:
+        """Compute keys and values of running rows anew: all their tokens but the last, which the next step feeds."""
+        self.enter(rows)
+        pending: list[Segment] = []
+        tokens = 0
+        for row in rows:
+            assert row.entry is not None
+            cached = row.tokens[:-1]
+            while row.entry.bucket.capacity < len(cached):
+                self._cache.grow([row.entry])
+            if cached:
+                pending.append(Segment(row.entry, 0, cached))
+                tokens += len(cached)
+            if pending and tokens >= self._prefill_tokens:
+                self._extend(pending)
+                pending, tokens = [], 0
+        if pending:
+            self._extend(pending)
+
+    def _extend(self, segments: list[Segment]) -> Tensor:
+        """Add tokens to entries; logits [S, V] after each segment's last token."""
+        context = PrefillContext(segments)
+        flat = [token for segment in segments for token in segment.tokens]
+        logits = self._forward(
+            context,
+            torch.tensor([flat], device=self._device),
+            torch.tensor([context.positions()], device=self._device),
+            torch.tensor(context.last_rows(), device=self._device),
+        )
+        for segment in segments:
+            segment.entry.length = segment.start + len(segment.tokens)
+        self._check_layers(context)
+        return logits
+
+    def _check_layers(self, context: PrefillContext) -> None:
+        """Refuse models with layers that keep state elsewhere than in attention keys and values."""
+        if self._layers_checked:
+            return
+        config: Any = self._model.config
+        expected = config.get_text_config().num_hidden_layers
+        if context.layers != expected:
+            raise ModelError(
+                f"{type(self._model).__name__} has {expected} layers but only {context.layers} use transformers' "
+                "attention interface; the native engine cannot decode such models (for example state-space layers)"
+            )
+        self._layers_checked = True
+
+    # -- decoding ----------------------------------------------------------------------------------------------
+
+    def decode(self, rows: list[Row]) -> Tensor:
+        """Feed each row's last token; logits [B, V]. Sorts `rows` in place into the order of the buckets."""
+        context = self._context
+        if context is None or any(piece.longest >= piece.bucket.capacity for piece in context.own):
+            context = self._context = self._arrange(rows)
+        logits = self._forward(
+            context, torch.tensor([[row.tokens[-1] for row in rows]], device=self._device), context.positions_B[None], 0
+        )
+        context.advance()
+        for row in rows:
+            assert row.entry is not None
+            row.entry.length += 1
+        return logits
+
+    def _arrange(self, rows: list[Row]) -> DecodeContext:
+        self._params.clear()
+        for bucket in self._cache.completion_buckets():
+            full = [entry for entry in bucket.entries if entry.length >= bucket.capacity]
+            if full:
+                self._cache.grow(full)
+        buckets = self._cache.completion_buckets()
+        first = {id(bucket): sum(len(b.entries) for b in buckets[:i]) for i, bucket in enumerate(buckets)}
+
+        def place(row: Row) -> int:
+            assert row.entry is not None
+            return first[id(row.entry.bucket)] + row.entry.index
+
+        rows.sort(key=place)
+        return DecodeContext([row.entry for row in rows if row.entry is not None], self._device)
+
+    def sample(self, rows: list[Row], logits_BV: Tensor) -> tuple[list[int], list[float], list[float]]:
+        """Tokens, log-probs and kept log-mass; each row draws at (its seed, its number of tokens so far)."""
+        seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
+        counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
+        uniform_B = torch.from_numpy(uniforms(seeds, counters)).to(self._device)
+        tokens, logprobs, kept = sample(logits_BV, self._sampling(rows), uniform_B)
+        if not bool(torch.isfinite(logprobs).all()):
+            bad = rows[int((~torch.isfinite(logprobs)).nonzero()[0])]
+            raise EngineError(
+                f"{bad.group.request.id}: the model's logits are not finite after {len(bad.tokens)} new tokens; its "
+                "weights have diverged (lower trainer.lr) or are damaged"
+            )
+        return tokens.tolist(), logprobs.tolist(), kept.tolist()
+
+    def _sampling(self, rows: list[Row]) -> SamplingTensors:
+        if self._context is None or len(rows) != len(self._context.positions_B):
+            return _sampling_tensors(rows, self._device)
+        key = id(self._context)
+        if key not in self._params:
+            self._params = {key: _sampling_tensors(rows, self._device)}
+        return self._params[key]
+
+    def _forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+        """Logits of the kept rows (0: all)."""
+        training = self._model.training
+        if training:
+            self._model.eval()
+        with attending(self._model, context):
+            output: Any = self._model(
+                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
+            )
+        if training:
+            self._model.train()
+        logits: Tensor = output.logits[0]
+        return logits
+
+
+def _sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
+    settings = [row.group.request.sampling for row in rows]
+    return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)
+
