@@ -56,7 +56,7 @@ class DrGRPOOptions(PolicyGradientOptions):
 
 
 class DAPOOptions(PolicyGradientOptions):
-    """DAPO (arXiv:2503.14476): asymmetric clipping, token mean, only groups with differing rewards, overlong penalty."""
+    """DAPO (arXiv:2503.14476): asymmetric clipping, token mean, groups with differing rewards, overlong penalty."""
 
     name: Literal["dapo"]
     clip_high: float = Field(0.28, ge=0)

@@ -27,9 +27,9 @@ class NewModelConfig(Section):
     layers: int = Field(4, ge=1)
     heads: int = Field(4, ge=1)
     kv_heads: int = Field(2, ge=1)
-    head_dim: int | None = None
+    head_dim: int | None = Field(None, ge=2)
     """Defaults to hidden_size / heads."""
-    intermediate_size: int | None = None
+    intermediate_size: int | None = Field(None, ge=1)
     """Defaults to 3 x hidden_size."""
     context: int = Field(1024, ge=8)
     """Longest sequence the model accepts (max_position_embeddings)."""
@@ -43,7 +43,7 @@ class ModelConfig(Section):
     """The model to train."""
 
     path: Path | Literal["new"] = "new"
-    """A Hugging Face checkpoint directory (config.json, safetensors, tokenizer), or `new` to make one from `model.new`."""
+    """A Hugging Face checkpoint folder (config.json, safetensors, tokenizer), or `new`: make one from `model.new`."""
     new: NewModelConfig | None = None
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False

@@ -23,7 +23,7 @@ class MathReward(_Reward):
     timeout_reward: float = 0.0
     """Reward of a timed-out judgement."""
     extract: Literal["auto", "boxed", "hash", "last_number"] = "auto"
-    """Where the answer stands: the last \\boxed{}, after `####`, the last number, or the first of these that is found."""
+    """Where the answer stands: the last \\boxed{}, after `####`, the last number, or the first of these found."""
 
 
 class ExactReward(_Reward):

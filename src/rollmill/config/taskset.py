@@ -1,4 +1,4 @@
-"""`taskset`: where tasks come from and how rows become prompts. Exactly one of path, generator and function is given."""
+"""`taskset`: where tasks come from and how rows become prompts. One of path, generator and function is given."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class TasksetConfig(Section):
     """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed."""
     fields: FieldsConfig = FieldsConfig()
     template: str | None = None
-    """Prompt template with `{column}` placeholders, for example "Question: {question}\\nAnswer:". Default: the prompt column."""
+    """Prompt template with `{column}` parts, like "Question: {question}\\nAnswer:". Default: the prompt column."""
     response_template: str | None = None
     """Same for the worked solution."""
     system: str | None = None

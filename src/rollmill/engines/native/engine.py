@@ -7,6 +7,7 @@ hand out what has finished. State lives on Group and Row; the cache and the samp
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from collections.abc import AsyncIterator
 from typing import Any
@@ -59,7 +60,7 @@ class NativeEngine:
         self._queue: deque[Group] = deque()  # not all of their completions have started
         self._rows: list[Row] = []
         self._paused = False
-        self._stale = False  # cached keys and values belong to older weights
+        self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
         self._failure: BaseException | None = None
         self._driver: asyncio.Task[None] | None = None
 
@@ -109,6 +110,11 @@ class NativeEngine:
             self._driver = None
         error = EngineError("the engine was closed while the request was running")
         self._fail(error)
+
+    @property
+    def cache_bytes(self) -> int:
+        """Memory that cached keys and values take now."""
+        return self._cache.bytes()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -205,6 +211,9 @@ class NativeEngine:
         logits = torch.stack([row.group.logits_V for row in started if row.group.logits_V is not None])
         self._runner.enter(started)
         self._rows.extend(started)
+        now = time.perf_counter()
+        for row in started:
+            row.started_at = now
         for group in [group for group in self._queue if not group.waiting]:
             self._queue.remove(group)
             group.logits_V = None

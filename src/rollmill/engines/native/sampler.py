@@ -110,7 +110,7 @@ def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     inside_B = target_B - torch.where(block_B > 0, before_B, 0.0)
     index_B11 = block_B[:, None, None].expand(-1, 1, BLOCK)
     cumulative_BK = blocks_BNK.gather(1, index_B11)[:, 0].double().cumsum(-1)
-    return block_B * BLOCK + _first_above(cumulative_BK, inside_B)
+    return (block_B * BLOCK + _first_above(cumulative_BK, inside_B)).clamp(max=vocab - 1)
 
 
 def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
 
 def _keep(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
     """Which tokens survive top-k, then top-p on the renormalised rest, then min-p (ties at a threshold survive)."""
-    floor_B = params.min_p_B * probs_BV.amax(-1)
+    floor_B = torch.zeros_like(params.min_p_B)
     if bool((params.top_k_B > 0).any()):
         largest = int(params.top_k_B.max().clamp(max=probs_BV.shape[1]))
         sorted_BK = probs_BV.topk(largest, dim=-1).values
@@ -134,6 +134,7 @@ def _keep(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
         rows = needs_B.nonzero()[:, 0]
         allowed = torch.where(probs_BV[rows] >= floor_B[rows, None], probs_BV[rows], 0.0)
         floor_B[rows] = torch.maximum(floor_B[rows], _top_p_floor(allowed, params.top_p_B[rows]))
+    floor_B = torch.maximum(floor_B, params.min_p_B * probs_BV.amax(-1))
     return probs_BV >= floor_B[:, None]
 
 

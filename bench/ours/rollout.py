@@ -1,0 +1,88 @@
+"""Worker: one batch of completions per command with the native engine."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from typing import Any
+
+from bench.worker import Channel, serve, versions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True, help="checkpoint folder")
+    parser.add_argument("--prompts", required=True, help="JSON: token ids of every prompt")
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    channel = Channel()
+
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from rollmill.config.rollout import SamplingConfig
+    from rollmill.core.types import Completion
+    from rollmill.engines.base import Request
+    from rollmill.engines.native import NativeEngine
+    from rollmill.trainer import choose_precision
+
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    began = time.perf_counter()
+    model: Any = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(args.device).eval()
+    loaded = time.perf_counter()
+    precision = choose_precision(model.float(), args.device) if args.dtype == "auto" else args.dtype
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+    model.to(dtype)
+    prompts: list[list[int]] = json.loads(args.prompts)
+
+    async def batch(native: NativeEngine, new_tokens: int) -> tuple[list[Completion], float]:
+        """All completions, and seconds to the first of them."""
+        began, first = time.perf_counter(), 0.0
+
+        async def one(index: int, ids: list[int]) -> list[Completion]:
+            nonlocal first
+            sampling = SamplingConfig(temperature=1.0, max_new_tokens=new_tokens)
+            got = []
+            async for completion in native.stream(Request(ids, sampling, n=args.group, seed=index)):
+                first = first or time.perf_counter() - began
+                got.append(completion)
+            return got
+
+        groups = await asyncio.gather(*(one(index, ids) for index, ids in enumerate(prompts)))
+        return [completion for group in groups for completion in group], first
+
+    began_engine = time.perf_counter()
+    native = NativeEngine(model, context=model.config.max_position_embeddings, dtype=dtype, max_sequences=256)
+    asyncio.run(batch(native, 1))
+    startup_s = time.perf_counter() - began_engine
+
+    def run() -> dict[str, Any]:
+        began = time.perf_counter()
+        completions, first_s = asyncio.run(batch(native, args.new_tokens))
+        seconds = time.perf_counter() - began
+        tokens = sum(len(completion.token_ids) for completion in completions)
+        return {
+            "seconds": seconds,
+            "tokens": tokens,
+            "tokens_per_s": tokens / seconds,
+            "first_completion_s": first_s,
+        }
+
+    serve(
+        channel,
+        run,
+        load_s=loaded - began,
+        startup_s=startup_s,
+        dtype=precision,
+        versions=versions("torch", "transformers"),
+    )
+
+
+if __name__ == "__main__":
+    main()

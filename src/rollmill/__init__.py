@@ -1,0 +1,32 @@
+"""rollmill: reinforcement fine-tuning of language models, from a laptop CPU to a cluster with one run file."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollmill.core.registry import reward as reward
+    from rollmill.master import run as run
+    from rollmill.monitor.rollouts import load_experiences as load_experiences
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "reward": "rollmill.core.registry",
+    "run": "rollmill.master",
+    "load_experiences": "rollmill.monitor.rollouts",
+}
+
+__all__ = ["__version__", "load_experiences", "reward", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the public names on first use, so that `import rollmill` stays quick."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rollmill' has no attribute '{name}'")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,49 @@
+"""Aggregations: how per-token terms become one number, written as one weight per token.
+
+The weights are computed once for a whole optimizer step, before it is cut into micro-batches; the loss is
+sum_t weight_t * term_t, so micro-batches only add up (design rule: one denominator). Shapes: `lengths` [N] is the
+number of tokens of each experience that count (0: it is left out); the result [N] is the weight of each of its tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+from torch import Tensor
+
+
+def token_mean(lengths: Tensor) -> Tensor:
+    """1 / (all tokens): every token counts the same (DAPO)."""
+    return _weights(lengths, 1 / lengths.sum().double())
+
+
+def sequence_mean(lengths: Tensor) -> Tensor:
+    """1 / (N T_i): mean over experiences of the mean over tokens (GRPO as published)."""
+    return _weights(lengths, 1 / ((lengths > 0).sum() * lengths.double()))
+
+
+def sequence_sum_mean(lengths: Tensor) -> Tensor:
+    """1 / N: mean over experiences of the sum over tokens (REINFORCE, RLOO as published)."""
+    return _weights(lengths, 1 / (lengths > 0).sum().double())
+
+
+def constant(lengths: Tensor, *, max_length: int) -> Tensor:
+    """1 / (max_length N): a denominator that depends neither on lengths nor on padding (Dr. GRPO)."""
+    return sequence_sum_mean(lengths) / max_length
+
+
+def aggregation(name: str, *, max_length: int) -> Callable[[Tensor], Tensor]:
+    """The aggregation a run file names; `max_length` is the tokens a completion may have at most."""
+    named: dict[str, Callable[[Tensor], Tensor]] = {
+        "token-mean": token_mean,
+        "sequence-mean": sequence_mean,
+        "sequence-sum-mean": sequence_sum_mean,
+        "constant": partial(constant, max_length=max_length),
+    }
+    return named[name]
+
+
+def _weights(lengths: Tensor, weight: Tensor) -> Tensor:
+    return torch.where(lengths > 0, weight, 0).float()

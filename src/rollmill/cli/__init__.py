@@ -1,0 +1,87 @@
+"""The command line: one module per command, each with a function `command`. Imports no torch."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Annotated, Any
+
+import typer
+
+from rollmill import __version__
+from rollmill.core.errors import RollmillError
+
+COMMANDS = {
+    "run": "rollmill.cli.run",
+    "resume": "rollmill.cli.resume",
+    "check": "rollmill.cli.check",
+    "init": "rollmill.cli.init",
+    "quickstart": "rollmill.cli.quickstart",
+    "eval": "rollmill.cli.evaluate",
+    "show": "rollmill.cli.show",
+    "grade": "rollmill.cli.grade",
+}
+"""Command name -> module."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code: 0 done, 1 failed, 2 wrong usage or configuration, 130 interrupted."""
+    try:
+        build_app()(args=None if argv is None else list(argv), prog_name="rollmill")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 0
+    raise AssertionError("typer always exits")
+
+
+def build_app() -> typer.Typer:
+    """The typer application with every command registered."""
+    app = typer.Typer(
+        help="Reinforcement fine-tuning of language models.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+    )
+    app.callback()(_options)
+    for name, module in COMMANDS.items():
+        if find_spec(module) is not None:
+            app.command(name)(guarded(import_module(module).command))
+    return app
+
+
+def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+    """The command with user errors printed as their message alone, and exit codes as documented."""
+
+    @functools.wraps(command)
+    def wrapper(*args: Any, **options: Any) -> Any:
+        try:
+            return command(*args, **options)
+        except RollmillError as error:
+            if os.environ.get("ROLLMILL_TRACEBACK") == "1":
+                traceback.print_exc()
+            else:
+                print(error, file=sys.stderr)
+            raise typer.Exit(error.exit_code) from None
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            raise typer.Exit(130) from None
+
+    return wrapper
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollmill {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Reinforcement fine-tuning of language models."""

@@ -1,0 +1,85 @@
+"""`rollmill check`: resolve a run file, count its tasks and print what it would do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmill.config.describe import describe, estimated_parameters
+from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.reward import PythonReward
+from rollmill.config.taskset import TasksetConfig
+from rollmill.core.errors import ConfigError, TasksetError
+from rollmill.core.registry import import_file, reward_function
+
+
+def command(
+    config: Annotated[Path, typer.Argument(help="Run file.")],
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets, plugins and reward functions.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
+    as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved run file.")] = False,
+) -> None:
+    """Resolve a run file and print the run, or say what is wrong with it."""
+    if as_json and as_yaml:
+        raise ConfigError("give --json or --yaml, not both")
+    run = load_run(config, overrides or [], out, require_files=data)
+    counts = load_everything(run) if data else {}
+    if as_yaml:
+        print(run.to_yaml(), end="")
+    elif as_json:
+        print(json.dumps(_answer(run, counts), indent=2, ensure_ascii=False))
+    else:
+        print(describe(run, counts))
+
+
+def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
+    """Import plugins and reward functions and count the tasks and rejected rows of every taskset.
+
+    Raises ConfigError naming the stage when something cannot be loaded.
+    """
+    for plugin in run.config.plugins:
+        import_file(plugin)
+    counts: dict[tuple[str, str], tuple[int, int]] = {}
+    loaded: dict[str, tuple[int, int]] = {}
+    for stage in run.stages:
+        for reward in stage.rewards:
+            if isinstance(reward, PythonReward):
+                reward_function(reward.function)
+        tasksets = {"taskset": stage.taskset, "evaluation": stage.evaluation and stage.evaluation.taskset}
+        for section, taskset in tasksets.items():
+            if taskset is not None:
+                key = taskset.model_dump_json()
+                loaded[key] = loaded.get(key) or _count(taskset, f"stage {stage.name}: {section}")
+                counts[stage.name, section] = loaded[key]
+    return counts
+
+
+def _count(taskset: TasksetConfig, where: str) -> tuple[int, int]:
+    from rollmill.tasks import load_taskset
+
+    try:
+        loaded = load_taskset(taskset)
+    except TasksetError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return len(loaded.tasks), len(loaded.rejected)
+
+
+def _answer(run: LoadedRun, counts: dict[tuple[str, str], tuple[int, int]]) -> dict[str, object]:
+    new = run.config.model.new if run.config.model.path == "new" else None
+    return {
+        "path": str(run.path),
+        "out": str(run.out),
+        "config": run.resolved(),
+        "parameters": estimated_parameters(new) if new else None,
+        "tasks": [
+            {"stage": stage, "section": section, "tasks": tasks, "rejected": rejected}
+            for (stage, section), (tasks, rejected) in counts.items()
+        ],
+    }

@@ -1,0 +1,19 @@
+"""What run, resume and quickstart share: the view, and the last line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from rollmill.monitor.view import PlainView, View
+
+
+def launch(start: Callable[[View | None], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+    """Start a run; with `as_json` its progress goes to stderr, so that stdout holds the JSON alone."""
+    summary = start(PlainView(sys.stderr) if as_json else None)
+    if not as_json:
+        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        accuracy = "" if after is None else f"; accuracy {before:.3f} -> {after:.3f}"
+        print(f"done: {summary['steps']} steps in {summary['seconds']:.1f} s{accuracy}; {summary['checkpoint']}")
+    return summary

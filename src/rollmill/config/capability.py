@@ -1,0 +1,115 @@
+"""Design rule 7: every key counts. Which keys does a stage's choice of components not honour, and who would?"""
+
+from __future__ import annotations
+
+from rollmill.config.algorithm import GRPOOptions
+from rollmill.config.contradictions import contradictions, model_contradictions
+from rollmill.config.resolve import STAGE_KEYS, Resolved
+from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
+
+_TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = ("max_new_tokens", "max_sequences", "prefill_tokens", "stop", "stop_token_ids", "deadline_s")
+
+
+def check_capabilities(resolved: Resolved) -> list[Problem]:
+    """Explicit keys that nothing honours, and choices that contradict each other."""
+    found = _dead_base_keys(resolved) + _unhonoured_in_stages(resolved)
+    for path, text in unhonoured_by_run(resolved.config, resolved.stages).items():
+        if find(resolved.root, path):
+            found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in model_contradictions(resolved.config.model, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
+        found += [Problem(*locate(tree, path), text) for path, text in contradictions(stage)]
+    return found
+
+
+def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys that no component of this stage honours, each with who would."""
+    keys: dict[KeyPath, str] = {}
+    algorithm, evaluation = stage.algorithm, stage.evaluation
+    learner = f"algorithm `{algorithm.name}` learns from worked solutions and rolls nothing out"
+    if not algorithm.uses_rollouts:
+        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",)):
+            keys[key] = f"not honoured: {learner}; {_instead(key)}"
+        if evaluation is None:
+            for name in (*_TRUNCATION, *_SAMPLING):
+                keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
+            keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
+        elif evaluation.samples == 0:
+            for name in _TRUNCATION:
+                keys["rollout", name] = (
+                    f"not honoured: {learner}, and evaluation is greedy only (samples: 0); remove it"
+                )
+    if evaluation is None:
+        keys["early_stop",] = (
+            "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
+        )
+    if stage.trainer.schedule == "constant":
+        keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
+    if isinstance(algorithm, GRPOOptions) and algorithm.scale == "none":
+        keys["algorithm", "ddof"] = "not honoured with scale `none`; it is with `group` and `batch`"
+    return keys
+
+
+def _instead(key: KeyPath) -> str:
+    if key == ("rollout", "batch"):
+        return "demonstrations per step are `algorithm.batch`"
+    return "grpo, dr_grpo, dapo, rloo, reinforce and mix honour it"
+
+
+def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPath, str]:
+    """Run-wide keys that nothing honours."""
+    keys: dict[KeyPath, str] = {}
+    if all(stage.evaluation is None for stage in stages):
+        keys["checkpoint", "keep_best"] = (
+            "not honoured without `evaluation`, which finds the best; add it or remove this"
+        )
+    new = config.model.new
+    if new is not None and new.tokenizer.kind == "char":
+        text = "not honoured by kind `char`, whose vocabulary is the characters seen; it is by `bpe`"
+        keys["model", "new", "tokenizer", "vocab_size"] = text
+    if config.model.path == "new":
+        keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
+    return keys
+
+
+def _unhonoured_in_stages(resolved: Resolved) -> list[Problem]:
+    """A key is a problem when no stage that has it honours it; a key of the whole file may serve only some stages."""
+    marked = [_marked_leaves(stage, tree) for stage, tree in zip(resolved.stages, resolved.trees, strict=True)]
+    honoured = {
+        id(leaf)
+        for tree, marks in zip(resolved.trees, marked, strict=True)
+        for leaf in leaves(tree)
+        if id(leaf) not in marks
+    }
+    found: dict[tuple[str, str], Problem] = {}
+    for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
+        for path, text in unhonoured(stage).items():
+            node = find(tree, path)
+            if node is not None and not any(id(leaf) in honoured for leaf in leaves(node)):
+                place, key = locate(tree, path)
+                found.setdefault((place, key), Problem(place, key, text))
+    return list(found.values())
+
+
+def _marked_leaves(stage: StageConfig, tree: Node) -> set[int]:
+    nodes = [find(tree, path) for path in unhonoured(stage)]
+    return {id(leaf) for node in nodes if node is not None for leaf in leaves(node)}
+
+
+def _dead_base_keys(resolved: Resolved) -> list[Problem]:
+    """Keys of the whole file that every stage replaces. Included files may offer defaults that nobody takes."""
+    alive = {id(leaf) for tree in resolved.trees for leaf in leaves(tree)}
+    found = []
+    for key, section in resolved.root.value.items():
+        if key not in STAGE_KEYS:
+            continue
+        dead = [leaf for leaf in leaves(section) if id(leaf) not in alive and not leaf.origin.included]
+        if dead and len(dead) == len(list(leaves(section))):
+            dead = [section]
+        for node in dead:
+            text = f"every stage sets its own, so this is never used; remove it or change stages.0.{dotted(node.path)}"
+            found.append(Problem(node.origin.place, dotted(node.path), text))
+    return found

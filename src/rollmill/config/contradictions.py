@@ -1,0 +1,161 @@
+"""Choices that cannot work together, found before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from rollmill.config.algorithm import DAPOOptions, ReinforceOptions, SFTOptions
+from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.reward import FormatReward, PythonReward, ReasoningGymReward
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.config.tree import KeyPath
+
+Finding = tuple[KeyPath, str]
+
+_FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
+
+
+def contradictions(stage: StageConfig) -> Iterator[Finding]:
+    """Key paths within the stage, each with what is wrong and what to do."""
+    yield from _rollouts(stage)
+    yield from _rewards(stage)
+    yield from _training(stage)
+    yield from _evaluation(stage)
+    yield from _taskset(stage.taskset, ("taskset",))
+    if stage.evaluation is not None:
+        yield from _taskset(stage.evaluation.taskset, ("evaluation", "taskset"))
+
+
+def _rollouts(stage: StageConfig) -> Iterator[Finding]:
+    algorithm, rollout = stage.algorithm, stage.rollout
+    if not algorithm.uses_rollouts:
+        return
+    if rollout.temperature == 0:
+        text = "training needs differing completions, but 0 always picks the same; give a value above 0, usually 1"
+        yield ("rollout", "temperature"), text
+    if isinstance(algorithm, ReinforceOptions):
+        if algorithm.baseline == "batch" and rollout.batch * rollout.group_size == 1:
+            yield ("rollout", "batch"), "one completion per step equals its own baseline; raise batch or group_size"
+    elif rollout.group_size == 1:
+        text = f"`{algorithm.name}` compares completions of a group, and 1 leaves nothing to compare"
+        yield ("rollout", "group_size"), f"{text}; give at least 2, or use algorithm `reinforce`"
+    if isinstance(algorithm, DAPOOptions) and algorithm.overlong_buffer >= rollout.max_new_tokens:
+        text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
+        yield ("algorithm", "overlong_buffer"), text
+
+
+def _rewards(stage: StageConfig) -> Iterator[Finding]:
+    users = [f"algorithm `{stage.algorithm.name}`"] if stage.algorithm.uses_rollouts else []
+    users += ["evaluation"] if stage.evaluation is not None else []
+    if users and not stage.rewards:
+        yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
+    if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
+        yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
+    for index, reward in enumerate(stage.rewards):
+        if isinstance(reward, FormatReward):
+            try:
+                re.compile(reward.pattern)
+            except re.error as error:
+                yield ("rewards", index, "pattern"), f"not a regular expression: {error}; correct it"
+        if isinstance(reward, ReasoningGymReward):
+            yield from _ungenerated(stage, index)
+        if isinstance(reward, PythonReward) and re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", reward.function) is None:
+            text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
+            yield ("rewards", index, "function"), f"{text}, found `{reward.function}`"
+
+
+def _ungenerated(stage: StageConfig, index: int) -> Iterator[Finding]:
+    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts else None}
+    tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
+    for key, taskset in tasksets.items():
+        if taskset is not None and taskset.generator is None:
+            text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
+            yield ("rewards", index, "name"), f"{text}; give {key}.generator or use another reward"
+
+
+def _training(stage: StageConfig) -> Iterator[Finding]:
+    algorithm, trainer = stage.algorithm, stage.trainer
+    key, batch = "rollout.batch", stage.rollout.batch
+    if isinstance(algorithm, SFTOptions):
+        key, batch = "algorithm.batch", algorithm.batch
+    if trainer.updates_per_batch > batch:
+        text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"
+        yield ("trainer", "updates_per_batch"), text
+    if trainer.warmup_steps > stage.steps:
+        text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
+        yield ("trainer", "warmup_steps"), text
+    if not all(0 <= beta < 1 for beta in trainer.betas):
+        yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
+
+
+def _evaluation(stage: StageConfig) -> Iterator[Finding]:
+    evaluation, stop = stage.evaluation, stage.early_stop
+    if evaluation is None:
+        return
+    if evaluation.samples == 0 and not evaluation.greedy:
+        yield (
+            ("evaluation", "samples"),
+            "0 samples and greedy: false evaluate nothing; raise samples or set greedy: true",
+        )
+    elif stop is not None and stop.metric == "eval/sampled" and evaluation.samples == 0:
+        text = "eval/sampled needs evaluation.samples of at least 1 (it is 0); raise it or use eval/greedy"
+        yield ("early_stop", "metric"), text
+    elif stop is not None and stop.metric == "eval/greedy" and not evaluation.greedy:
+        yield ("early_stop", "metric"), "eval/greedy needs evaluation.greedy: true; set it or use eval/sampled"
+    if evaluation.samples > 0 and stage.rollout.temperature == 0:
+        text = "evaluation.samples are sampled at this temperature; give a value above 0, or set evaluation.samples: 0"
+        yield ("rollout", "temperature"), text
+    if stop is not None and stop.at_least is not None and not 0 <= stop.at_least <= 1:
+        yield ("early_stop", "at_least"), f"accuracy lies between 0 and 1; give for example 0.95, not {stop.at_least:g}"
+
+
+def _taskset(taskset: TasksetConfig, at: KeyPath) -> Iterator[Finding]:
+    path = taskset.path
+    if taskset.split is not None and path is not None and (path.is_file() or path.suffix in _FILE_SUFFIXES):
+        yield (*at, "split"), f"only a folder written by `datasets` has splits, and {path} is a file; remove it"
+    if taskset.preset is not None and taskset.generator is not None:
+        yield (*at, "preset"), "a generator makes rows in its own layout; presets are honoured with path and function"
+    if taskset.function is not None and ":" not in taskset.function:
+        yield (*at, "function"), f"`{taskset.function}` names no function; write FILE.py:NAME or package.module:NAME"
+
+
+def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:
+    """The same for the model; `model.new` beside a checkpoint folder is on standby and not looked at."""
+    if isinstance(model.path, Path):
+        if model.path.is_file():
+            yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"
+    elif model.new is None:
+        text = (
+            "which model? Give model.path (a checkpoint folder) or model.new (a recipe, for example {hidden_size: 256})"
+        )
+        yield ("model",), text
+    else:
+        yield from _new_model(model.new, stages)
+
+
+def _new_model(new: NewModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:
+    at: KeyPath = ("model", "new")
+    if new.heads % new.kv_heads:
+        yield (
+            (*at, "kv_heads"),
+            f"heads ({new.heads}) must be a multiple of kv_heads ({new.kv_heads}); change one of them",
+        )
+    if new.head_dim is None and new.hidden_size % new.heads:
+        text = f"{new.hidden_size} is not a multiple of heads ({new.heads}); change one of them or give head_dim"
+        yield (*at, "hidden_size"), text
+    elif (new.head_dim or new.hidden_size // new.heads) % 2:
+        key = "head_dim" if new.head_dim else "hidden_size"
+        yield (
+            (*at, key),
+            "rotary positions need an even number of dimensions per head (hidden_size / heads, or head_dim)",
+        )
+    for stage in stages:
+        samples = stage.algorithm.uses_rollouts or stage.evaluation is not None
+        if samples and stage.rollout.max_new_tokens >= new.context:
+            longest = f"rollout.max_new_tokens ({stage.rollout.max_new_tokens})"
+            text = f"{new.context} leaves no room for a prompt beside {longest}; raise it or lower that"
+            yield (*at, "context"), text
+            return

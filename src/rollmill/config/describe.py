@@ -1,0 +1,128 @@
+"""A run in words: what `rollmill check` prints."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from rollmill.config.algorithm import SFTOptions
+from rollmill.config.base import Section
+from rollmill.config.capability import unhonoured
+from rollmill.config.loader import LoadedRun
+from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+
+CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
+
+Counts = Mapping[tuple[str, str], tuple[int, int]]
+"""(stage name, "taskset" or "evaluation") -> (tasks, rejected rows)."""
+
+
+def describe(run: LoadedRun, counts: Counts) -> str:
+    """The run as readable lines. Tasksets that are not in `counts` are named without a number of tasks."""
+    config = run.config
+    lines = [
+        _wrapped("", "run", f"{config.name} ({run.path})"),
+        _wrapped("", "writes", f"{run.out}/"),
+        _wrapped("", "model", _model(config.model)),
+        _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}"),
+        _wrapped("", "checkpoint", _options(config.checkpoint)),
+    ]
+    lines += [_wrapped("", "plugins", ", ".join(str(path) for path in config.plugins))] if config.plugins else []
+    for number, stage in enumerate(run.stages, 1):
+        lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
+        lines += [_wrapped("  ", label, text) for label, text in _stage(stage, counts)]
+    return "\n".join(lines)
+
+
+def estimated_parameters(new: NewModelConfig) -> int:
+    """Weights of a new model, before its tokenizer is trained (the vocabulary is taken at its upper bound)."""
+    width, head = new.hidden_size, new.head_dim or new.hidden_size // new.heads
+    vocabulary = CHAR_VOCABULARY if new.tokenizer.kind == "char" else new.tokenizer.vocab_size
+    attention = 2 * width * head * (new.heads + new.kv_heads)
+    mlp = 3 * width * (new.intermediate_size or 3 * width)
+    embeddings = vocabulary * width * (1 if new.tie_embeddings else 2)
+    return embeddings + new.layers * (attention + mlp + 2 * width) + width
+
+
+def _model(model: ModelConfig) -> str:
+    new = model.new
+    if model.path != "new" or new is None:
+        return f"{model.path}" + (" (model.new is on standby)" if new else "")
+    millions = estimated_parameters(new) / 1e6
+    words = f"up to {new.tokenizer.vocab_size} tokens" if new.tokenizer.kind == "bpe" else "one token per character"
+    return (
+        f"new {new.architecture}, about {millions:.{1 if millions >= 1 else 2}f}M parameters: {new.layers} layers x "
+        f"{new.hidden_size}, {new.heads} heads ({new.kv_heads} for keys), context {new.context}, "
+        f"{new.tokenizer.kind} tokenizer ({words})"
+    )
+
+
+def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
+    rollout, evaluation, algorithm = stage.rollout, stage.evaluation, stage.algorithm
+    yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
+    if algorithm.uses_rollouts:
+        total = rollout.batch * rollout.group_size
+        yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"
+        yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
+    else:
+        assert isinstance(algorithm, SFTOptions)
+        yield "steps", f"{stage.steps}, each {algorithm.batch} demonstrations"
+    for index, reward in enumerate(stage.rewards):
+        yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
+    yield "algorithm", f"{algorithm.name}: {_options(algorithm, skip={'name', 'batch'})}"
+    unused = {str(path[-1]) for path in unhonoured(stage) if path[0] == "trainer"}
+    yield "trainer", _options(stage.trainer, skip=unused)
+    if evaluation is None:
+        yield "evaluation", "none"
+        return
+    yield "evaluation", _taskset(evaluation.taskset, counts.get((stage.name, "evaluation")))
+    yield "", _options(evaluation, skip={"taskset"})
+    if not algorithm.uses_rollouts:
+        yield "", _options(rollout, skip={"batch", "group_size"})
+    if stage.early_stop is not None:
+        yield "early stop", _options(stage.early_stop)
+
+
+def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:
+    generator = taskset.generator
+    source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function}"
+    details = _options(taskset, skip={"path", "generator", "function", "fields"}, changed=True)
+    fields = _options(taskset.fields, changed=True)
+    extra = ", ".join(part for part in (details, f"fields {fields}" if fields else "") if part)
+    number = f"{count[0]} tasks ({count[1]} rows rejected) from " if count else ""
+    return f"{number}{source}" + (f" ({extra})" if extra else "")
+
+
+def _bracketed(section: Section) -> str:
+    options = _options(section, skip={"name", "weight"})
+    return f" ({options})" if options else ""
+
+
+def _options(section: Section, skip: set[str] | None = None, changed: bool = False) -> str:
+    """`key value` pairs; unset ones are left out, and with `changed` those at their default."""
+    shown = section.model_dump(mode="json", exclude=skip, exclude_none=True, exclude_defaults=changed)
+    return ", ".join(f"{key} {_value(value)}" for key, value in shown.items() if value not in ([], {}))
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:g}"
+    text = str(value).replace("\n", "\\n")
+    return f"'{text}'" if isinstance(value, str) and (" " in text or not text) else text
+
+
+def _wrapped(indent: str, label: str, text: str) -> str:
+    start = f"{indent}{label:<11} "
+    return textwrap.fill(
+        text,
+        120,
+        initial_indent=start,
+        subsequent_indent=" " * len(start),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,129 @@
+"""What to say about an unknown key: the nearest valid one, and which component or section would honour it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from rollmill.config.base import Section
+from rollmill.config.run import RunConfig
+
+ELSEWHERE = {
+    "batch_size": "rollout.batch",
+    "beta": "algorithm.kl",
+    "epsilon": "algorithm.clip_low",
+    "epsilon_high": "algorithm.clip_high",
+    "kl_coef": "algorithm.kl",
+    "learning_rate": "trainer.lr",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_steps": "steps",
+    "max_tokens": "rollout.max_new_tokens",
+    "model_name_or_path": "model.path",
+    "num_generations": "rollout.group_size",
+    "total_steps": "steps",
+}
+"""Names that other tools give to our keys."""
+
+_NOUNS = {"rewards": "reward", "algorithm": "algorithm"}
+
+
+@dataclass(frozen=True)
+class Home:
+    """One section class and where it stands in a run file; `tag` is the `name` that selects it among several."""
+
+    section: type[Section]
+    prefix: str
+    tag: str | None = None
+
+
+def unwrap(annotation: Any) -> Any:
+    """The annotation without Annotated and without None."""
+    if get_origin(annotation) is Annotated:
+        return unwrap(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        members = [member for member in get_args(annotation) if member is not NoneType]
+        return unwrap(members[0]) if len(members) == 1 else Union[tuple(members)]  # noqa: UP007
+    return annotation
+
+
+def sections_of(annotation: Any) -> list[type[Section]]:
+    """The section classes an annotation allows, in order; empty for scalars and lists."""
+    annotation = unwrap(annotation)
+    members = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return [member for member in members if isinstance(member, type) and issubclass(member, Section)]
+
+
+def tag_of(section: type[Section]) -> str:
+    """The `name` that selects a section class."""
+    tag: str = get_args(section.model_fields["name"].annotation)[0]
+    return tag
+
+
+@cache
+def homes() -> tuple[Home, ...]:
+    """Every section class of a run file with its first place in it."""
+    found: dict[type[Section], Home] = {}
+    _collect(Home(RunConfig, ""), found)
+    return tuple(found.values())
+
+
+def _collect(home: Home, found: dict[type[Section], Home]) -> None:
+    if home.section in found:
+        return
+    found[home.section] = home
+    for key, field in home.section.model_fields.items():
+        inner = unwrap(field.annotation)
+        members = sections_of(get_args(inner)[0] if get_origin(inner) is list else inner)
+        for member in members:
+            prefix = f"{home.prefix}.{key}".lstrip(".")
+            _collect(Home(member, prefix, tag_of(member) if len(members) > 1 else None), found)
+
+
+def nearest(word: str, words: list[str]) -> str | None:
+    """The most similar of `words`, or None when none is similar."""
+    lower = {candidate.lower(): candidate for candidate in words}
+    close = get_close_matches(word.lower(), list(lower), n=1, cutoff=0.6)
+    return lower[close[0]] if close else None
+
+
+def did_you_mean(word: str, words: list[str]) -> str:
+    """`; did you mean X?`, or nothing."""
+    near = nearest(word, words)
+    return f"; did you mean `{near}`?" if near else ""
+
+
+def quoted(words: list[str]) -> str:
+    """Words as `a`, `b` and `c`."""
+    *front, last = [f"`{word}`" for word in words]
+    return f"{', '.join(front)} and {last}" if front else last
+
+
+def unknown_key(key: str, owner: type[Section]) -> str:
+    """What is wrong with `key` in section `owner`, and what to do."""
+    here = next((home for home in homes() if home.section is owner), Home(owner, "a stage"))
+    others = [home for home in homes() if key in home.section.model_fields and home.section is not owner]
+    siblings = [home for home in others if here.tag and home.prefix == here.prefix]
+    near = did_you_mean(key, list(owner.model_fields))
+    if siblings and here.tag:
+        noun = _NOUNS[here.prefix]
+        tags = quoted([str(home.tag) for home in siblings])
+        return f"`{key}` is honoured by {noun} {tags}, not by `{here.tag}`{near or '; remove it'}"
+    if here.prefix == "a stage" and key in RunConfig.model_fields:
+        return f"`{key}` belongs to the whole run, not to a stage; move it to the top level"
+    if others and key != "name":
+        places = quoted(list(dict.fromkeys(_full(home, key) for home in others)))
+        return f"unknown key; it is honoured as {places}{near or '; move it there'}"
+    if key in ELSEWHERE:
+        return f"unknown key; rollmill calls this `{ELSEWHERE[key]}`"
+    if near:
+        return f"unknown key{near}"
+    return f"unknown key; valid here: {', '.join(owner.model_fields)}"
+
+
+def _full(home: Home, key: str) -> str:
+    tagged = f" ({_NOUNS[home.prefix]} {home.tag})" if home.tag else ""
+    prefix = "rewards.N" if home.prefix == "rewards" else home.prefix
+    return f"{prefix}.{key}".lstrip(".") + tagged

@@ -1,0 +1,115 @@
+"""Loading a run file: includes, overrides, paths, stages, validation and the capability check, in this order."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.capability import check_capabilities, unhonoured, unhonoured_by_run
+from rollmill.config.overrides import override
+from rollmill.config.paths import settle_paths
+from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
+from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.tree import Node, Problem, overlay, refuse
+from rollmill.config.yaml_file import read_yaml, write_yaml
+from rollmill.core.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class LoadedRun:
+    """A run that is ready to start.
+
+    `config` holds the run-wide settings (name, seed, model, checkpoint ...); what a stage does stands in `stages`, in
+    order. The stage sections of `config` are those of the first stage. `path` is the run file and `out` the run
+    directory (default: runs/NAME).
+    """
+
+    config: RunConfig
+    stages: list[StageConfig]
+    path: Path
+    out: Path
+
+    def resolved(self) -> dict[str, Any]:
+        """The whole run as one JSON-able mapping, defaults included. As YAML it is a run file that loads to this run.
+
+        Keys that nothing in this run honours are left out.
+        """
+        wide = self.config.model_dump(mode="json", include=set(RUN_KEYS - {"stages"}))
+        for path in unhonoured_by_run(self.config, self.stages):
+            _drop(wide, path)
+        stages = [_stage_dump(stage) for stage in self.stages]
+        if not self.config.stages:
+            return wide | {key: stages[0][key] for key in stages[0] if key in STAGE_KEYS}
+        return wide | {"stages": stages}
+
+    def to_yaml(self) -> str:
+        """`resolved()` as YAML."""
+        return write_yaml(self.resolved())
+
+
+def load_run(
+    path: Path, overrides: Sequence[str] = (), out: Path | None = None, *, require_files: bool = True
+) -> LoadedRun:
+    """Load and check a run file.
+
+    `overrides` are `section.key=value` strings, applied in order after the includes. Relative paths are looked up in
+    the current folder, then in the folder of the file that names them; with `require_files` a missing one is an error.
+    Raises ConfigError; its message lists every problem as `FILE:LINE: section.key: what is wrong; what to do`.
+    """
+    problems: list[Problem] = []
+    root = _with_includes(path, problems, ())
+    for assignment in overrides:
+        root = override(root, assignment, path.parent, problems)
+    root = settle_paths(root, problems, required=require_files)
+    refuse(problems)
+    resolved = resolve(root)
+    refuse(check_capabilities(resolved))
+    stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
+    first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
+    return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
+
+
+def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...]) -> Node:
+    root = read_yaml(path, problems, included=bool(above))
+    include = root.value.pop("include", None)
+    if include is None:
+        return root
+    entries = include.value if isinstance(include.value, list) else [include]
+    chain = (*above, path)
+    below: Node | None = None
+    for entry in entries:
+        if not isinstance(entry.value, str):
+            raise ConfigError(f"{entry.origin.place}: include: expected a path or a list of paths")
+        tree = _with_includes(_included(path, entry, chain), problems, chain)
+        below = tree if below is None else overlay(below, tree)
+    return root if below is None else overlay(below, root)
+
+
+def _included(path: Path, entry: Node, chain: tuple[Path, ...]) -> Path:
+    file = path.parent / str(entry.value)
+    if not file.is_file():
+        raise ConfigError(f"{entry.origin.place}: include: {file} does not exist; the path is relative to {path}")
+    if file.resolve() in [one.resolve() for one in chain]:
+        cycle = " -> ".join(str(one) for one in (*chain, file))
+        raise ConfigError(
+            f"{entry.origin.place}: include: files include each other: {cycle}; remove one of the includes"
+        )
+    return file
+
+
+def _stage_dump(stage: StageConfig) -> dict[str, Any]:
+    values = stage.model_dump(mode="json")
+    for path in unhonoured(stage):
+        _drop(values, path)
+    return values
+
+
+def _drop(values: dict[str, Any], path: Sequence[int | str]) -> None:
+    *sections, key = path
+    inner: Any = values
+    for section in sections:
+        inner = (inner or {}).get(section)
+    if inner:
+        inner.pop(key, None)

@@ -1,0 +1,63 @@
+"""Relative paths: looked up in the current folder first, then in the folder of the file that names them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from rollmill.config.tree import Node, Problem, dotted, edit
+
+_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"]]
+_STAGE_CODE = [["taskset", "function"], ["evaluation", "taskset", "function"], ["rewards", "*", "function"]]
+
+
+def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
+    """The tree with absolute paths for `model.path`, `plugins`, taskset paths and `FILE.py:NAME` functions.
+
+    A path that is found nowhere is a problem if `required`, else it is left as written.
+    """
+
+    def settle(node: Node) -> Node:
+        new_model = node.path == ("model", "path") and node.value == "new"
+        if not isinstance(node.value, str) or new_model:
+            return node
+        return _changed(node, _lookup(node, node.value, problems, required))
+
+    def settle_code(node: Node) -> Node:
+        file, colon, name = str(node.value).rpartition(":")
+        if not colon or not file.endswith(".py"):
+            return node
+        return _changed(node, f"{_lookup(node, file, problems, required)}:{name}")
+
+    for pattern in [["model", "path"], ["plugins", "*"]]:
+        root = edit(root, pattern, settle)
+    for prefix in ([], ["stages", "*"]):
+        for pattern in _STAGE:
+            root = edit(root, prefix + pattern, settle)
+        for pattern in _STAGE_CODE:
+            root = edit(root, prefix + pattern, settle_code)
+    return root
+
+
+def _changed(node: Node, value: str) -> Node:
+    return Node(value, node.origin, node.path)
+
+
+def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> str:
+    path = Path(text).expanduser()
+    folders = list(dict.fromkeys([Path.cwd(), node.origin.folder.absolute()]))
+    for folder in folders:
+        if (folder / path).exists():
+            return os.path.abspath(folder / path)
+    if required:
+        looked = "" if path.is_absolute() else f" (looked in {' and '.join(str(folder) for folder in folders)})"
+        problems.append(
+            Problem(node.origin.place, dotted(node.path), f"{text} does not exist{looked}; {_advice(node)}")
+        )
+    return text
+
+
+def _advice(node: Node) -> str:
+    if node.path[0] == "model":
+        return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
+    return "correct the path"

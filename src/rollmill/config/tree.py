@@ -1,0 +1,139 @@
+"""Raw configuration with origins: a tree in which every value knows the file and line it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmill.core.errors import ConfigError
+
+Key = str | int
+KeyPath = tuple[Key, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a value was written: `FILE:LINE`, or the command-line option."""
+
+    place: str
+    folder: Path  #: relative paths that are not in the current folder are looked up here
+    included: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Node:
+    """A scalar, a mapping of nodes or a list of nodes. `path` is the key path under which it was written."""
+
+    value: Any
+    origin: Origin
+    path: KeyPath
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One thing that is wrong: printed as `PLACE: KEY: TEXT`."""
+
+    place: str
+    key: str
+    text: str
+
+    def __str__(self) -> str:
+        return ": ".join(part for part in (self.place, self.key, self.text) if part)
+
+
+def refuse(problems: Sequence[Problem]) -> None:
+    """Raise one ConfigError that lists every distinct problem; return when there is none."""
+    if problems:
+        raise ConfigError("\n".join(dict.fromkeys(str(problem) for problem in problems)))
+
+
+def dotted(path: KeyPath) -> str:
+    """`("rewards", 0, "weight")` as `rewards.0.weight`."""
+    return ".".join(str(key) for key in path)
+
+
+def plain(node: Node) -> Any:
+    """The tree as ordinary dicts, lists and scalars."""
+    if isinstance(node.value, dict):
+        return {key: plain(child) for key, child in node.value.items()}
+    if isinstance(node.value, list):
+        return [plain(child) for child in node.value]
+    return node.value
+
+
+def child(node: Node, key: Key) -> Node | None:
+    """The node under `key`, or None."""
+    if isinstance(node.value, dict):
+        return node.value.get(key)
+    if isinstance(node.value, list) and isinstance(key, int) and key < len(node.value):
+        return node.value[key]  # type: ignore[no-any-return]
+    return None
+
+
+def find(node: Node, path: KeyPath) -> Node | None:
+    """The node at `path`, or None; an explicit null counts as absent."""
+    current: Node | None = node
+    for key in path:
+        current = child(current, key) if current is not None else None
+    return None if current is None or current.value is None else current
+
+
+def locate(node: Node, path: KeyPath) -> tuple[str, str]:
+    """Place and written key of `path`: of the deepest node that exists on the way there."""
+    for depth, key in enumerate(path):
+        below = child(node, key)
+        if below is None:
+            return node.origin.place, dotted(node.path + path[depth:])
+        node = below
+    return node.origin.place, dotted(node.path)
+
+
+def leaves(node: Node) -> Iterator[Node]:
+    """Every node without children."""
+    children = node.value.values() if isinstance(node.value, dict) else node.value
+    if isinstance(node.value, dict | list) and node.value:
+        for below in children:
+            yield from leaves(below)
+    else:
+        yield node
+
+
+def edit(node: Node, pattern: Sequence[str], change: Callable[[Node], Node]) -> Node:
+    """The tree with `change` applied to every node that `pattern` matches (`*` matches every list entry)."""
+    if not pattern:
+        return change(node)
+    head, rest = pattern[0], pattern[1:]
+    if head == "*" and isinstance(node.value, list):
+        return Node([edit(entry, rest, change) for entry in node.value], node.origin, node.path)
+    if isinstance(node.value, dict) and head in node.value:
+        return Node({**node.value, head: edit(node.value[head], rest, change)}, node.origin, node.path)
+    return node
+
+
+def overlay(base: Node, top: Node, key: str = "") -> Node:
+    """`top` over `base`: mappings merge, everything else replaces.
+
+    A mapping that names another component replaces as a whole, because the other one's keys mean nothing to it: an
+    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator or function.
+    """
+    if not isinstance(base.value, dict) or not isinstance(top.value, dict) or _another(key, base, top):
+        return top
+    merged = dict(base.value)
+    for name, node in top.value.items():
+        merged[name] = overlay(merged[name], node, name) if name in merged else node
+    return Node(merged, top.origin, top.path)
+
+
+def _another(key: str, base: Node, top: Node) -> bool:
+    identities: dict[str, list[KeyPath]] = {
+        "algorithm": [("name",)],
+        "generator": [("name",)],
+        "taskset": [("path",), ("generator", "name"), ("function",)],
+    }
+    for identity in identities.get(key, []):
+        new, old = find(top, identity), find(base, identity)
+        if new is not None and (old is None or new.value != old.value):
+            return True
+    return False

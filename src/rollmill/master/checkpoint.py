@@ -1,0 +1,112 @@
+"""Checkpoints: atomic, complete, retained by policy.
+
+`RUN/checkpoints/step-000012/` is a Hugging Face checkpoint directory (any program loads it) with two files more:
+`state.json` (where the run is) and `trainer.pt` (optimizer, schedule, random state). It is written under another name
+and renamed, so a directory named step-N is whole, whenever the process was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.core.errors import CheckpointError
+from rollmill.models.new import save_policy
+
+FOLDER = "checkpoints"
+STATE = "state.json"
+TRAINER = "trainer.pt"
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+class Checkpoints:
+    """The checkpoints of one run."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.folder = run_dir / FOLDER
+
+    def steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, in order."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(match[1]) for path in self.folder.iterdir() if (match := _NAME.fullmatch(path.name)))
+
+    def path(self, step: int) -> Path:
+        """Directory of a step's checkpoint."""
+        return self.folder / f"step-{step:06d}"
+
+    def write(self, step: int, model: Any, tokenizer: Any, state: dict[str, Any], trainer: dict[str, Any]) -> Path:
+        """Write the checkpoint of a step; replaces one of the same step.
+
+        Raises:
+            CheckpointError: the disk is full or not writable; older checkpoints are untouched.
+        """
+        final = self.path(step)
+        temporary = self.folder / f".writing-{step:06d}-{os.getpid()}"
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            save_policy(model, tokenizer, temporary)
+            torch.save(trainer, temporary / TRAINER)
+            (temporary / STATE).write_text(json.dumps(state, allow_nan=False) + "\n")
+            _flush(temporary)
+            shutil.rmtree(final, ignore_errors=True)
+            temporary.rename(final)
+            _flush_directory(self.folder)
+        except Exception as error:  # libraries wrap the operating system's error in types of their own
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise CheckpointError(
+                f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are whole; free some space or mend "
+                f"the permissions, then `rollmill resume {self.folder.parent}`."
+            ) from error
+        return final
+
+    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        """state and trainer as they were written.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+        path = self.path(step)
+        try:
+            state = json.loads((path / STATE).read_text())
+            trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
+            ) from error
+        return state, trainer
+
+    def prune(self, keep_last: int, also: Iterable[int]) -> None:
+        """Remove all but the newest `keep_last` and the steps in `also`, and what killed writers left behind."""
+        steps = self.steps()
+        for step in set(steps[:-keep_last]) - set(also):
+            shutil.rmtree(self.path(step))
+        self.sweep()
+
+    def sweep(self) -> None:
+        """Remove unfinished checkpoints."""
+        for left in self.folder.glob(".writing-*"):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    _flush_directory(folder)
+
+
+def _flush_directory(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,65 @@
+"""Ctrl-C and SIGTERM: the first asks for a clean end with a checkpoint, the second ends at once."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+class Interrupted(Exception):
+    """The user asked the run to end."""
+
+
+class Interrupts:
+    """Turns signals into an Interrupted at the next wait or step boundary."""
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._event = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """Handle SIGINT and SIGTERM inside; does nothing off the main thread, where Python takes no signals."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        self._loop.call_soon_threadsafe(self._event.set)
+
+    def check(self) -> None:
+        """Raises Interrupted if a signal came."""
+        if self.requested:
+            raise Interrupted
+
+    async def guard(self, work: Awaitable[T]) -> T:
+        """The result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised."""
+        self.check()
+        task = asyncio.ensure_future(work)
+        signalled = asyncio.ensure_future(self._event.wait())
+        try:
+            await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise Interrupted
+            return task.result()
+        finally:
+            for pending in (task, signalled):
+                pending.cancel()
+            await asyncio.gather(task, signalled, return_exceptions=True)

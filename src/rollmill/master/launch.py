@@ -1,0 +1,252 @@
+"""Starting, resuming and evaluating runs: from a run file to a master with everything it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.model import ModelConfig
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.core.errors import CheckpointError, ConfigError
+from rollmill.core.registry import import_file
+from rollmill.core.types import Task
+from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.interrupt import Interrupted
+from rollmill.master.master import Master
+from rollmill.master.state import RunState
+from rollmill.master.summary import summarise
+from rollmill.models.load import Policy, load_policy
+from rollmill.monitor.files import atomic_write
+from rollmill.monitor.monitor import Monitor
+from rollmill.monitor.view import View, make_view
+from rollmill.tasks import Taskset, load_taskset
+from rollmill.trainer import choose_precision, choose_threads
+
+CONFIG = "config.yaml"
+MACHINE = "machine.json"
+
+
+def run(
+    source: str | Path, overrides: Sequence[str] = (), out: str | Path | None = None, view: View | None = None
+) -> dict[str, Any]:
+    """Run a run file and return the summary (the contents of summary.json).
+
+    Args:
+        source: the run file.
+        overrides: `section.key=value` strings.
+        out: the run directory; default runs/NAME, numbered if it exists.
+        view: what shows the run; default the terminal.
+
+    Raises:
+        ConfigError: the run file is wrong, or `out` already holds a run.
+        RollmillError: the run failed; the message says what to do.
+        KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
+    """
+    loaded = load_run(Path(source), overrides, None if out is None else Path(out))
+    run_dir = _fresh(Path(out)) if out is not None else _numbered(loaded.out)
+    atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
+    return asyncio.run(_execute(loaded, run_dir, view, resumed=False))
+
+
+def resume(run_dir: str | Path, view: View | None = None) -> dict[str, Any]:
+    """Go on with an interrupted or killed run, from its newest checkpoint; see `run`."""
+    folder = Path(run_dir)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
+    return asyncio.run(_execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True))
+
+
+def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run (default: the newest) as the run's last evaluated stage says.
+
+    Returns step and the eval/ metrics. Raises ConfigError when no stage has an evaluation, CheckpointError when the
+    step has no checkpoint.
+    """
+    folder = Path(run_dir)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no run (no {CONFIG}); give a run directory")
+    loaded = load_run(folder / CONFIG, overrides, out=folder)
+    indices = [i for i, stage in enumerate(loaded.stages) if stage.evaluation is not None]
+    if not indices:
+        raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
+    steps = Checkpoints(folder).steps()
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{folder} has no checkpoint of step {step or 'any'}; it has: {have}")
+    chosen = steps[-1] if step is None else step
+    return asyncio.run(_evaluate(loaded, folder, indices[-1], chosen))
+
+
+async def _evaluate(loaded: LoadedRun, folder: Path, index: int, step: int) -> dict[str, Any]:
+    from rollmill.master.stage import StageRun
+
+    setup = _set_up(loaded, folder, step)
+    stage = StageRun(
+        loaded.stages[index],
+        setup.policy,
+        index=index,
+        seed=loaded.config.seed,
+        first_version=step,
+        precision=setup.precision,
+        tasksets=setup.tasksets,
+    )
+    try:
+        assert stage.evaluator is not None
+        metrics, _ = await stage.evaluator.evaluate(loaded.stages[index].rollout.deadline_s)
+    finally:
+        await stage.close()
+    return {"step": step, **metrics}
+
+
+async def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
+    checkpoints = Checkpoints(run_dir)
+    steps = checkpoints.steps() if resumed else []
+    start: tuple[RunState, dict[str, Any]] | None = None
+    if steps:
+        state, trainer = checkpoints.read(steps[-1])
+        start = RunState.from_json(state), trainer
+    checkpoints.sweep()
+    setup = _set_up(loaded, run_dir, steps[-1] if steps else None)
+    plan = [(stage.name, stage.steps) for stage in loaded.stages]
+    view = view or make_view(loaded.config.monitor.show_completions)
+    monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
+    master = Master(
+        run_dir,
+        loaded.config,
+        loaded.stages,
+        setup.policy,
+        monitor,
+        precision=setup.precision,
+        tasksets=setup.tasksets,
+    )
+    try:
+        monitor.message(setup.describe(run_dir))
+        if resumed:
+            monitor.resume_at(steps[-1] if steps else 0)
+        summary = await master.run(start)
+    except Interrupted:
+        summary = summarise(master.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
+        monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill resume {run_dir}")
+        monitor.close(summary)
+        raise KeyboardInterrupt from None
+    except BaseException:
+        monitor.close(None)
+        raise
+    monitor.close(summary)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Setup:
+    policy: Policy
+    tasksets: dict[str, Taskset]
+    precision: str
+    threads: int
+
+    def describe(self, run_dir: Path) -> str:
+        count = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        return (
+            f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
+            f"{self.policy.device} with {self.threads} thread(s); run directory {run_dir}"
+        )
+
+
+def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
+    """Data, model and machine settings; the model is the checkpoint's where there is one."""
+    config = loaded.config
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(1 if config.threads == "auto" else config.threads)
+    for plugin in config.plugins:
+        import_file(plugin)
+    tasksets = _load_tasksets(loaded.stages)
+    device = _device(config.device)
+    model = config.model if step is None else ModelConfig(path=Checkpoints(run_dir).path(step))
+    training = [tasksets[_key(stage.taskset)] for stage in loaded.stages]
+    policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+    machine = _machine(run_dir, loaded, policy)
+    torch.set_num_threads(machine["threads"])
+    return _Setup(policy, tasksets, machine["precision"], machine["threads"])
+
+
+def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]:
+    """Thread count and precision. Measured once per run and stored, so that a resumed run computes the same."""
+    path = run_dir / MACHINE
+    if path.is_file():
+        stored: dict[str, Any] = json.loads(path.read_text())
+        return stored
+    wanted = {stage.trainer.precision for stage in loaded.stages}
+    if len(wanted) > 1:
+        raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
+    threads = loaded.config.threads
+    chosen = choose_threads(policy.model) if threads == "auto" else threads
+    torch.set_num_threads(chosen)
+    precision = wanted.pop()
+    if precision == "auto":
+        precision = choose_precision(policy.model, policy.device)
+    machine = {"threads": chosen, "precision": precision}
+    atomic_write(path, (json.dumps(machine) + "\n").encode())
+    return machine
+
+
+def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:
+    loaded: dict[str, Taskset] = {}
+    for stage in stages:
+        configs = [stage.taskset, *([stage.evaluation.taskset] if stage.evaluation else [])]
+        for config in configs:
+            if _key(config) not in loaded:
+                loaded[_key(config)] = load_taskset(config)
+    return loaded
+
+
+def _key(config: TasksetConfig) -> str:
+    return config.model_dump_json()
+
+
+def _texts(tasksets: list[Taskset]) -> Iterator[str]:
+    """All text of the training tasks: what a new tokenizer is trained on."""
+    for taskset in tasksets:
+        for task in taskset.tasks:
+            yield from _task_texts(task)
+
+
+def _task_texts(task: Task) -> Iterator[str]:
+    if isinstance(task.prompt, str):
+        yield task.prompt
+    else:
+        yield from (message["content"] for message in task.prompt)
+    if task.response is not None:
+        yield task.response
+    if task.answer is not None:
+        yield str(task.answer)
+
+
+def _device(wanted: str) -> torch.device:
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda, but torch finds no CUDA device; use device: auto or cpu")
+    return torch.device(wanted)
+
+
+def _fresh(folder: Path) -> Path:
+    if (folder / CONFIG).exists():
+        raise ConfigError(
+            f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
+        )
+    return folder
+
+
+def _numbered(folder: Path) -> Path:
+    number, candidate = 1, folder
+    while (candidate / CONFIG).exists():
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate

@@ -1,0 +1,39 @@
+"""Metrics of a batch of experiences."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from rollmill.core.types import Experience, Source, StopReason
+
+
+def batch_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
+    """Rewards, lengths and staleness of a batch that weights of `version` are about to learn from."""
+    usual = [e for e in experiences if e.source is Source.USUAL]
+    metrics: dict[str, float] = {
+        "experiences": len(experiences),
+        "tokens": sum(len(e.token_ids) for e in experiences),
+    }
+    if not usual:
+        return metrics
+    rewards = np.array([e.reward for e in usual if e.reward is not None], np.float64)
+    lengths = np.array([e.action_tokens for e in usual], np.float64)
+    staleness = np.array([version - e.oldest_version for e in usual], np.float64)
+    metrics |= {
+        "completions": len(usual),
+        "judged": len(rewards),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated": float(np.mean([e.stop_reason is StopReason.LENGTH for e in usual])),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+    }
+    if len(rewards):
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    for name in dict.fromkeys(part for e in usual for part in e.reward_parts):
+        values = [value for e in usual if (value := e.reward_parts.get(name)) is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
+    metrics["reward/timeouts"] = float(outcomes.count("timeout"))
+    return metrics

@@ -1,0 +1,249 @@
+"""One stage: the components it needs, wired, and its training step.
+
+    admit tasks (pacing) -> explorer -> queue -> trainer -> publish weights
+
+The explorer finishes generating before the trainer starts, because both use the same cores and the same parameters;
+with max_staleness 1 or more, rewards of later batches are computed while the trainer works.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from rollmill.algorithms import build_recipe
+from rollmill.buffer import GroupQueue
+from rollmill.config.algorithm import MIXOptions, SFTOptions
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import DeadlineError, TasksetError
+from rollmill.core.types import Experience, Task
+from rollmill.engines.native import NativeEngine
+from rollmill.engines.native.rng import fold
+from rollmill.explorer import Explorer
+from rollmill.master.evaluation import Evaluator
+from rollmill.master.measures import batch_metrics
+from rollmill.master.pacing import Pacing
+from rollmill.master.state import StageState
+from rollmill.models.load import Policy
+from rollmill.monitor.codec import decode_experience, encode_experience
+from rollmill.rewards import Judge, build_judge
+from rollmill.sync import InPlace
+from rollmill.tasks import Sampler, Taskset, expert_experience, load_taskset
+from rollmill.trainer import Trainer
+
+EXPERT_STREAM = 0xE4
+
+
+@dataclass(slots=True)
+class StepResult:
+    """What one training step gave."""
+
+    metrics: dict[str, Any]
+    experiences: list[Experience]
+    generated_tokens: int
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class StageRun:
+    """The running stage. `version` counts training steps over the whole run; pacing counts those of the stage."""
+
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: Policy,
+        *,
+        index: int,
+        seed: int,
+        first_version: int,
+        precision: str,
+        tasksets: dict[str, Taskset],
+    ) -> None:
+        self.config = config
+        self.state = StageState()
+        self._policy = policy
+        self._seed = fold(seed, index)
+        self._first_version = first_version
+        self._uses_rollouts = config.algorithm.uses_rollouts
+        self._uses_experts = config.algorithm.uses_experts
+        self._tasks = _taskset(config.taskset, tasksets)
+        self._sampler = Sampler(self._tasks, config.taskset.order, self._seed)
+        self._experts = _expert_sampler(self._tasks, config, self._seed) if self._uses_experts else None
+        self._trainer = Trainer(
+            policy.model,
+            build_recipe(config.algorithm, max_new_tokens=config.rollout.max_new_tokens),
+            config.trainer.model_copy(update={"precision": precision}),
+            total_steps=config.steps,
+            device=policy.device,
+            seed=self._seed,
+        )
+        self._judge: Judge | None = build_judge(config.rewards) if config.rewards else None
+        self._engine = NativeEngine(
+            policy.model,
+            policy.tokenizer,
+            eos_ids=policy.eos_ids,
+            context=policy.context,
+            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+            max_sequences=config.rollout.max_sequences,
+            prefill_tokens=config.rollout.prefill_tokens,
+        )
+        self._sync = InPlace(self._engine)
+        self._sync.publish(first_version)
+        self._queue = GroupQueue()
+        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps * config.rollout.batch)
+        self._mark_boundary()
+        self._explorer: Explorer | None = None
+        self.evaluator: Evaluator | None = None
+        if self._judge is not None:
+            self._explorer = Explorer(self._engine, self._judge, policy.tokenizer)
+            if config.evaluation is not None:
+                held_out = _taskset(config.evaluation.taskset, tasksets).tasks[: config.evaluation.limit]
+                self.evaluator = Evaluator(
+                    self._explorer, held_out, config.evaluation, config.rollout, fold(seed, index)
+                )
+
+    @property
+    def version(self) -> int:
+        """Version of the weights now."""
+        return self._first_version + self.state.step
+
+    @property
+    def rejected_rows(self) -> int:
+        """Rows of the taskset that did not become tasks."""
+        return len(self._tasks.rejected)
+
+    @property
+    def task_count(self) -> int:
+        """Tasks of the taskset."""
+        return len(self._tasks.tasks)
+
+    # -- one training step -------------------------------------------------------------------------------------
+
+    async def collect(self) -> tuple[list[Experience], dict[str, float]]:
+        """The experiences of the next step, and seconds spent rolling out and waiting for rewards."""
+        started = time.perf_counter()
+        if not self._uses_rollouts:
+            assert self._experts is not None
+            assert isinstance(self.config.algorithm, SFTOptions)
+            return self._demonstrations(self.config.algorithm.batch), {}
+        self._admit()
+        deadline = self.config.rollout.deadline_s
+        await _within(self._engine.drain(), deadline, "the master", "the engine to finish its completions")
+        generated = time.perf_counter()
+        experiences = await self._queue.get(self.config.rollout.batch, deadline)
+        judged = time.perf_counter()
+        if isinstance(self.config.algorithm, MIXOptions):
+            usual = self.config.rollout.batch * self.config.rollout.group_size
+            experiences += self._demonstrations(math.ceil(self.config.algorithm.expert_ratio * usual))
+        return experiences, {"rollout": generated - started, "reward": judged - generated}
+
+    def learn(self, experiences: list[Experience]) -> dict[str, float]:
+        """Update the weights and publish them; the trainer's metrics."""
+        metrics = self._trainer.step(experiences, self.version)
+        self.state.step += 1
+        self._sync.publish(self.version)
+        self._mark_boundary()
+        return metrics
+
+    async def step(self) -> StepResult:
+        """collect, then learn."""
+        started, tokens = time.perf_counter(), self._engine.tokens_generated
+        experiences, seconds = await self.collect()
+        generated = self._engine.tokens_generated - tokens
+        before = time.perf_counter()
+        staleness = self.version
+        metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
+        seconds["train"] = time.perf_counter() - before
+        seconds["total"] = time.perf_counter() - started
+        return StepResult(metrics, experiences, generated, seconds)
+
+    def _admit(self) -> None:
+        """Start as many rollouts as the pacing rule allows."""
+        assert self._explorer is not None
+        while self._pacing.may_start(self.state.step):
+            number = self._pacing.submitted
+            task = self._sampler.next()
+            group = f"{self.config.name}-{number:06d}"
+            work = self._explorer.rollout(
+                task, self.config.rollout, n=self.config.rollout.group_size, seed=fold(self._seed, number), group=group
+            )
+            self._queue.put(f"task {task.id}", asyncio.ensure_future(work))
+            self._pacing.submitted += 1
+
+    def _demonstrations(self, count: int) -> list[Experience]:
+        assert self._experts is not None
+        tokenizer = self._policy.tokenizer
+        eos_id = min(self._policy.eos_ids) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        return [expert_experience(self._experts.next(), tokenizer, eos_id) for _ in range(count)]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def _mark_boundary(self) -> None:
+        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
+        self.state.submitted = self._pacing.submitted
+        self.state.tasks = self._sampler.state_dict()
+        self.state.experts = None if self._experts is None else self._experts.state_dict()
+        self._groups_at_boundary = self._queue.futures()
+
+    async def snapshot(self) -> StageState:
+        """The stage's state at the last step boundary; waits for rewards of rollouts that have finished."""
+        deadline = self.config.rollout.deadline_s
+        waiting = asyncio.gather(*self._groups_at_boundary)
+        await _within(waiting, deadline, "the checkpoint", f"the rewards of {len(self._groups_at_boundary)} groups")
+        groups = [future.result() for future in self._groups_at_boundary]
+        self.state.groups = [[encode_experience(experience) for experience in group] for group in groups]
+        return self.state
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Optimizer, schedule and random state."""
+        return self._trainer.state_dict()
+
+    def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
+        """Go on from a checkpoint; the model's weights are loaded already."""
+        self.state = state
+        self._pacing.submitted = state.submitted
+        assert state.tasks is not None
+        self._sampler.load_state_dict(state.tasks)
+        if self._experts is not None and state.experts is not None:
+            self._experts.load_state_dict(state.experts)
+        self._queue.restore([[decode_experience(row) for row in group] for group in state.groups])
+        self._trainer.load_state_dict(trainer)
+        self._sync.publish(self.version)
+        self._mark_boundary()
+
+    async def close(self) -> None:
+        """Stop what is running."""
+        await self._queue.cancel()
+        await self._engine.close()
+        if self._judge is not None:
+            self._judge.close()
+
+
+def _taskset(config: Any, loaded: dict[str, Taskset]) -> Taskset:
+    key = config.model_dump_json()
+    if key not in loaded:
+        loaded[key] = load_taskset(config)
+    return loaded[key]
+
+
+def _expert_sampler(tasks: Taskset, config: StageConfig, seed: int) -> Sampler:
+    worked: list[Task] = [task for task in tasks.tasks if task.response is not None]
+    if not worked:
+        raise TasksetError(
+            f"algorithm {config.algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "
+            "the column that holds them: taskset.fields.response, or write taskset.response_template"
+        )
+    return Sampler(Taskset(tasks.name, worked, []), config.taskset.order, fold(seed, EXPERT_STREAM))
+
+
+async def _within(work: Any, seconds: float, waiter: str, owner: str) -> None:
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
+        raise DeadlineError(waiter, owner, seconds, advice) from None

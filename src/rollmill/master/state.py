@@ -1,0 +1,55 @@
+"""Where a run is: what a checkpoint stores besides weights and the optimizer, and what a summary is made from."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from rollmill.config.run import EarlyStopConfig
+
+
+@dataclass(slots=True)
+class StageState:
+    """Progress of the current stage at a step boundary."""
+
+    step: int = 0  #: training steps done in this stage
+    submitted: int = 0  #: tasks handed to the explorer
+    tasks: dict[str, Any] | None = None  #: the sampler's state
+    experts: dict[str, Any] | None = None  #: the demonstration sampler's state
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from
+    best: float | None = None  #: best evaluation of this stage, for early stopping
+    since_best: int = 0  #: evaluations since then
+    stopped: bool = False  #: ended early
+
+    def consider_stopping(self, rule: EarlyStopConfig, value: float) -> None:
+        """Take in an evaluation: stop when it is good enough, or when there were too many without improvement."""
+        improved = self.best is None or value > self.best
+        self.best = value if improved else self.best
+        self.since_best = 0 if improved else self.since_best + 1
+        reached = rule.at_least is not None and value >= rule.at_least
+        stuck = rule.patience is not None and self.since_best >= rule.patience
+        self.stopped = self.step > 0 and (reached or stuck)
+
+
+@dataclass(slots=True)
+class RunState:
+    """Progress of the run."""
+
+    step: int = 0  #: training steps over all stages; also the version of the weights
+    stage: int = 0  #: index of the current stage
+    current: StageState = field(default_factory=StageState)
+    evaluations: list[dict[str, Any]] = field(default_factory=list)
+    best_step: int | None = None
+    best_value: float | None = None
+    seconds: dict[str, float] = field(default_factory=dict)  #: wall time by stage
+    generated_tokens: int = 0
+    generation_seconds: float = 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunState:
+        """Inverse of `to_json`."""
+        return cls(**(data | {"current": StageState(**data["current"])}))

@@ -1,0 +1,217 @@
+"""Loading the model to train, or making it, together with its tokenizer and its end-of-sequence ids."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
+
+from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.core.errors import ModelError
+from rollmill.models.new import new_model
+from rollmill.models.tokenizer import train_tokenizer
+
+log = logging.getLogger(__name__)
+
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """A model ready to be trained: fp32 weights on `device`, no dropout."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    eos_ids: frozenset[int]  #: every id that ends a sequence; never empty
+    pad_id: int
+    context: int  #: longest sequence in tokens
+    device: torch.device
+
+
+def load_policy(
+    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+) -> Policy:
+    """Read the checkpoint folder `config.path`, or make the model that `config.new` describes.
+
+    Args:
+        config: the `model` section.
+        texts: what a new model's tokenizer is trained on; not looked at for a checkpoint.
+        seed: of a new model's weights.
+        device: where the weights go.
+
+    Raises:
+        ModelError: the folder is not a causal language model with weights and a fitting tokenizer.
+    """
+    if isinstance(config.path, Path):
+        model, tokenizer = _read(config.path, config.trust_remote_code)
+        where = str(config.path)
+    else:
+        new = config.new or NewModelConfig()
+        tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
+        model, where = new_model(new, tokenizer, seed), "the new model"
+    eos_ids = _end_ids(model, tokenizer, where)
+    pad_id = _first(tokenizer.pad_token_id, _as_ids(model.config.pad_token_id), sorted(eos_ids))
+    generation: Any = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = sorted(eos_ids), pad_id
+    model.to(device)  # type: ignore[arg-type]
+    return Policy(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
+
+
+def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    _check_files(folder, trust)
+    options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
+    with _quiet():
+        config = _attempt(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
+        _check_config(config, folder)
+        _remove_dropout(config, folder)
+        tokenizer = _attempt(lambda: AutoTokenizer.from_pretrained(folder, **options), folder, "the tokenizer")
+        model, info = _attempt(
+            lambda: AutoModelForCausalLM.from_pretrained(
+                folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+            ),
+            folder,
+            "the weights",
+        )
+    _check_weights(model, info, folder)
+    _check_vocabulary(model, tokenizer, folder)
+    return model, tokenizer
+
+
+def _check_files(folder: Path, trust: bool) -> None:
+    if not folder.is_dir():
+        what = "is a file" if folder.is_file() else "does not exist"
+        raise ModelError(f"model.path: {folder} {what}; give the folder of a checkpoint on this machine, or `new`")
+    if (folder / "adapter_config.json").is_file():
+        raise ModelError(f"model.path: {folder} holds an adapter; merge it into its base model and give that folder")
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"model.path: {folder} has no config.json; give a folder in Hugging Face format")
+    if not _any_file(folder, _WEIGHTS):
+        raise ModelError(f"model.path: {folder} has no weights (*.safetensors); the download or copy is incomplete")
+    if not trust and not _any_file(folder, _VOCABULARIES):
+        raise ModelError(
+            f"model.path: {folder} has no tokenizer (tokenizer.json); copy the tokenizer files of its base model there"
+        )
+
+
+def _any_file(folder: Path, patterns: tuple[str, ...]) -> bool:
+    return any(True for pattern in patterns for _ in folder.glob(pattern))
+
+
+def _check_config(config: Any, folder: Path) -> None:
+    if getattr(config, "quantization_config", None) is not None:
+        raise ModelError(f"model.path: {folder} is quantised, which cannot be trained; give the unquantised checkpoint")
+    architectures = config.architectures or []
+    causal = any("ForCausalLM" in name or "LMHeadModel" in name for name in architectures)
+    if architectures and not causal:
+        found = ", ".join(architectures)
+        raise ModelError(f"model.path: {folder} is {found}, not a causal language model (...ForCausalLM)")
+
+
+def _remove_dropout(config: Any, folder: Path) -> None:
+    """Dropout would make the trainer's probabilities differ from those the tokens were sampled with."""
+    names = [
+        name
+        for name, value in config.to_dict().items()
+        if ("dropout" in name or name.endswith("pdrop")) and isinstance(value, int | float) and value > 0
+    ]
+    for name in names:
+        setattr(config, name, 0.0)
+    if names:
+        log.warning("%s: set %s to 0; reinforcement learning needs a model without dropout", folder, ", ".join(names))
+
+
+def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -> None:
+    missing = sorted(info["missing_keys"])
+    if missing:
+        raise ModelError(
+            f"model.path: {folder} lacks {len(missing)} weights of {type(model).__name__} ({_some(missing)}); "
+            "the checkpoint is incomplete or belongs to another architecture"
+        )
+    unexpected = sorted(info["unexpected_keys"])
+    if unexpected:
+        log.warning(
+            "%s: %s does not use %d weights of the checkpoint (%s)",
+            folder,
+            type(model).__name__,
+            len(unexpected),
+            _some(unexpected),
+        )
+    if not model._supports_attention_backend:
+        raise ModelError(
+            f"model.path: {type(model).__name__} does not use transformers' attention interface, through which rollmill "
+            "rolls out and trains; choose another architecture, for example Qwen, Llama, Mistral or Gemma"
+        )
+
+
+def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    rows = model.get_input_embeddings().weight.shape[0]
+    largest = max(tokenizer.get_vocab().values(), default=-1)
+    if largest >= rows:
+        raise ModelError(
+            f"model.path: {folder}: the tokenizer has ids up to {largest}, but the model has embeddings for {rows} "
+            "tokens; use the tokenizer the model was trained with, or resize the embeddings"
+        )
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> frozenset[int]:
+    generation: Any = model.generation_config
+    ids = frozenset(
+        [*_as_ids(generation.eos_token_id), *_as_ids(model.config.eos_token_id), *_as_ids(tokenizer.eos_token_id)]
+    )
+    if not ids:
+        raise ModelError(
+            f"{where} names no end-of-sequence token, so no completion could end; set eos_token_id in "
+            "generation_config.json or eos_token in tokenizer_config.json"
+        )
+    return ids
+
+
+def _as_ids(value: Any) -> list[int]:
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _first(tokenizer_pad: int | None, config_pad: list[int], eos: list[int]) -> int:
+    return [*_as_ids(tokenizer_pad), *config_pad, *eos][0]
+
+
+def _context(model: PreTrainedModel, where: str) -> int:
+    context = getattr(model.config, "max_position_embeddings", None)
+    if context is None:
+        raise ModelError(f"{where}: config.json has no max_position_embeddings, the longest sequence; add it")
+    return int(context)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
+def _attempt(read: Callable[[], Any], folder: Path, what: str) -> Any:
+    try:
+        return read()
+    except Exception as error:  # transformers, tokenizers and safetensors each raise errors of their own
+        advice = " (model.trust_remote_code: true runs code of the folder)" if "trust_remote_code" in str(error) else ""
+        raise ModelError(f"model.path: {folder}: {what} cannot be read: {error}{advice}") from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No progress bars and reports; what they say becomes an error or a log line of ours."""
+    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()

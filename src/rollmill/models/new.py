@@ -1,0 +1,61 @@
+"""Making a model from scratch, and writing a model as a Hugging Face directory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    GemmaConfig,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    Qwen2Config,
+    Qwen3Config,
+)
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+
+from rollmill.config.model import NewModelConfig
+
+_CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "gemma": GemmaConfig}
+
+
+def new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A randomly initialised model in fp32 on the CPU for a tokenizer.
+
+    The weights depend on `config`, the vocabulary's size and `seed` only; torch's random state is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.random.default_generator.manual_seed(seed)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(_architecture(config, tokenizer), dtype=torch.float32)
+    return model
+
+
+def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
+    """Write a Hugging Face directory (safetensors, generation_config.json, tokenizer), which any program can load.
+
+    Raises OSError (or safetensors' own error) when the directory cannot be written.
+    """
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def _architecture(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:
+    made: PreTrainedConfig = _CONFIGS[config.architecture](
+        vocab_size=len(tokenizer),
+        hidden_size=config.hidden_size,
+        intermediate_size=config.intermediate_size or 3 * config.hidden_size,
+        num_hidden_layers=config.layers,
+        num_attention_heads=config.heads,
+        num_key_value_heads=config.kv_heads,
+        head_dim=config.head_dim or config.hidden_size // config.heads,
+        max_position_embeddings=config.context,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=config.tie_embeddings,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    )
+    return made

@@ -1,0 +1,60 @@
+"""Experiences as JSON objects, exactly: every float32 comes back bit for bit, and no number is rounded."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+
+from rollmill.core.types import Experience, FloatArray, Source, StopReason, Turn
+from rollmill.monitor.files import plain
+
+
+def encode_experience(experience: Experience) -> dict[str, Any]:
+    """An experience as JSON can hold it.
+
+    Arrays become lists; NaN and infinities become their names. Values of `info` that JSON has no notion of are stored
+    as their `repr`.
+    """
+    row = {field.name: getattr(experience, field.name) for field in fields(Experience)}
+    row["token_ids"] = experience.token_ids.tolist()
+    row["action_mask"] = experience.action_mask.astype(np.int8).tolist()
+    row["versions"] = experience.versions.tolist()
+    row["logprobs"] = _encode_floats(experience.logprobs)
+    row["advantage"] = None if experience.advantage is None else _encode_floats(experience.advantage)
+    row["turns"] = [[turn.role, turn.start, turn.end, turn.text] for turn in experience.turns]
+    for name in ("reward", "reward_parts", "timings", "temperature", "info"):
+        row[name] = plain(row[name], non_finite="name")
+    return row
+
+
+def decode_experience(row: dict[str, Any]) -> Experience:
+    """The experience that `encode_experience` made `row` from."""
+    known = {field.name: row[field.name] for field in fields(Experience)}
+    known["token_ids"] = np.array(row["token_ids"], np.int32)
+    known["action_mask"] = np.array(row["action_mask"], np.bool_)
+    known["versions"] = np.array(row["versions"], np.int32)
+    known["logprobs"] = _decode_floats(row["logprobs"])
+    known["advantage"] = None if row["advantage"] is None else _decode_floats(row["advantage"])
+    known["turns"] = [Turn(*turn) for turn in row["turns"]]
+    known["source"] = Source(row["source"])
+    known["stop_reason"] = StopReason(row["stop_reason"])
+    known["temperature"] = float(row["temperature"])
+    known["reward"] = _number(row["reward"])
+    known["reward_parts"] = {name: _number(value) for name, value in row["reward_parts"].items()}
+    known["timings"] = {name: float(value) for name, value in row["timings"].items()}
+    return Experience(**known)
+
+
+def _number(value: float | str | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _encode_floats(values: FloatArray) -> list[float | str]:
+    numbers: list[float | str] = values.tolist()
+    return numbers if np.isfinite(values).all() else [plain(number, non_finite="name") for number in numbers]
+
+
+def _decode_floats(values: list[float | str]) -> FloatArray:
+    return np.array([float(value) for value in values], np.float32)

@@ -1,0 +1,213 @@
+"""report.html: a run in one self-contained page, without scripts, fonts or pictures from elsewhere."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+from rollmill.core.types import Experience
+from rollmill.monitor import charts
+from rollmill.monitor.charts import Chart, Line, Row
+from rollmill.monitor.files import atomic_write
+from rollmill.monitor.metrics import read_metrics
+from rollmill.monitor.rollouts import check_run_dir, load_experiences, stored_steps
+from rollmill.monitor.summary import read_summary
+from rollmill.monitor.timeline import phase_totals, seconds_by_stage, timeline
+from rollmill.monitor.tokens import Decode, advantage_levels, load_decode, surprise_levels, token_texts
+from rollmill.monitor.view import show_number, show_seconds
+
+FILE = "report.html"
+
+_NO_PARTS = ("reward/mean", "reward/std", "reward/timeouts")
+_LAST_STEPS = 3
+_COMPLETIONS = 4
+_MOST_PROMPT_TOKENS, _MOST_TOKENS = 150, 500
+
+
+def write_report(run_dir: Path | str) -> Path:
+    """Write RUN/report.html from what the run directory holds, and return its path.
+
+    Raises ConfigError when `run_dir` is no run directory, RollmillError when a file in it is damaged.
+    """
+    run = check_run_dir(run_dir)
+    environment = Environment(
+        loader=PackageLoader("rollmill.monitor"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters |= {"number": show_number, "seconds": show_seconds, "axis": charts.number}
+    script = environment.get_template("report.js.j2").render()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    context = _context(run) | {"script": Markup(script), "script_hash": digest, "geometry": charts}
+    page = environment.get_template("report.html.j2").render(context)
+    path = run / FILE
+    atomic_write(path, page.encode("utf-8", "backslashreplace"))
+    return path
+
+
+@dataclass
+class Token:
+    """A token as the page shows it. `about` is what its tooltip says, fields separated by |."""
+
+    text: str
+    kind: str
+    about: str
+
+
+@dataclass
+class Shown:
+    """A completion as the page shows it."""
+
+    experience: Experience
+    tokens: list[Token]
+    left_out: int
+
+
+def _context(run: Path) -> dict[str, Any]:
+    rows, summary = read_metrics(run), read_summary(run)
+    steps = [row for row in rows if "seconds/total" in row or "loss" in row]
+    config_file = run / "config.yaml"
+    config = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
+    settings = yaml.safe_load(config) or {}
+    return {
+        "name": str(settings.get("name") or run.resolve().name),
+        "settings": _settings(settings),
+        "summary": summary,
+        "stage_seconds": summary.get("seconds_by_stage") or seconds_by_stage(steps),
+        "steps": steps,
+        "tokens": sum(row.get("tokens") or 0 for row in steps),
+        "completions": sum(row.get("completions") or 0 for row in steps),
+        "evaluations": [row for row in rows if "eval/greedy" in row or "eval/sampled" in row],
+        "accuracy": _accuracy(rows, summary),
+        "sections": _sections(rows, steps),
+        "timeline": timeline(steps),
+        "phase_totals": phase_totals(steps),
+        "chosen": _completions(run),
+        "config": config,
+    }
+
+
+def _settings(settings: dict[str, Any]) -> list[str]:
+    stages = settings.get("stages") or [settings]
+    algorithms = [str((stage.get("algorithm") or settings.get("algorithm") or {}).get("name", "")) for stage in stages]
+    model = str((settings.get("model") or {}).get("path", ""))
+    return [part for part in (model and f"model {model}", " then ".join(filter(None, algorithms))) if part]
+
+
+def _accuracy(rows: Sequence[Row], summary: dict[str, Any]) -> tuple[float, float] | None:
+    before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
+    if before is None or after is None:
+        key = "eval/greedy" if any("eval/greedy" in row for row in rows) else "eval/sampled"
+        values = [row[key] for row in rows if charts.finite(row.get(key))]
+        if not values:
+            return None
+        before, after = values[0], values[-1]
+    return float(before), float(after)
+
+
+def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list[Chart]]]:
+    keys = sorted({key for row in steps for key in row})
+    parts = [key for key in keys if key.startswith("reward/") and key not in _NO_PARTS]
+    terms = [key for key in keys if key.startswith("loss/")]
+    greedy = Line("eval/greedy", "greedy", dots=True)
+    sampled = Line("eval/sampled", "sampled, 95 % interval", "eval/sampled_low", "eval/sampled_high", dots=True)
+    rate = "Share of held-out tasks solved"
+    learning = [
+        charts.draw("Accuracy", rate, [greedy, sampled], rows, 0.0),
+        charts.draw("Reward", "Mean of a batch, ± one standard deviation", [_mean("reward", "reward/std")], steps),
+        _several("Reward parts", "Means before weighting", parts, steps),
+    ]
+    optimisation = [
+        *_losses(steps),
+        _several("Loss terms", "What the loss is the sum of", terms, steps),
+        _single("Gradient norm", "Before clipping", "grad_norm", steps),
+        _single("Learning rate", "Of the optimizer step", "lr", steps),
+        _single("Clipped tokens", "Share with a clipped ratio", "ratio/clip_fraction", steps),
+    ]
+    policy = [
+        _single("KL", "To the initial policy, per token", "kl", steps),
+        _single("Entropy", "Of the policy, nats per token", "entropy", steps),
+        charts.draw("Length", "Tokens per completion", [_mean("length")], steps, 0.0),
+        _extremes("Log-prob gap", "Rollout against trainer, per token", "logprob_gap", steps),
+        _extremes("Staleness", "Versions between rollout and update", "staleness", steps),
+        _single("Throughput", "Tokens per second", "tokens_per_second", steps),
+    ]
+    sections = (("Learning", learning), ("Optimisation", optimisation), ("Policy and speed", policy))
+    drawn = [(title, [chart for chart in some if chart is not None]) for title, some in sections]
+    return [(title, some) for title, some in drawn if some]
+
+
+def _mean(of: str, spread: str = "") -> Line:
+    return Line(f"{of}/mean", f"mean {of}", spread=spread, smooth=True)
+
+
+def _single(title: str, caption: str, key: str, rows: Sequence[Row]) -> Chart | None:
+    return charts.draw(title, caption, [Line(key, title.lower(), smooth=True)], rows, 0.0)
+
+
+def _several(title: str, caption: str, keys: Sequence[str], rows: Sequence[Row]) -> Chart | None:
+    if len(keys) < 2:
+        return None
+    return charts.draw(title, caption, [Line(key, key.split("/", 1)[1], smooth=True) for key in keys], rows)
+
+
+def _extremes(title: str, caption: str, key: str, rows: Sequence[Row]) -> Chart | None:
+    return charts.draw(title, caption, [Line(f"{key}/mean", "mean"), Line(f"{key}/max", "max")], rows, 0.0)
+
+
+def _losses(rows: Sequence[Row]) -> list[Chart | None]:
+    """One chart per stage: losses of different algorithms share no scale."""
+    stages = dict.fromkeys(row.get("stage") for row in rows)
+    return [
+        charts.draw(
+            "Loss" if len(stages) == 1 else f"Loss, stage {stage}",
+            "Per optimizer step",
+            [Line("loss", "loss", smooth=True)],
+            [row for row in rows if row.get("stage") == stage],
+        )
+        for stage in stages
+    ]
+
+
+def _completions(run: Path) -> list[tuple[str, list[Shown]]]:
+    """The highest and lowest rewards of the last stored steps, one completion per group; the last ones if unjudged."""
+    recent = [one for step in stored_steps(run)[-_LAST_STEPS:] for one in load_experiences(run, step)]
+    decode = load_decode(run)
+    judged = [one for one in recent if one.reward is not None and charts.finite(one.reward)]
+    if not judged:
+        return [("Last completions", [_shown(one, decode) for one in recent[-_COMPLETIONS:]])] if recent else []
+    ranked = sorted(judged, key=lambda one: -(one.reward or 0.0))
+    best = _one_per_group(ranked)
+    worst = _one_per_group([one for one in reversed(ranked) if one.reward != ranked[0].reward])
+    chosen = (("Highest rewards", best), ("Lowest rewards", worst))
+    return [(title, [_shown(one, decode) for one in some]) for title, some in chosen if some]
+
+
+def _one_per_group(experiences: Sequence[Experience]) -> list[Experience]:
+    first = {one.group: one for one in reversed(experiences)}
+    return [one for one in experiences if first[one.group] is one][:_COMPLETIONS]
+
+
+def _shown(experience: Experience, decode: Decode | None) -> Shown:
+    texts = token_texts(experience, decode)
+    advantages, surprises = advantage_levels(experience), surprise_levels(experience)
+    tokens = []
+    for t, text in enumerate(texts):
+        kind = f"a{advantages[t]} s{surprises[t]}" if experience.action_mask[t] else "p"
+        advantage = "" if experience.advantage is None else f"{experience.advantage[t]:.3f}"
+        tokens.append(
+            Token(
+                text,
+                kind,
+                f"{t}|{experience.token_ids[t]}|{experience.logprobs[t]:.4f}|{experience.versions[t]}|{advantage}",
+            )
+        )
+    begin = int(experience.action_mask.argmax()) if experience.action_mask.any() else len(tokens)
+    kept = tokens[max(0, begin - _MOST_PROMPT_TOKENS) : begin + _MOST_TOKENS]
+    return Shown(experience, kept, len(tokens) - len(kept))

@@ -1,0 +1,51 @@
+"""Three-digit addition by columns, taught by a teacher who forgets most carries.
+
+    347+285    ->    7+5+0=12 4+8+1=13 3+2+1=06 #632
+
+Each column reads digit + digit + carry = two digits; the answer stands after `#`. The forgetful teacher writes carry 0
+where it should be 1 with probability `forget`, and goes on from there, so its answers are wrong whenever it forgot.
+A model that imitates it forgets as often; reinforcement learning keeps the traces that lead to right answers.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+
+def rows(size: int, seed: int = 0, forget: float = 0.0, digits: int = 3) -> Iterator[dict[str, str]]:
+    """Rows with prompt, answer (the true sum) and response (the teacher's trace).
+
+    Args:
+        size: how many; all prompts are different.
+        seed: what to draw.
+        forget: probability of forgetting a carry.
+        digits: digits of each number, leading zeros not written.
+    """
+    generator = random.Random(seed)
+    limit = 10**digits
+    seen: set[tuple[int, int]] = set()
+    while len(seen) < size:
+        pair = generator.randrange(limit // 10, limit), generator.randrange(limit // 10, limit)
+        if pair in seen:
+            continue
+        seen.add(pair)
+        yield {
+            "prompt": f"{pair[0]}+{pair[1]}\n",
+            "answer": str(pair[0] + pair[1]),
+            "response": trace(*pair, forget=forget, generator=generator, digits=digits),
+        }
+
+
+def trace(a: int, b: int, *, forget: float, generator: random.Random, digits: int = 3) -> str:
+    """The teacher's working, column by column from the right."""
+    columns, result, carry = [], "", 0
+    for place in range(digits):
+        x, y = a // 10**place % 10, b // 10**place % 10
+        total = x + y + carry
+        columns.append(f"{x}+{y}+{carry}={total:02d}")
+        result = f"{total % 10}{result}"
+        carry = total // 10
+        if carry and place < digits - 1 and generator.random() < forget:
+            carry = 0
+    return " ".join(columns) + f" #{int(f'{carry}{result}')}"

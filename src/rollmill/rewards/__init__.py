@@ -1,0 +1,6 @@
+"""Rewards: what judges a completion. `build_judge(config.rewards)` makes the judge of a run."""
+
+from rollmill.rewards.base import GroupReward, Judgement, Reward, Value, Verdict
+from rollmill.rewards.judge import Judge, Part, build_judge
+
+__all__ = ["GroupReward", "Judge", "Judgement", "Part", "Reward", "Value", "Verdict", "build_judge"]

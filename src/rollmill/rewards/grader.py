@@ -1,0 +1,237 @@
+"""Long-lived grader processes with a hard time limit, shared by every reward that evaluates a model's text.
+
+Symbolic algebra on such text can run for hours while holding the interpreter lock, so it happens in processes that the
+parent kills. They are started afresh (not forked from a process that holds torch) and die with their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import queue
+import select
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollmill.core.errors import RewardError
+
+MEMORY_BYTES = 2 << 30
+"""Address space of one grader process."""
+START_LIMIT_S = 120.0
+"""Longest wait for a fresh process to import its grading library."""
+_LARGEST_REPLY = 1 << 16
+_WORKER = Path(__file__).with_name("grader_worker.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory"."""
+
+    outcome: str
+    value: float | str = 0.0
+
+
+@dataclass(slots=True)
+class _Job:
+    kind: str
+    payload: Any
+    time_limit_s: float
+    reply: Future[Reply] = field(default_factory=Future)
+
+
+class GraderPool:
+    """Up to `workers` grader processes, started when first needed, that take jobs first come, first served."""
+
+    def __init__(self, workers: int = 1) -> None:
+        assert workers >= 1
+        self._workers = workers
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._lanes: list[_Lane] = []
+        self._waiting = 0
+        self._closed = False
+
+    async def ask(self, kind: str, payload: Any, time_limit_s: float) -> Reply:
+        """What a grader process says of `payload`. The limit counts from when a process starts on it.
+
+        `kind` is "math" or "reasoning_gym"; `payload` must pickle. Raises RewardError when the grader itself fails:
+        it cannot start, it raised, or two processes in a row died on this payload.
+        """
+        return await asyncio.wrap_future(self.submit(kind, payload, time_limit_s))
+
+    def submit(self, kind: str, payload: Any, time_limit_s: float) -> Future[Reply]:
+        """`ask` for callers without an event loop."""
+        job = _Job(kind, payload, time_limit_s)
+        with self._lock:
+            if self._closed:
+                raise RewardError("the graders are closed; judge before closing")
+            self._waiting += 1
+            if self._waiting > sum(lane.idle for lane in self._lanes) and len(self._lanes) < self._workers:
+                self._lanes.append(_Lane(self))
+            self._jobs.put(job)
+        return job.reply
+
+    def pids(self) -> list[int]:
+        """Process ids of the live grader processes."""
+        return [lane.process.pid for lane in self._lanes if lane.process is not None]
+
+    def take(self) -> _Job | None:
+        """The next job (for lanes); None when the pool closes."""
+        job = self._jobs.get()
+        with self._lock:
+            self._waiting -= job is not None
+        return job
+
+    def close(self) -> None:
+        """Kill the processes and wait for them to be gone. Jobs under way end in RewardError, waiting ones are cancelled."""
+        with self._lock:
+            self._closed = True
+            lanes, self._lanes = self._lanes, []
+            while not self._jobs.empty():
+                job = self._jobs.get()
+                if job is not None:
+                    job.reply.cancel()
+        for lane in lanes:
+            lane.closing = True
+            self._jobs.put(None)
+            lane.kill()
+        for lane in lanes:
+            lane.thread.join()
+
+
+class _Lane:
+    """A thread that owns one grader process. (The kernel ties a child's life to the thread that started it.)"""
+
+    def __init__(self, pool: GraderPool) -> None:
+        self._pool = pool
+        self.process: _Process | None = None
+        self.idle = True
+        self.closing = False
+        self.thread = threading.Thread(target=self._serve, name="rollmill-grader", daemon=True)
+        self.thread.start()
+
+    def kill(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+
+    def _serve(self) -> None:
+        try:
+            while (job := self._pool.take()) is not None:
+                self.idle = False
+                if job.reply.set_running_or_notify_cancel():
+                    try:
+                        job.reply.set_result(self._graded(job))
+                    except Exception as error:
+                        job.reply.set_exception(error)
+                self.idle = True
+        finally:
+            self._end_process()
+
+    def _graded(self, job: _Job) -> Reply:
+        for _ in range(2):
+            try:
+                return self._asked(job)
+            except _DiedError as death:
+                self._end_process()
+                died = death
+                if self.closing:
+                    raise RewardError("the graders were closed while this answer was judged") from None
+        raise RewardError(f"the {job.kind} grader died twice on this answer ({died}); is the machine out of memory?")
+
+    def _asked(self, job: _Job) -> Reply:
+        if self.process is None:
+            self.process = _Process()
+        if job.kind not in self.process.loaded:
+            found = self.process.ask("load", job.kind, START_LIMIT_S)
+            if found is None or "error" in found:
+                self._end_process()
+                why = found["error"] if found else f"it took longer than {START_LIMIT_S:g} s"
+                raise RewardError(f"the {job.kind} grader cannot start: {why}")
+            self.process.loaded.add(job.kind)
+        found = self.process.ask(job.kind, job.payload, job.time_limit_s)
+        if found is None or "outcome" in found:
+            self._end_process()
+            return Reply("timeout" if found is None else "memory")
+        if "error" in found:
+            raise RewardError(f"the {job.kind} grader raised {found['error']}")
+        return Reply("ok", found["value"])
+
+    def _end_process(self) -> None:
+        process, self.process = self.process, None
+        if process is not None:
+            process.end()
+
+
+class _DiedError(Exception):
+    """A grader process ended by itself, or was killed from outside."""
+
+
+class _Process:
+    """One grader process and its two pipes."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(os.getpid()), str(MEMORY_BYTES)]
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+        self._popen = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,
+            bufsize=0,
+        )
+        self.loaded: set[str] = set()
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def ask(self, kind: str, payload: Any, time_limit_s: float) -> dict[str, Any] | None:
+        """The worker's reply, None when it does not come in time. Raises _DiedError."""
+        assert self._popen.stdin is not None
+        assert self._popen.stdout is not None
+        body = pickle.dumps((kind, payload))
+        deadline = time.monotonic() + time_limit_s
+        try:
+            self._popen.stdin.write(struct.pack("!I", len(body)) + body)
+        except BrokenPipeError:
+            raise _DiedError(self._ending()) from None
+        received = b""
+        while len(received) < 4 or len(received) < 4 + struct.unpack("!I", received[:4])[0]:
+            left = deadline - time.monotonic()
+            if left <= 0 or not _readable(self._popen.stdout.fileno(), left):
+                return None
+            chunk = self._popen.stdout.read(_LARGEST_REPLY)
+            if not chunk or len(received) > _LARGEST_REPLY:
+                raise _DiedError(self._ending())
+            received += chunk
+        found: dict[str, Any] = json.loads(received[4:])
+        return found
+
+    def kill(self) -> None:
+        self._popen.kill()
+
+    def end(self) -> None:
+        """Kill it and wait until it is gone."""
+        self._popen.kill()
+        self._popen.communicate()
+
+    def _ending(self) -> str:
+        self._popen.kill()
+        return f"exit status {self._popen.wait()}"
+
+
+def _readable(descriptor: int, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN | select.POLLHUP)
+    return bool(poll.poll(seconds * 1000))

@@ -1,0 +1,128 @@
+"""The program of a grader process: judges one answer at a time, because the parent can kill it and a thread cannot be.
+
+Run by path, never imported by the parent; it imports the standard library and, when first asked, a grading library.
+Frames are a 4-byte big-endian length and a body: pickle towards this process, JSON back, since what comes out of a
+process that evaluates a model's text is not to be trusted.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import pickle
+import resource
+import signal
+import struct
+import sys
+from collections.abc import Callable
+from functools import cache
+from typing import Any, BinaryIO
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
+    _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    requests, replies = _take_pipes()
+    logging.disable(logging.CRITICAL)
+    while len(header := requests.read(4)) == 4:
+        kind, payload = pickle.loads(requests.read(struct.unpack("!I", header)[0]))
+        body = json.dumps(_answer(kind, payload)).encode()
+        replies.write(struct.pack("!I", len(body)) + body)
+        replies.flush()
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            sys.exit(1)
+
+
+def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
+    """The two pipes, out of reach of code that prints or reads standard input."""
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nowhere, 0)
+    os.dup2(nowhere, 1)
+    return requests, replies
+
+
+def _answer(kind: str, payload: Any) -> dict[str, Any]:
+    try:
+        return {"value": HANDLERS[kind](payload)}
+    except MemoryError:
+        return {"outcome": "memory"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:2000]}
+
+
+def _load(kind: str) -> float:
+    """Import what `kind` needs, so that no judgement pays for it."""
+    if kind == "math":
+        import math_verify
+
+        math_verify.parse("$1$", parsing_timeout=None)
+    else:
+        import reasoning_gym  # noqa: F401
+    return 1.0
+
+
+def _math(payload: dict[str, str]) -> float:
+    """1 if math-verify finds the answer equal to the reference. Text that it cannot parse is equal to nothing."""
+    gold, answer = (_parsed(payload[key]) for key in ("gold", "answer"))
+    return float(any(_equal(one, other) for one in gold for other in answer))
+
+
+def _parsed(text: str) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+
+    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
+    found = parse(f"$\\boxed{{{text}}}$", configs, fallback_mode="no_fallback", parsing_timeout=None)
+    return list(found)
+
+
+def _equal(gold: Any, answer: Any) -> bool:
+    from math_verify import verify
+
+    try:
+        return bool(
+            verify(gold, answer, float_rounding=12, timeout_seconds=None, raise_on_error=True)
+        )
+    except MemoryError:
+        raise
+    except Exception:
+        return False
+
+
+def _reasoning_gym(payload: dict[str, Any]) -> float | str:
+    """reasoning-gym's score; "unscorable" where its scorer raises on this answer but not on the reference.
+
+    Some scorers raise on any text they do not expect, and what a policy writes must not end a run.
+    """
+    dataset = _dataset(payload["name"], pickle.dumps(payload["options"]))
+    try:
+        return float(dataset.score_answer(payload["answer"], payload["entry"]))
+    except MemoryError:
+        raise
+    except Exception:
+        dataset.score_answer(payload["entry"]["answer"], payload["entry"])
+        return "unscorable"
+
+
+@cache
+def _dataset(name: str, options: bytes) -> Any:
+    import reasoning_gym
+
+    return reasoning_gym.create_dataset(name, **pickle.loads(options))
+
+
+HANDLERS: dict[str, Callable[[Any], float | str]] = {"load": _load, "math": _math, "reasoning_gym": _reasoning_gym}
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    main()

@@ -1,0 +1,116 @@
+"""Threads for users' plain functions: bounded in number, and left behind when a function does not come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmill.core.errors import RewardError
+
+LIMIT = 16
+"""Calls that run at the same time."""
+MOST_STUCK = 8
+"""Threads that may be stuck past their time limit before the run fails."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _Call:
+    name: str
+    function: Callable[[], Any]
+    started: Future[None] = field(default_factory=Future)
+    done: Future[tuple[Any, BaseException | None]] = field(default_factory=Future)
+
+
+class StuckError(Exception):
+    """A function has not returned within its time limit."""
+
+
+class Threads:
+    """Runs plain functions in daemon threads, so that one that never returns cannot keep the process alive."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = 0  # threads in service: idle or busy within their limit
+        self._idle = 0  # idle threads minus calls that wait for one
+        self._stuck: set[_Call] = set()
+
+    async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
+        """What `function()` returns; its exception is raised here. The limit counts from when it starts.
+
+        Raises:
+            StuckError: it has not returned within `time_limit_s`; its thread is left behind.
+            RewardError: too many threads are left behind.
+        """
+        call = _Call(name, function)
+        self._enqueue(call)
+        await asyncio.wrap_future(call.started)
+        done = asyncio.wrap_future(call.done)
+        await asyncio.wait({done}, timeout=time_limit_s)
+        if not done.done():
+            done.cancel()
+            self._leave_behind(call, time_limit_s)
+            raise StuckError
+        value, error = done.result()
+        if error is not None:
+            if isinstance(error, Exception):
+                raise error
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return value
+
+    def close(self) -> None:
+        """Let idle threads end."""
+        with self._lock:
+            for _ in range(self._running):
+                self._calls.put(None)
+            self._running = self._idle = 0
+
+    def _enqueue(self, call: _Call) -> None:
+        with self._lock:
+            self._idle -= 1
+            if self._idle < 0 and self._running < LIMIT:
+                self._start_thread()
+        self._calls.put(call)
+
+    def _start_thread(self) -> None:
+        self._running += 1
+        self._idle += 1
+        threading.Thread(target=self._serve, name="rollmill-reward", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if call.started.set_running_or_notify_cancel():
+                call.done.set_running_or_notify_cancel()
+                call.started.set_result(None)
+                try:
+                    result: tuple[Any, BaseException | None] = call.function(), None
+                except BaseException as error:
+                    result = None, error
+                call.done.set_result(result)
+            with self._lock:
+                if call in self._stuck:
+                    self._stuck.discard(call)
+                    return
+                self._idle += 1
+
+    def _leave_behind(self, call: _Call, time_limit_s: float) -> None:
+        with self._lock:
+            if call.done.done():
+                return
+            self._stuck.add(call)
+            self._running -= 1
+            if self._idle < 0:
+                self._start_thread()
+            stuck = len(self._stuck)
+        text = f"`{call.name}` did not return within {time_limit_s:g} s; its thread cannot be ended ({stuck} are stuck)"
+        if stuck > MOST_STUCK:
+            raise RewardError(f"{text}; make the function stop by itself, or make it async")
+        _log.warning("reward %s", text)

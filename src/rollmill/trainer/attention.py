@@ -1,0 +1,261 @@
+"""Attention over a packed row of segments, without padding outside attention and without crossing segments.
+
+Shapes: T tokens of the row, H query heads, K key heads, D head size, n segments of a block, S their longest length,
+P the longest parent, m distinct parents.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+_PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the segments of a flat row lie, in row order without gaps: first all roots, then all children.
+
+    A child continues its parent, a root: its tokens see the parent's tokens and their own predecessors.
+    """
+
+    lengths: tuple[int, ...]
+    parents: tuple[int, ...]  #: index of the parent segment, -1 for roots
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Neighbouring segments of similar length, attended to in one call."""
+
+    tokens: int
+    n: int
+    longest: int
+    slots: Tensor | None  #: [tokens] where each token lies in [n * longest]; None: all lengths equal
+    parents: Tensor | None = None  #: [n] index into the block's m distinct parents; None: roots
+    parent_rows: Tensor | None = None  #: [parent tokens] where the parents' tokens lie in the row
+    parent_slots: Tensor | None = None  #: [parent tokens] where they go in [m * P]
+    parent_lengths: Tensor | None = None  #: [n]
+    m: int = 0
+    parent_longest: int = 0
+
+
+class PackedAttention:
+    """AttentionContext of one packed row (see `rollmill.models.attention`)."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._blocks = _blocks(layout, device)
+        self._device = device
+        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor | None] = {}
+        self._varlen = _Varlen(layout, device) if device.type == "cuda" else None
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attention of one layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+        dtype = value.dtype
+        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        if self._varlen is not None and softcap is None and dtype in (torch.bfloat16, torch.float16):
+            return self._varlen.attend(q, k, v, scaling, sliding_window)[None]
+        sizes = [block.tokens for block in self._blocks]
+        outputs = []
+        for i, (block, q_block, k_block, v_block) in enumerate(
+            zip(self._blocks, *(torch.split(x, sizes) for x in (q, k, v)), strict=True)
+        ):
+            q_pad, k_pad, v_pad = (_pad(x, block) for x in (q_block, k_block, v_block))
+            if block.parents is not None:
+                k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
+                v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
+            mask = self._mask(i, sliding_window, dtype, always=softcap is not None)
+            padded = _attention(q_pad, k_pad, v_pad, mask, scaling, softcap)
+            outputs.append(_unpad(padded, block))
+        return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
+
+    def _mask(self, i: int, window: int | None, dtype: torch.dtype, *, always: bool) -> Tensor | None:
+        """Additive mask [n or 1, 1, S, P + S] of a block; None where plain causal attention is right."""
+        block = self._blocks[i]
+        if window is not None and window >= block.longest + block.parent_longest:
+            window = None
+        if block.parents is None and window is None and not always:
+            return None
+        if (i, window, dtype) not in self._masks:
+            self._masks[i, window, dtype] = _block_mask(block, window, self._device, dtype)
+        return self._masks[i, window, dtype]
+
+
+class _Varlen:
+    """The same attention as one call of the GPU's variable-length kernel: keys of each segment are laid end to end."""
+
+    def __init__(self, layout: Layout, device: torch.device) -> None:
+        starts = [0]
+        for length in layout.lengths:
+            starts.append(starts[-1] + length)
+        rows: list[int] = []
+        key_starts = [0]
+        for i, parent in enumerate(layout.parents):
+            if parent >= 0:
+                rows.extend(range(starts[parent], starts[parent + 1]))
+            rows.extend(range(starts[i], starts[i + 1]))
+            key_starts.append(len(rows))
+        self._query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self._key_starts = torch.tensor(key_starts, dtype=torch.int32, device=device)
+        self._max_query = max(layout.lengths)
+        self._max_key = max(b - a for a, b in pairwise(key_starts))
+        shared = any(parent >= 0 for parent in layout.parents)
+        self._rows = torch.tensor(rows, device=device) if shared else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        if self._rows is not None:
+            k, v = k.index_select(0, self._rows), v.index_select(0, self._rows)
+        output: Any = varlen_attn(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            self._query_starts,
+            self._key_starts,
+            self._max_query,
+            self._max_key,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        result: Tensor = output
+        return result
+
+
+class _Place(torch.autograd.Function):
+    """out[to] = x[source] in zeros of `size` rows; both index lists are free of duplicates. None: 0, 1, 2, ..."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
+        ctx.source, ctx.to, ctx.size = source, to, x.shape[0]
+        return _place(x, source, to, size)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return _place(grads[0], ctx.to, ctx.source, ctx.size), None, None, None
+
+
+def _place(x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
+    rows = x if source is None else x.index_select(0, source)
+    return rows if to is None else x.new_zeros(size, *x.shape[1:]).index_copy_(0, to, rows)
+
+
+def _pad(x: Tensor, block: _Block) -> Tensor:
+    """[tokens, h, D] -> [n, S, h, D]."""
+    if block.slots is not None:
+        x = _Place.apply(x, None, block.slots, block.n * block.longest)  # type: ignore[no-untyped-call]
+    return x.reshape(block.n, block.longest, *x.shape[1:])
+
+
+def _unpad(x: Tensor, block: _Block) -> Tensor:
+    """[n, S, h, D] -> [tokens, h, D]."""
+    flat = x.reshape(block.n * block.longest, *x.shape[2:])
+    if block.slots is None:
+        return flat
+    output: Tensor = _Place.apply(flat, block.slots, None, block.tokens)  # type: ignore[no-untyped-call]
+    return output
+
+
+def _parents(x: Tensor, block: _Block) -> Tensor:
+    """Keys or values of each child's parent: [T, K, D] -> [n, P, K, D]."""
+    placed = _Place.apply(x, block.parent_rows, block.parent_slots, block.m * block.parent_longest)  # type: ignore[no-untyped-call]
+    assert block.parents is not None
+    distinct: Tensor = placed.reshape(block.m, block.parent_longest, *x.shape[1:])
+    return distinct.index_select(0, block.parents) if block.m > 1 else distinct.expand(block.n, -1, -1, -1)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    if softcap is None:
+        output = scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+        )
+        return output.transpose(1, 2)
+    repeats = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
+    assert mask is not None
+    scores = torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap)) * softcap
+    weights = torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(v.dtype)
+    return (weights @ v).transpose(1, 2)
+
+
+def _block_mask(block: _Block, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+    own = torch.arange(block.longest, device=device)
+    if block.parents is None:
+        query_depth, key_depth = own[None], own[None]
+        real = torch.ones(1, block.longest, dtype=torch.bool, device=device)
+    else:
+        assert block.parent_lengths is not None
+        lengths = block.parent_lengths[:, None]
+        lengths = lengths[:1] if bool((lengths == lengths[0]).all()) else lengths
+        before = torch.arange(block.parent_longest, device=device)[None]
+        query_depth = lengths + own
+        key_depth = torch.cat([before.expand(len(lengths), -1), query_depth], dim=1)
+        real = torch.cat([before < lengths, torch.ones_like(query_depth, dtype=torch.bool)], dim=1)
+    distance = query_depth[:, :, None] - key_depth[:, None, :]
+    seen = (distance >= 0) & real[:, None, :]
+    if window is not None:
+        seen &= distance < window
+    return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def _blocks(layout: Layout, device: torch.device) -> list[_Block]:
+    starts = torch.tensor((0, *layout.lengths)).cumsum(0).tolist()
+    blocks, first = [], 0
+    for last in range(1, len(layout.lengths) + 1):
+        end = last == len(layout.lengths)
+        if not end and (layout.parents[last] < 0) == (layout.parents[first] < 0):
+            low, high = sorted((layout.lengths[first], layout.lengths[last]))
+            if low >= _PADDING * high:
+                continue
+        blocks.append(_block(layout, starts, range(first, last), device))
+        first = last
+    return blocks
+
+
+def _block(layout: Layout, starts: list[int], segments: range, device: torch.device) -> _Block:
+    lengths = [layout.lengths[i] for i in segments]
+    longest = max(lengths)
+    slots = None if min(lengths) == longest else _ragged([i * longest for i in range(len(lengths))], lengths, device)
+    if layout.parents[segments.start] < 0:
+        return _Block(sum(lengths), len(lengths), longest, slots)
+    own_parents = [layout.parents[i] for i in segments]
+    distinct = sorted(set(own_parents))
+    parent_lengths = [layout.lengths[p] for p in distinct]
+    longest_parent = max(parent_lengths)
+    return _Block(
+        sum(lengths),
+        len(lengths),
+        longest,
+        slots,
+        parents=torch.tensor([distinct.index(p) for p in own_parents], device=device),
+        parent_rows=_ragged([starts[p] for p in distinct], parent_lengths, device),
+        parent_slots=_ragged([i * longest_parent for i in range(len(distinct))], parent_lengths, device),
+        parent_lengths=torch.tensor([layout.lengths[p] for p in own_parents], device=device),
+        m=len(distinct),
+        parent_longest=longest_parent,
+    )
+
+
+def _ragged(starts: list[int], lengths: list[int], device: torch.device) -> Tensor:
+    """start_0, start_0 + 1, ..., then start_1, ...: `lengths[i]` numbers each."""
+    pieces = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
+    return torch.cat(pieces).to(device)

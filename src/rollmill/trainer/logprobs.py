@@ -1,0 +1,198 @@
+"""Log-probs and entropies of chosen tokens, without ever holding [tokens, vocabulary].
+
+Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V vocabulary, d hidden size.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from rollmill.models.attention import attending
+from rollmill.trainer.batch import MicroBatch, TokenTable
+
+
+def predict(
+    model: Any, micro: MicroBatch, table: TokenTable, *, chunk: int, entropy_gradient: bool = False, bf16: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Log-probs and entropies (nats) of a micro-batch's action tokens at their rollout temperatures: float32 [M] each.
+
+    Args:
+        chunk: rows of logits that exist at a time.
+        entropy_gradient: whether the entropy is differentiable.
+        bf16: compute in bfloat16 (logits are turned into float32 before anything is summed).
+    """
+    with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
+        output = model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+        hidden_Td = output.last_hidden_state[0]
+    head = model.get_output_embeddings()
+    return token_logprobs(
+        hidden_Td,
+        micro.rows,
+        head.weight,
+        head.bias,
+        table.target[micro.tokens],
+        table.temperature[micro.tokens],
+        chunk=chunk,
+        softcap=getattr(model.config, "final_logit_softcapping", None),
+        scale=_logit_scale(model.config),
+        entropy_gradient=entropy_gradient,
+        dtype=torch.bfloat16 if bf16 else None,
+    )
+
+
+def attending_to(model: Any, micro: MicroBatch) -> Any:
+    """Context in which `predict` and its backward pass must run."""
+    return attending(model, micro.attention)
+
+
+def token_logprobs(
+    hidden_Td: Tensor,
+    rows_M: Tensor,
+    weight_Vd: Tensor,
+    bias_V: Tensor | None,
+    target_M: Tensor,
+    temperature_M: Tensor,
+    *,
+    chunk: int,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    entropy_gradient: bool = False,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log_softmax(logits / temperature)[target] and the entropy of that distribution, for chosen rows.
+
+    logits = scale * (hidden W^T + bias), then softcap * tanh(logits / softcap). Sums over the vocabulary are taken in
+    float32 (float64 for float64 inputs). Gradients flow into hidden states, weight and bias; backward recomputes the
+    logits chunk by chunk, unless one chunk held them all.
+
+    Returns:
+        log-probs [M] and entropies [M].
+    """
+    options = _Options(chunk, softcap, scale, entropy_gradient, dtype or hidden_Td.dtype)
+    result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden_Td, rows_M, weight_Vd, bias_V, target_M, temperature_M, options
+    )
+    return result
+
+
+class _Options:
+    def __init__(
+        self, chunk: int, softcap: float | None, scale: float, entropy_gradient: bool, dtype: torch.dtype
+    ) -> None:
+        self.chunk, self.softcap, self.scale = chunk, softcap, scale
+        self.entropy_gradient, self.dtype = entropy_gradient, dtype
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        rows: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        target: Tensor,
+        temperature: Tensor,
+        options: _Options,
+    ) -> tuple[Tensor, Tensor]:
+        picked = hidden.index_select(0, rows).to(options.dtype)
+        cast = weight.to(options.dtype)
+        logprobs, entropies, kept = [], [], None
+        for a in range(0, max(len(rows), 1), options.chunk):
+            b = min(a + options.chunk, len(rows))
+            log_p, _ = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)
+            logprobs.append(log_p.gather(1, target[a:b, None])[:, 0])
+            p = log_p.exp()
+            entropies.append(-_row_dot(p, log_p))
+            if len(rows) <= options.chunk and options.softcap is None:
+                kept = p
+        entropy = torch.cat(entropies)
+        if not options.entropy_gradient:
+            ctx.mark_non_differentiable(entropy)
+        ctx.save_for_backward(hidden, rows, weight, bias, target, temperature, entropy, kept)
+        ctx.options = options
+        return torch.cat(logprobs), entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, rows, weight, bias, target, temperature, entropy, kept = ctx.saved_tensors
+        options: _Options = ctx.options
+        picked = hidden.index_select(0, rows).to(options.dtype)
+        cast = weight.to(options.dtype)
+        grad_picked = torch.empty_like(picked)
+        grad_weight: Tensor | None = None
+        grad_bias: Tensor | None = None
+        for a in range(0, max(len(rows), 1), options.chunk):
+            b = min(a + options.chunk, len(rows))
+            slope = None
+            if kept is None:
+                log_p, slope = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)
+                p = log_p.exp()
+            else:
+                p, log_p = kept, None
+            g = _logit_gradient(p, log_p, grads[0][a:b], grads[1][a:b], entropy[a:b], target[a:b], options)
+            g.div_((temperature[a:b] / options.scale)[:, None])
+            if slope is not None:
+                g.mul_(slope)
+            if bias is not None:
+                grad_bias = g.sum(0) if grad_bias is None else grad_bias.add_(g.sum(0))
+            g = g.to(options.dtype)
+            torch.mm(g, cast, out=grad_picked[a:b])
+            if ctx.needs_input_grad[2]:
+                product = torch.mm(g.t(), picked[a:b])
+                grad_weight = product.to(weight.dtype) if grad_weight is None else grad_weight.add_(product)
+        grad_hidden = torch.zeros_like(hidden).index_add_(0, rows, grad_picked.to(hidden.dtype))
+        return grad_hidden, None, grad_weight, grad_bias, None, None, None
+
+
+def _log_softmax(
+    hidden_Cd: Tensor, weight_Vd: Tensor, bias_V: Tensor | None, temperature_C: Tensor, options: _Options
+) -> tuple[Tensor, Tensor | None]:
+    """log-probs [C, V] and, with a softcap, its slope d capped / d logit [C, V]."""
+    logits = linear(hidden_Cd, weight_Vd, None if bias_V is None else bias_V.to(weight_Vd.dtype))
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    if options.scale != 1.0:
+        logits.mul_(options.scale)
+    slope = None
+    if options.softcap is not None:
+        tanh = logits.div_(options.softcap).tanh_()
+        slope = 1 - tanh * tanh
+        logits = tanh * options.softcap
+    if bool((temperature_C != 1).any()):
+        logits.div_(temperature_C[:, None])
+    return torch.log_softmax(logits, dim=-1), slope
+
+
+def _logit_gradient(
+    p: Tensor,
+    log_p: Tensor | None,
+    grad_logprob: Tensor,
+    grad_entropy: Tensor,
+    entropy: Tensor,
+    target: Tensor,
+    options: _Options,
+) -> Tensor:
+    """d loss / d (logits / temperature) [C, V]: g_lp (onehot - p) - g_H p (log p + H)."""
+    if options.entropy_gradient:
+        log_p = p.log().clamp_(min=torch.finfo(p.dtype).min) if log_p is None else log_p
+        factor = (log_p + entropy[:, None]).mul_(-grad_entropy[:, None]).sub_(grad_logprob[:, None])
+        gradient = factor.mul_(p)
+    else:
+        gradient = p.mul_(-grad_logprob[:, None])
+    return gradient.scatter_add_(1, target[:, None], grad_logprob[:, None])
+
+
+def _row_dot(a_CV: Tensor, b_CV: Tensor) -> Tensor:
+    """sum_v a b for each row, without a [C, V] temporary."""
+    return torch.bmm(a_CV[:, None], b_CV[:, :, None])[:, 0, 0]
+
+
+def _logit_scale(config: Any) -> float:
+    """Factor some families put on their logits: Cohere multiplies by logit_scale, Granite divides by logits_scaling."""
+    scale: float = getattr(config, "logit_scale", None) or 1.0
+    return scale / (getattr(config, "logits_scaling", None) or 1.0)

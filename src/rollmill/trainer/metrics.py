@@ -1,0 +1,62 @@
+"""Token-level metrics of a training step, summed without gradient."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollmill.algorithms.kl import k3
+from rollmill.algorithms.losses import clipped
+from rollmill.algorithms.recipe import Recipe, TermInputs
+
+
+class TokenMetrics:
+    """Means over the tokens seen in one training step."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self._recipe = recipe
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+        self._gap_max = 0.0
+
+    @torch.no_grad()
+    def usual(self, inputs: TermInputs, fresh: Tensor, *, first_pass: bool) -> None:
+        """Add rolled-out tokens; `fresh` [tokens] says which were produced by the current weights."""
+        ratio = torch.exp(inputs.logprob - inputs.old_logprob)
+        self._add("ratio/mean", ratio)
+        cut = clipped(
+            inputs.logprob,
+            inputs.old_logprob,
+            inputs.advantage,
+            clip_low=self._recipe.clip_low,
+            clip_high=self._recipe.clip_high,
+        )
+        self._add("ratio/clip_fraction", cut.to(ratio.dtype))
+        if inputs.reference_logprob is not None:
+            self._add("kl_ref", k3(inputs.logprob, inputs.reference_logprob))
+        if not first_pass:
+            return
+        self._add("entropy", inputs.entropy)
+        self._add("kl", k3(inputs.rollout_logprob, inputs.logprob))
+        gap = (inputs.logprob - inputs.rollout_logprob).abs()[fresh]
+        self._add("logprob_gap/mean", gap)
+        if len(gap):
+            self._gap_max = max(self._gap_max, float(gap.max()))
+
+    @torch.no_grad()
+    def expert(self, inputs: TermInputs) -> None:
+        """Add demonstrated tokens of a first pass."""
+        self._add("expert_entropy", inputs.entropy)
+
+    def result(self) -> dict[str, float]:
+        """The means; what was never seen is left out."""
+        means = {name: total / self._counts[name] for name, total in self._sums.items() if self._counts[name]}
+        if "expert_entropy" in means and "entropy" not in means:
+            means["entropy"] = means["expert_entropy"]
+        if "logprob_gap/mean" in means:
+            means["logprob_gap/max"] = self._gap_max
+        return means
+
+    def _add(self, name: str, values: Tensor) -> None:
+        self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=torch.float64))
+        self._counts[name] = self._counts.get(name, 0) + len(values)

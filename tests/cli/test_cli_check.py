@@ -1,0 +1,199 @@
+"""`rollmill check` and what all commands share."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+import rollmill
+from rollmill.cli import COMMANDS, build_app, guarded, main
+from rollmill.config.describe import estimated_parameters
+from rollmill.config.loader import load_run
+from rollmill.config.model import NewModelConfig, TokenizerConfig
+from rollmill.core.errors import ConfigError, TrainingError
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rollmill.__file__).parents[1])}
+
+RUN = """\
+name: sums
+model: {new: {hidden_size: 32, layers: 2, tokenizer: {kind: char}}}
+taskset: {path: tasks.jsonl}
+rewards: [{name: exact}]
+rollout: {batch: 4, group_size: 2, stop: ["\\n"]}
+evaluation: {taskset: {path: tasks.jsonl}, limit: 2}
+stages:
+  - {name: warm, steps: 3, algorithm: {name: sft, batch: 5}}
+  - {name: rl, steps: 6, max_staleness: 1, trainer: {lr: 2e-4}}
+"""
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(RUN, encoding="utf-8")
+    rows = [{"prompt": f"{i}+1=", "answer": str(i + 1), "response": str(i + 1)} for i in range(7)]
+    Path("tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_check_prints_the_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.yaml", "--out", "there"]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        "sums (run.yaml)",
+        "there/",
+        "2 layers x 32",
+        "stage 1 of 2: warm",
+        "3, each 5 demonstrations",
+        "stage 2 of 2: rl",
+        "6, each 4 tasks x 2 completions = 8",
+        "max_staleness 1",
+        "1 x exact",
+        "grpo: clip_low 0.2",
+        "lr 0.0002",
+        "7 tasks (0 rows rejected)",
+        "limit 2",
+        "stop ['\\n']",
+    ):
+        assert part in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.yaml", "--json", "--set", "stages.1.steps=8"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["config"]["stages"][1]["steps"] == 8
+    assert {"stage": "rl", "section": "evaluation", "tasks": 7, "rejected": 0} in answer["tasks"]
+    assert answer["out"] == "runs/sums"
+    assert answer["parameters"] > 10_000
+
+
+def test_check_yaml_is_a_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.yaml", "--yaml", "--no-data"]) == 0
+    text = capsys.readouterr().out
+    Path("resolved.yaml").write_text(text, encoding="utf-8")
+    assert yaml.safe_load(text)["stages"][0]["algorithm"] == {"name": "sft", "batch": 5, "aggregation": "token-mean"}
+    assert load_run(Path("resolved.yaml")).stages == load_run(Path("run.yaml")).stages
+
+
+def test_check_finds_bad_data(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("tasks.jsonl").write_text('{"prompt": "1+1="\n', encoding="utf-8")
+    assert main(["check", "run.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("stage warm: taskset: ")
+    assert "tasks.jsonl" in message
+
+
+def test_check_imports_reward_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.py").write_text("def score(task, completion):\n    return 1.0\n", encoding="utf-8")
+    Path("run.yaml").write_text(RUN.replace("name: exact", "name: python, function: 'mine.py:scor'"), encoding="utf-8")
+    assert main(["check", "run.yaml"]) == 2
+    assert "mine.py defines no `scor`; did you mean `score`?" in capsys.readouterr().err
+    assert main(["check", "run.yaml", "--set", "rewards.0.function=mine.py:score"]) == 0
+
+
+def test_check_gsm8k(data_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "model: {new: {}}\ntaskset: {preset: gsm8k}\nrewards: [{name: math}]\n"
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    assert main(["check", "run.yaml", "--set", f"taskset.path={data_dir / 'gsm8k' / 'train.jsonl'}"]) == 0
+    assert "7473 tasks (0 rows rejected)" in capsys.readouterr().out
+
+
+def test_json_or_yaml(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.yaml", "--json", "--yaml"]) == 2
+    assert "give --json or --yaml, not both" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["chekc"], "No such command 'chekc'"),
+        (["check"], "Missing argument"),
+        (["check", "run.yaml", "--jsn"], "--jsn"),
+        (["check", "run.yaml", "--set"], "--set"),
+    ],
+)
+def test_wrong_usage(arguments: list[str], expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 2
+    assert expected in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(ConfigError("say this"), 2), (TrainingError("say this"), 1), (KeyboardInterrupt(), 130)]
+)
+def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    def command() -> None:
+        raise error
+
+    app = build_app()
+    app.command("fail")(guarded(command))
+    with pytest.raises(SystemExit) as end:
+        app(["fail"])
+    assert end.value.code == code
+    assert capsys.readouterr().err == ("interrupted\n" if code == 130 else "say this\n")
+
+
+def test_traceback_on_request(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ROLLMILL_TRACEBACK", "1")
+    assert main(["check", "nowhere.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert message.startswith("Traceback")
+    assert "nowhere.yaml: no such file" in message
+
+
+def test_version_is_the_packages(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"rollmill {rollmill.__version__}\n"
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert rollmill.__version__ == project["version"]
+
+
+def test_help_needs_no_torch() -> None:
+    code = (
+        "import sys, rollmill, rollmill.config.loader\nfrom rollmill.cli import main\n"
+        "code = main(['--help'])\nheavy = {'torch', 'transformers', 'datasets', 'pyarrow'} & set(sys.modules)\n"
+        "print(sorted(heavy), file=sys.stderr)\nsys.exit(code)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
+    assert all(name in done.stdout for name in ("check", "init"))
+
+
+def test_program_exits_with_the_code() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "rollmill", "check", "nowhere.yaml"], capture_output=True, text=True, env=ENVIRONMENT
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("nowhere.yaml: no such file")
+
+
+def test_every_command_has_its_module() -> None:
+    assert {name: module.removeprefix("rollmill.cli.") for name, module in COMMANDS.items() if name != "eval"} == {
+        name: name for name in ("run", "resume", "check", "init", "quickstart", "show", "grade")
+    }
+
+
+@pytest.mark.parametrize("tie", [True, False])
+def test_estimate_is_close_to_the_real_size(tie: bool) -> None:
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    new = NewModelConfig(hidden_size=64, layers=3, tie_embeddings=tie, tokenizer=TokenizerConfig(vocab_size=300))
+    config = Qwen3Config(
+        vocab_size=300,
+        hidden_size=64,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        intermediate_size=192,
+        tie_word_embeddings=tie,
+    )
+    real = sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
+    assert estimated_parameters(new) == pytest.approx(real, rel=0.01)

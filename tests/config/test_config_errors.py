@@ -1,0 +1,337 @@
+"""Wrong run files, through the real command line: each says where, what and what to do, and exits with 2."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollmill.cli import main
+
+GOOD = """\
+model: {new: {hidden_size: 32}}
+taskset: {path: tasks.jsonl}
+rewards: [{name: math}]
+"""
+SFT = "algorithm: {name: sft}\n"
+EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}}\n"
+NO_REWARDS = GOOD.replace("rewards: [{name: math}]\n", "")
+STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3}\n"
+
+CASES = {
+    # unknown keys
+    "typo at the top": (GOOD + "seeed: 1", "run.yaml:4: seeed: unknown key; did you mean `seed`?"),
+    "typo in a section": (GOOD + "rollout:\n  bach: 1", "run.yaml:5: rollout.bach: unknown key; did you mean `batch`?"),
+    "key of another reward": (
+        GOOD.replace("math}", "math, pattern: x}"),
+        "run.yaml:3: rewards.0.pattern: `pattern` is honoured by reward `format`, not by `math`; remove it",
+    ),
+    "key of another algorithm": (
+        GOOD + "algorithm: {name: grpo, mu: 0.5}",
+        "run.yaml:4: algorithm.mu: `mu` is honoured by algorithm `mix`, not by `grpo`; remove it",
+    ),
+    "key of another section": (
+        GOOD + "temperature: 1",
+        "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`; move it there",
+    ),
+    "key of another tool": (
+        GOOD + "trainer: {learning_rate: 1}",
+        "trainer.learning_rate: unknown key; rollmill calls this `trainer.lr`",
+    ),
+    "key like nothing": (
+        GOOD + "monitor: {zzz: 1}",
+        "unknown key; valid here: tensorboard, show_completions, rollouts_every, report",
+    ),
+    "run-wide key in a stage": (
+        GOOD + "stages: [{name: a, seed: 1}]",
+        "run.yaml:4: stages.0.seed: `seed` belongs to the whole run, not to a stage; move it to the top level",
+    ),
+    "nested typo": (
+        GOOD.replace("hidden_size: 32", "hidden_sise: 32"),
+        "run.yaml:1: model.new.hidden_sise: unknown key; did you mean `hidden_size`?",
+    ),
+    # wrong values
+    "unknown algorithm": (
+        GOOD + "algorithm: {name: grppo}",
+        "run.yaml:4: algorithm.name: `grppo` is not known; did you mean `grpo`? valid: grpo, dr_grpo",
+    ),
+    "unknown reward": (
+        GOOD.replace("math}", "mathh}"),
+        "run.yaml:3: rewards.0.name: `mathh` is not known; did you mean `math`?",
+    ),
+    "algorithm without name": (GOOD + "algorithm: {kl: 0.1}", "algorithm.name: is required; it says which component"),
+    "algorithm as text": (GOOD + "algorithm: grpo", "algorithm: expected a section (`key: value` lines), found `grpo`"),
+    "text for a number": (GOOD + "steps: many", "run.yaml:4: steps: expected a whole number, found `many`"),
+    "fraction for a whole number": (GOOD + "steps: 1.5", "steps: expected a whole number, found `1.5`"),
+    "text for a rate": (GOOD + "trainer: {lr: fast}", "trainer.lr: expected a number, found `fast`"),
+    "not a number": (GOOD + "trainer: {lr: .nan}", "trainer.lr: expected a finite number"),
+    "zero batch": (GOOD + "rollout: {batch: 0}", "rollout.batch: expected at least 1, found `0`"),
+    "negative rate": (GOOD + "trainer: {lr: -1e-4}", "trainer.lr: expected more than 0, found `-0.0001`"),
+    "probability above 1": (GOOD + "rollout: {top_p: 1.5}", "rollout.top_p: expected at most 1, found `1.5`"),
+    "unknown choice": (
+        GOOD + "trainer: {schedule: lineer}",
+        "expected one of `constant`, `linear`, `cosine`, found `lineer`; did you mean `linear`?",
+    ),
+    "number or word": (GOOD + "threads: some", "threads: expected a whole number or `auto`, found `some`"),
+    "text for a list": (GOOD + "rollout: {stop: x}", "rollout.stop: expected a list, found `x`"),
+    "list for a section": (
+        GOOD + "trainer: [1]",
+        "trainer: expected a section (`key: value` lines), found a list of 1",
+    ),
+    "empty section": (GOOD + "trainer:", "found nothing (remove the key to get its default)"),
+    "not a truth value": (GOOD + "rollout: {batch: 4}\nmonitor: {report: perhaps}", "expected true or false, found"),
+    "short pair": (GOOD + "trainer: {betas: [0.9]}", "trainer.betas.1: is required; the list is too short"),
+    "long pair": (GOOD + "trainer: {betas: [0.9, 0.9, 0.9]}", "trainer.betas: expected at most 2 entries"),
+    "betas out of range": (GOOD + "trainer: {betas: [0.9, 1.0]}", "trainer.betas: both must be at least 0 and below 1"),
+    "no taskset": ("model: {new: {}}\nrewards: [{name: math}]", "run.yaml: taskset: is required; add it"),
+    "no pattern": (GOOD.replace("math", "format"), "rewards.0.pattern: is required; Regular expression"),
+    "two sources": (
+        GOOD.replace("tasks.jsonl", "tasks.jsonl, function: 'm:f'"),
+        "run.yaml:2: taskset: give exactly one of path, generator and function (found path and function)",
+    ),
+    "no rule to stop": (GOOD + EVALUATION + "early_stop: {}", "run.yaml:5: early_stop: give at_least or patience"),
+    # YAML
+    "syntax": (GOOD + "a: b: c", "run.yaml:4: not valid YAML at column 5: mapping values are not allowed here"),
+    "unclosed": (GOOD + "rollout: {batch: 1", "run.yaml:4: not valid YAML"),
+    "tab": (GOOD + "rollout:\n\tbatch: 1", "run.yaml:5: not valid YAML at column 1: found character '\\t'"),
+    "duplicate": (GOOD + "steps: 1\nsteps: 2", "run.yaml:5: steps: is given twice (first on line 4); keep one"),
+    "empty file": ("", "run.yaml: is empty; `rollmill init FILE` writes a first run file"),
+    "a list": ("- 1", "run.yaml: does not hold `key: value` lines"),
+    "two documents": (GOOD + "---\na: 1", "not valid YAML at column 1: but found another document"),
+    "a tag": (GOOD + "name: !!python/name:os.system x", "run.yaml:4: name: the YAML tag"),
+    "anchor within itself": (GOOD + "rollout: &a\n  stop: *a", "rollout.stop: the anchor contains itself"),
+    "missing variable": (
+        GOOD + "name: ${env:ROLLMILL_NOT_SET}",
+        "run.yaml:4: name: environment variable ROLLMILL_NOT_SET is not set; export ROLLMILL_NOT_SET=...",
+    ),
+    "malformed variable": (GOOD + "name: ${env:}", "run.yaml:4: name: malformed `${env:`"),
+    # keys that nothing honours
+    "rollouts of sft": (
+        NO_REWARDS + SFT + "rollout: {group_size: 4}",
+        "run.yaml:4: rollout.group_size: not honoured: algorithm `sft` learns from worked solutions",
+    ),
+    "batch of sft": (NO_REWARDS + SFT + "rollout: {batch: 4}", "demonstrations per step are `algorithm.batch`"),
+    "staleness of sft": (NO_REWARDS + SFT + "max_staleness: 1", "run.yaml:4: max_staleness: not honoured"),
+    "sampling of sft": (NO_REWARDS + SFT + "rollout: {top_k: 4}", "rollout.top_k: not honoured"),
+    "rewards of sft": (GOOD + SFT, "run.yaml:3: rewards: not honoured: algorithm `sft`"),
+    "sampling of greedy evaluation": (
+        GOOD + SFT + "rollout: {top_k: 4}\n" + EVALUATION.replace("{taskset", "{samples: 0, taskset"),
+        "evaluation is greedy only (samples: 0); remove it",
+    ),
+    "every stage is sft": (
+        NO_REWARDS
+        + "rollout: {batch: 4}\nstages: [{name: a, algorithm: {name: sft}}, {name: b, algorithm: {name: sft}}]",
+        "run.yaml:3: rollout.batch: not honoured",
+    ),
+    "floor of a constant rate": (
+        GOOD + "trainer: {min_lr_ratio: 0.1}",
+        "trainer.min_lr_ratio: not honoured by schedule `constant`; it is by `linear` and `cosine`",
+    ),
+    "early stop without evaluation": (
+        GOOD + "early_stop: {patience: 1}",
+        "early_stop: not honoured without `evaluation`",
+    ),
+    "best without evaluation": (GOOD + "checkpoint: {keep_best: true}", "keep_best: not honoured without `evaluation`"),
+    "vocabulary of characters": (
+        GOOD.replace("32", "32, tokenizer: {kind: char, vocab_size: 300}"),
+        "model.new.tokenizer.vocab_size: not honoured by kind `char`",
+    ),
+    "remote code of a new model": (
+        GOOD.replace("{new", "{trust_remote_code: true, new"),
+        "model.trust_remote_code: not honoured by a new model",
+    ),
+    "deviation that divides nothing": (
+        GOOD + "algorithm: {name: grpo, scale: none, ddof: 0}",
+        "algorithm.ddof: not honoured with scale `none`; it is with `group` and `batch`",
+    ),
+    "key that every stage replaces": (
+        GOOD + "steps: 5\nstages: [{name: a, steps: 1}, {name: b, steps: 2}]",
+        "run.yaml:4: steps: every stage sets its own, so this is never used; remove it or change stages.0.steps",
+    ),
+    # contradictions
+    "no model": (GOOD.split("\n", 1)[1], "model: which model? Give model.path (a checkpoint folder) or model.new"),
+    "no recipe": (GOOD.replace("{new: {hidden_size: 32}}", "{path: new}"), "run.yaml:1: model: which model?"),
+    "no rewards": (NO_REWARDS, "rewards: algorithm `grpo` needs at least one reward; for example"),
+    "evaluation without rewards": (NO_REWARDS + SFT + EVALUATION, "rewards: evaluation needs at least one reward"),
+    "weightless rewards": (GOOD.replace("math", "math, weight: 0"), "run.yaml:3: rewards: every weight is 0"),
+    "split of a file": (GOOD.replace("l}", "l, split: test}"), "taskset.split: only a folder written by `datasets`"),
+    "generator with preset": (
+        GOOD.replace("path: tasks.jsonl", "preset: gsm8k, generator: {name: chain_sum}"),
+        "taskset.preset: a generator makes rows in its own layout",
+    ),
+    "evaluating nothing": (
+        GOOD + EVALUATION.replace("{taskset", "{samples: 0, greedy: false, taskset"),
+        "run.yaml:4: evaluation.samples: 0 samples and greedy: false evaluate nothing",
+    ),
+    "stop on unsampled": (
+        GOOD + EVALUATION.replace("{taskset", "{samples: 0, taskset") + "early_stop: {at_least: 0.9}",
+        "early_stop.metric: eval/sampled needs evaluation.samples of at least 1 (it is 0)",
+    ),
+    "stop on greedy": (
+        GOOD
+        + EVALUATION.replace("{taskset", "{greedy: false, taskset")
+        + "early_stop: {metric: eval/greedy, patience: 1}",
+        "early_stop.metric: eval/greedy needs evaluation.greedy: true",
+    ),
+    "stop at 95": (GOOD + EVALUATION + "early_stop: {at_least: 95}", "accuracy lies between 0 and 1; give for example"),
+    "greedy training": (
+        GOOD + "rollout: {temperature: 0}",
+        "rollout.temperature: training needs differing completions",
+    ),
+    "group of one": (GOOD + "rollout: {group_size: 1}", "give at least 2, or use algorithm `reinforce`"),
+    "batch of one": (
+        GOOD + "algorithm: {name: reinforce}\nrollout: {group_size: 1, batch: 1}",
+        "run.yaml:5: rollout.batch: one completion per step equals its own baseline",
+    ),
+    "overlong": (GOOD + "algorithm: {name: dapo, overlong_buffer: 256}", "must be below rollout.max_new_tokens (256)"),
+    "reasoning_gym without generator": (
+        GOOD.replace("math", "reasoning_gym"),
+        "rewards.0.name: `reasoning_gym` scores only tasks of a generator, and taskset has none",
+    ),
+    "too many updates": (
+        GOOD + "trainer: {updates_per_batch: 17}",
+        "17 updates cannot share 16 groups; lower it, or raise rollout.batch (16)",
+    ),
+    "too long a warm-up": (GOOD + "steps: 5\ntrainer: {warmup_steps: 6}", "6 is longer than the stage (5 steps)"),
+    "bad pattern": (GOOD.replace("math}", "format, pattern: '('}"), "rewards.0.pattern: not a regular expression"),
+    "bad function": (GOOD.replace("math}", "python, function: 'a b:c'}"), "expected FILE.py:NAME, package.module:NAME"),
+    "function without name": (GOOD.replace("path: tasks.jsonl", "function: tasks"), "`tasks` names no function; write"),
+    "heads and keys": (GOOD.replace("32", "32, kv_heads: 3"), "heads (4) must be a multiple of kv_heads (3)"),
+    "width and heads": (GOOD.replace("32", "33"), "model.new.hidden_size: 33 is not a multiple of heads (4)"),
+    "odd heads": (GOOD.replace("32", "36"), "rotary positions need an even number of dimensions per head"),
+    "no room for a prompt": (
+        GOOD.replace("32", "32, context: 256"),
+        "model.new.context: 256 leaves no room for a prompt beside rollout.max_new_tokens (256)",
+    ),
+    "stage without name": (
+        GOOD + "stages: [{steps: 1}]",
+        "run.yaml:4: stages.0.name: is required: every stage has a name",
+    ),
+    "stages of one name": (
+        GOOD + "stages:\n  - {name: a}\n  - {name: a}",
+        "run.yaml:6: stages.1.name: `a` is already the name of the stage at run.yaml:5; rename one of them",
+    ),
+    "stages as text": (GOOD + "stages: a", "run.yaml:4: stages: expected a list of sections, each with a `name`"),
+    "wrong value in a stage": (GOOD + STAGES.replace("3", "x"), "run.yaml:6: stages.1.steps: expected a whole number"),
+    # includes
+    "missing include": (GOOD + "include: [base.yaml]", "run.yaml:4: include: base.yaml does not exist"),
+    "include of itself": (GOOD + "include: run.yaml", "files include each other: run.yaml -> run.yaml"),
+    "include of a number": (GOOD + "include: [3]", "run.yaml:4: include: expected a path or a list of paths"),
+}
+
+OVERRIDES = {
+    "no value": ("steps", "--set steps: expected section.key=value, for example trainer.lr=1e-4"),
+    "empty key": ("a..b=1", "--set a..b=1: expected section.key=value"),
+    "typo": ("trainer.lrr=1", "--set trainer.lrr=1: trainer.lrr: unknown key; did you mean `lr`?"),
+    "wrong value": ("steps=x", "--set steps=x: steps: expected a whole number, found `x`"),
+    "entry too far": (
+        "rewards.1.weight=1",
+        "rewards.1: `rewards` has entries 0 to 0 (0: math); use one of these numbers",
+    ),
+    "entry by name": ("rewards.math.weight=1", "rewards.math: `rewards` has entries 0 to 0"),
+    "entry of nothing": ("stages.0.steps=1", "stages: is not a list in the run file, so it has no entries"),
+    "below a value": ("model.new.hidden_size.x=1", "is `32` in the run file (run.yaml:1), not a section"),
+    "bad YAML": ("rewards=[{name: math]", "--set rewards=[{name: math]: not valid YAML"),
+    "another algorithm's key": (
+        "algorithm={name: rloo, ddof: 1}",
+        "honoured by algorithm `grpo`, `dapo` and `mix`, not by",
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _in_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ROLLMILL_NOT_SET", raising=False)
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The message with which `rollmill check` refuses."""
+    assert main(["check", *arguments]) == 2
+    message = capsys.readouterr().err
+    for jargon in ("Traceback", "pydantic", "extra_forbidden", "Input should", "literal["):
+        assert jargon not in message
+    return message
+
+
+@pytest.mark.parametrize(("text", "expected"), CASES.values(), ids=CASES.keys())
+def test_wrong_run_file(text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    message = refused(capsys, "--no-data", "run.yaml")
+    assert expected in message
+    assert message.startswith("run.yaml"), "every problem names its file"
+    assert len(message.strip().splitlines()) == 1, "one mistake, one problem"
+
+
+@pytest.mark.parametrize(("assignment", "expected"), OVERRIDES.values(), ids=OVERRIDES.keys())
+def test_wrong_override(assignment: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(GOOD, encoding="utf-8")
+    message = refused(capsys, "--no-data", "run.yaml", "--set", assignment)
+    assert expected in message
+    assert message.startswith(f"--set {assignment}"), "every problem names the option"
+
+
+def test_good_base_is_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    for text in (GOOD, NO_REWARDS + SFT, GOOD + SFT + EVALUATION, GOOD + STAGES):
+        Path("run.yaml").write_text(text, encoding="utf-8")
+        assert main(["check", "--no-data", "run.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_all_problems_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(GOOD + "seeed: 1\nsteps: x\nrollout: {batch: 0, top_p: 2}\n", encoding="utf-8")
+    lines = refused(capsys, "--no-data", "run.yaml").strip().splitlines()
+    assert {line.split(": ")[1] for line in lines} == {"seeed", "steps", "rollout.batch", "rollout.top_p"}
+
+
+def test_problem_in_included_file_names_that_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("base.yaml").write_text("\ntrainer: {lr: fast}\n", encoding="utf-8")
+    Path("run.yaml").write_text(GOOD + "include: base.yaml", encoding="utf-8")
+    assert refused(capsys, "--no-data", "run.yaml").startswith("base.yaml:2: trainer.lr: expected a number")
+
+
+def test_includes_in_a_circle(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.yaml").write_text("include: b.yaml", encoding="utf-8")
+    Path("b.yaml").write_text("include: a.yaml", encoding="utf-8")
+    expected = "b.yaml:1: include: files include each other: a.yaml -> b.yaml -> a.yaml"
+    assert refused(capsys, "--no-data", "a.yaml").startswith(expected)
+
+
+def test_missing_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    assert refused(capsys, "nowhere.yaml").startswith("nowhere.yaml: no such file; `rollmill init nowhere.yaml`")
+
+
+def test_folder_as_run_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("folder").mkdir()
+    assert refused(capsys, "folder").startswith("folder: cannot be read")
+
+
+def test_run_file_that_is_not_text(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_bytes(b"\xff\xfe\x00")
+    assert refused(capsys, "run.yaml").startswith("run.yaml: cannot be read as UTF-8 text")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (GOOD, "run.yaml:2: taskset.path: tasks.jsonl does not exist (looked in "),
+        (
+            GOOD.replace("new: {hidden_size: 32}", "path: some/checkpoint"),
+            "run.yaml:1: model.path: some/checkpoint does not",
+        ),
+        (GOOD + "plugins: [mine.py]", "run.yaml:4: plugins.0: mine.py does not exist"),
+        (
+            GOOD.replace("math", "python, function: 'mine.py:f'"),
+            "run.yaml:3: rewards.0.function: mine.py does not exist",
+        ),
+        (GOOD + EVALUATION, "run.yaml:4: evaluation.taskset.path: tasks.jsonl does not exist"),
+    ],
+)
+def test_missing_files(text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(text, encoding="utf-8")
+    assert expected in refused(capsys, "run.yaml")
+
+
+def test_model_path_is_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.safetensors").touch()
+    Path("run.yaml").write_text(GOOD.replace("new: {hidden_size: 32}", "path: model.safetensors"), encoding="utf-8")
+    assert "model.safetensors is a file; give the checkpoint's folder" in refused(capsys, "--no-data", "run.yaml")

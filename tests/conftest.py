@@ -1,0 +1,24 @@
+"""Shared fixtures: one thread, and the folder with real data."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def data_dir() -> Path:
+    """The folder with real data: $ROLLMILL_DATA, or shared/data beside the repository. Skips where there is none."""
+    root = Path(__file__).resolve().parents[1]
+    folder = Path(os.environ.get("ROLLMILL_DATA", root.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip(f"no data folder at {folder}; set ROLLMILL_DATA")
+    return folder

@@ -1,0 +1,251 @@
+"""The native engine against transformers' own generate and forward passes."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import numpy as np
+import pytest
+import torch
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.errors import EngineError
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.base import Request
+from rollmill.engines.native import NativeEngine
+from toys import toy_model
+
+ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
+VOCAB = 130
+
+
+def engine_of(model: torch.nn.Module, **options: object) -> NativeEngine:
+    return NativeEngine(model, **({"context": 256, "max_sequences": 11, "prefill_tokens": 16} | options))  # type: ignore[arg-type]
+
+
+def prompts_of(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(8, VOCAB) for _ in range(length)] for length in lengths]
+
+
+def serve(engine: NativeEngine, requests: list[Request], delays: list[int] | None = None) -> list[list[Completion]]:
+    """Serve requests, each after a number of turns of the event loop (late joins)."""
+
+    async def late(request: Request, delay: int) -> list[Completion]:
+        for _ in range(delay):
+            await asyncio.sleep(0)
+        return await engine.generate(request)
+
+    async def main() -> list[list[Completion]]:
+        waits = delays or [0] * len(requests)
+        return list(await asyncio.gather(*(late(r, d) for r, d in zip(requests, waits, strict=True))))
+
+    return asyncio.run(main())
+
+
+def reference_logprobs(model: torch.nn.Module, completion: Completion, temperature: float = 1.0) -> torch.Tensor:
+    tokens = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
+    with torch.no_grad():
+        logits = model(tokens, use_cache=False).logits[0, len(completion.prompt_ids) - 1 : -1]
+    new = torch.tensor(completion.token_ids.astype(np.int64))
+    return (logits / temperature).log_softmax(-1).gather(1, new[:, None])[:, 0]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_greedy_equals_generate_for_ragged_batches_late_joins_and_shared_prompts(architecture: str) -> None:
+    model = toy_model(architecture, vocab_size=VOCAB)
+    prompts = prompts_of((3, 20, 7, 33, 50, 5))
+    greedy = SamplingConfig(temperature=0, max_new_tokens=40)
+    requests = [Request(prompt, greedy, n=3) for prompt in prompts]
+    served = serve(engine_of(model, eos_ids=frozenset([7])), requests, [0, 0, 5, 9, 14, 20])
+    for prompt, completions in zip(prompts, served, strict=True):
+        expected = model.generate(
+            torch.tensor([prompt]), do_sample=False, max_new_tokens=40, eos_token_id=7, pad_token_id=0
+        )[0, len(prompt) :].tolist()
+        assert [c.token_ids.tolist() for c in completions] == [expected] * 3
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) -> None:
+    model = toy_model(architecture, vocab_size=VOCAB)
+    sampling = SamplingConfig(temperature=temperature, max_new_tokens=40)
+    served = serve(engine_of(model), [Request(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))])
+    for completion in (c for group in served for c in group):
+        expected = reference_logprobs(model, completion, temperature)
+        torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=0)
+        assert np.all(completion.kept_logmass == 0)
+
+
+def test_truncated_sampling_reports_both_distributions() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    sampling = SamplingConfig(temperature=0.8, top_p=0.6, top_k=20, max_new_tokens=30)
+    [[completion]] = serve(engine_of(model), [Request([5, 9, 11], sampling, seed=3)])
+    expected = reference_logprobs(model, completion, 0.8)
+    full = torch.from_numpy(completion.logprobs + completion.kept_logmass)
+    torch.testing.assert_close(full, expected, atol=1e-5, rtol=0)
+    assert np.all(completion.kept_logmass < 0)
+
+
+def test_a_seed_gives_the_same_completion_alone_and_in_a_full_batch() -> None:
+    model = toy_model("llama", vocab_size=VOCAB)
+    sampling = SamplingConfig(max_new_tokens=40)
+    prompts = prompts_of((12, 3, 8, 30, 17, 5, 9))
+    requests = [Request(prompt, sampling, n=2, seed=100 + i) for i, prompt in enumerate(prompts)]
+    together = serve(engine_of(model), requests, [0, 3, 0, 8, 1, 0, 11])
+    for i, group in enumerate(together):
+        [alone] = serve(engine_of(model, max_sequences=1, prefill_tokens=2048), [requests[i]])
+        assert [c.token_ids.tolist() for c in alone] == [c.token_ids.tolist() for c in group]
+    assert together[0][0].token_ids.tolist() != together[0][1].token_ids.tolist()
+
+
+def test_samples_follow_the_exact_distribution() -> None:
+    """Chi-square over the joint distribution of two tokens, enumerated; 1e-4 false alarm rate, fixed seed."""
+    vocab, n = 16, 20_000
+    model = toy_model("qwen3", vocab_size=vocab)
+    prompt = [3, 1, 2]
+    with torch.no_grad():
+        first = model(torch.tensor([prompt])).logits[0, -1].double().softmax(-1)
+        tails = torch.tensor([[*prompt, token] for token in range(vocab)])
+        second = model(tails).logits[:, -1].double().softmax(-1)
+    joint = (first[:, None] * second).flatten().numpy()
+    sampling = SamplingConfig(max_new_tokens=2)
+    [completions] = serve(engine_of(model, max_sequences=2000), [Request(prompt, sampling, n=n, seed=7)])
+    counts = np.zeros(vocab * vocab)
+    for completion in completions:
+        counts[completion.token_ids[0] * vocab + completion.token_ids[1]] += 1
+    big = joint * n >= 5
+    expected = np.append(joint[big] * n, joint[~big].sum() * n)
+    observed = np.append(counts[big], counts[~big].sum())
+    statistic = ((observed - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
+    degrees = len(expected) - 1
+    limit = degrees * (1 - 2 / (9 * degrees) + 3.719 * (2 / (9 * degrees)) ** 0.5) ** 3  # Wilson-Hilferty, p = 1e-4
+    assert statistic < limit
+
+
+def test_every_eos_id_and_stop_id_ends_a_completion() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    free = serve(engine_of(model), [Request([5, 6], SamplingConfig(max_new_tokens=60), n=6, seed=1)])[0]
+    eos = frozenset(int(c.token_ids[k]) for c, k in zip(free, (5, 9, 2, 20, 11, 30), strict=True))
+    stop_id = int(free[0].token_ids[3])
+    sampling = SamplingConfig(max_new_tokens=60, stop_token_ids=[stop_id])
+    ended = serve(engine_of(model, eos_ids=eos), [Request([5, 6], sampling, n=6, seed=1)])[0]
+    for before, after in zip(free, ended, strict=True):
+        tokens = before.token_ids.tolist()
+        cut = next(i for i, token in enumerate(tokens) if token in eos | {stop_id}) + 1
+        assert after.token_ids.tolist() == tokens[:cut]
+        assert after.stop_reason is StopReason.EOS
+
+
+def test_length_and_context_limits() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    engine = engine_of(model, context=32)
+    [[short], [long]] = serve(
+        engine,
+        [Request([1] * 4, SamplingConfig(max_new_tokens=5)), Request([1] * 30, SamplingConfig(max_new_tokens=50))],
+    )
+    assert (len(short.token_ids), short.stop_reason) == (5, StopReason.LENGTH)
+    assert (len(long.token_ids), long.stop_reason) == (2, StopReason.LENGTH)
+    with pytest.raises(EngineError, match=r"task a/1: the prompt has 32 tokens but the model's context is 32"):
+        serve(engine, [Request([1] * 32, SamplingConfig(), id="task a/1")])
+    with pytest.raises(EngineError, match="no tokens"):
+        serve(engine, [Request([], SamplingConfig())])
+
+
+def test_weights_updated_in_flight() -> None:
+    """Tokens carry the version; after an update, running completions continue exactly as the new weights would."""
+    old, new = toy_model("qwen3", vocab_size=VOCAB, seed=0), toy_model("qwen3", vocab_size=VOCAB, seed=1)
+    engine = engine_of(old, max_sequences=4)
+    sampling = SamplingConfig(max_new_tokens=30)
+
+    async def main() -> list[Completion]:
+        work = asyncio.ensure_future(engine.generate(Request([4, 8, 15], sampling, n=6, seed=2)))
+        for _ in range(12):
+            await asyncio.sleep(0)
+        engine.pause()
+        await engine.drain()
+        with torch.no_grad():
+            for mine, theirs in zip(old.parameters(), new.parameters(), strict=True):
+                mine.copy_(theirs)
+        engine.weights_updated(5)
+        engine.resume()
+        return await work
+
+    completions = asyncio.run(main())
+    assert {int(v) for c in completions for v in c.versions} == {0, 5}
+    for completion in completions:
+        fresh = completion.versions == 5
+        expected = reference_logprobs(new, completion)
+        torch.testing.assert_close(
+            torch.from_numpy(completion.logprobs[fresh]), expected[torch.from_numpy(fresh)], atol=1e-5, rtol=0
+        )
+
+
+def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
+    engine = engine_of(toy_model("qwen3", vocab_size=VOCAB))
+
+    async def main() -> None:
+        work = asyncio.ensure_future(engine.generate(Request([1, 2, 3], SamplingConfig(max_new_tokens=20), n=3)))
+        for _ in range(4):
+            await asyncio.sleep(0)
+        engine.pause()
+        await engine.drain()
+        made = engine.tokens_generated
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert engine.tokens_generated == made < 60
+        engine.resume()
+        assert sum(len(c.token_ids) for c in await work) == 60
+
+        work = asyncio.ensure_future(engine.generate(Request([1, 2, 3], SamplingConfig(max_new_tokens=200), n=3)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        assert engine.cache_bytes > 0
+        work.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await work
+        await engine.drain()
+        assert engine.cache_bytes == 0
+
+    asyncio.run(main())
+
+
+def test_finished_completions_stream_as_they_end() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    free = serve(engine_of(model), [Request([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1)])[0]
+    eos = frozenset([int(free[1].token_ids[4])])
+
+    async def main() -> list[tuple[int, float]]:
+        engine = engine_of(model, eos_ids=eos)
+        stream = engine.stream(Request([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1))
+        return [(c.index, c.finished_at) async for c in stream]
+
+    order = asyncio.run(main())
+    assert order[0][0] == 1 or order[0][1] < order[-1][1]
+    assert [at for _, at in order] == sorted(at for _, at in order)
+
+
+def test_a_failing_model_fails_the_requests_and_names_them() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    with torch.no_grad():
+        model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
+    with pytest.raises(EngineError, match=r"task x: the model's logits are not finite after 0 new tokens"):
+        serve(engine_of(model), [Request([1, 2], SamplingConfig(), id="task x")])
+
+
+def test_bf16_decodes_with_one_cast_per_update() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    engine = engine_of(model, dtype=torch.bfloat16)
+    request = Request([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
+    [[first]] = serve(engine, [request])
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    engine.weights_updated(1)
+    [[second]] = serve(engine, [request])
+    twin = toy_model("qwen3", vocab_size=VOCAB)
+    twin.load_state_dict(model.state_dict())
+    [[expected]] = serve(engine_of(twin.bfloat16(), dtype=torch.bfloat16), [request])
+    assert second.token_ids.tolist() == expected.token_ids.tolist()
+    assert first.token_ids.tolist() != second.token_ids.tolist()
+    assert all(p.dtype == torch.float32 for p in model.parameters())

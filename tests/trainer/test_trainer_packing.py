@@ -1,0 +1,117 @@
+"""Packed and prefix-shared log-probs equal plain transformers', one sequence at a time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollmill.trainer.batch import micro_batches, token_table
+from rollmill.trainer.logprobs import attending_to, predict
+
+CPU = torch.device("cpu")
+
+
+def _plain(model: Any, batch: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    logprobs, entropies = [], []
+    for e in batch:
+        ids = torch.from_numpy(e.token_ids).long()[None]
+        temperature = 1.0 if e.source == "expert" else e.temperature
+        log_p = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0].float() / temperature, -1)
+        positions = np.flatnonzero(e.action_mask)
+        logprobs.append(log_p[positions - 1, ids[0, positions]])
+        entropies.append(-(log_p.exp() * log_p).sum(-1)[positions - 1])
+    return torch.cat(logprobs), torch.cat(entropies)
+
+
+def _packed(model: Any, batch: list[Any], budget: int, share: bool, chunk: int = 16) -> tuple[torch.Tensor, ...]:
+    table = token_table(batch, CPU)
+    pieces = []
+    for micro in micro_batches(batch, table, range(len(batch)), budget, CPU, share_prefixes=share):
+        with attending_to(model, micro):
+            pieces.append((micro.tokens, *predict(model, micro, table, chunk=chunk, entropy_gradient=True)))
+    tokens = torch.cat([p[0] for p in pieces])
+    assert sorted(tokens.tolist()) == list(range(len(table.target)))
+    order = tokens.argsort()
+    return torch.cat([p[1] for p in pieces])[order], torch.cat([p[2] for p in pieces])[order]
+
+
+CASES = [
+    ("qwen3", {}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}),
+    ("llama", {"tie_word_embeddings": False, "mlp_bias": True}),
+    ("gemma", {}),
+    ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "changes"), CASES, ids=[c[0] for c in CASES])
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("budget", [1, 60, 10_000])
+def test_values_and_gradients_equal_plain_forward(
+    toy: Any, make_batch: Any, architecture: str, changes: dict[str, Any], share: bool, budget: int
+) -> None:
+    model, batch = toy(architecture, **changes), make_batch(experts=2)
+    expected, got = _plain(model, batch), _packed(model, batch, budget, share)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    weight = torch.randn(len(expected[0]), generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for logprob, entropy in (expected, got):
+        model.zero_grad()
+        (weight @ logprob + weight.flip(0) @ entropy).backward()
+        gradients.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert (gradients[1] - gradients[0]).norm() < 1e-5 * gradients[0].norm()
+
+
+def test_prefix_is_computed_once(toy: Any, make_batch: Any) -> None:
+    batch = make_batch(groups=2, size=6)
+    table = token_table(batch, CPU)
+    shared = micro_batches(batch, table, range(12), 10_000, CPU)
+    single = micro_batches(batch, table, range(12), 10_000, CPU, share_prefixes=False)
+    prefixes = {e.group: int(e.action_mask.argmax()) for e in batch}
+    assert len(shared) == len(single) == 1
+    saved = single[0].input_ids.numel() - shared[0].input_ids.numel()
+    assert saved == 5 * sum(prefixes.values())
+
+
+def test_a_siblings_tokens_change_nothing(toy: Any, make_batch: Any) -> None:
+    model, batch = toy("qwen3"), make_batch(groups=1, size=4)
+    before = _packed(model, batch, 10_000, True)[0]
+    table = token_table(batch, CPU)
+    victim = 2
+    batch[victim].token_ids[int(batch[victim].action_mask.argmax()) :] = 7
+    after = _packed(model, batch, 10_000, True)[0]
+    others = table.experience != victim
+    assert torch.equal(before[others], after[others])
+
+
+def test_equal_lengths_need_no_padding_and_agree(toy: Any, make_batch: Any) -> None:
+    model, batch = toy("llama"), make_batch(groups=2, size=3)
+    for e in batch:
+        start = int(e.action_mask.argmax())
+        e.token_ids = np.resize(e.token_ids, start + 8).astype(np.int32)
+        e.action_mask = np.arange(start + 8) >= start
+        e.logprobs, e.versions = np.zeros(start + 8, np.float32), np.zeros(start + 8, np.int32)
+    torch.testing.assert_close(_packed(model, batch, 10_000, True)[0], _plain(model, batch)[0], rtol=1e-5, atol=1e-5)
+
+
+def test_micro_batches_keep_to_the_budget(make_batch: Any) -> None:
+    batch = make_batch(groups=5, size=5)
+    table = token_table(batch, CPU)
+    micros = micro_batches(batch, table, range(25), 50, CPU)
+    assert len(micros) > 3
+    assert all(m.input_ids.numel() <= 50 for m in micros)
+    assert sorted(i for m in micros for i in m.experiences) == list(range(25))
+
+
+def test_experience_without_actions_and_action_at_first_token(toy: Any, make_batch: Any) -> None:
+    batch = make_batch(groups=1, size=3)
+    batch[0].action_mask[:] = False
+    batch[1].action_mask[:] = True
+    table = token_table(batch, CPU)
+    assert table.lengths.tolist()[:2] == [0, len(batch[1].token_ids) - 1]
+    micros = micro_batches(batch, table, range(3), 10_000, CPU)
+    assert sorted(micros[0].experiences) == [1, 2]
