@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,11 +14,16 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+
+from rollmill.config.model import TokenizerConfig
+from rollmill.models.new import save_policy
+from rollmill.models.tokenizer import train_tokenizer
 
 CONTEXT = 256
 
@@ -49,3 +55,18 @@ def toy_model(architecture: str, vocab_size: int = 130, seed: int = 0, **overrid
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config_class(**(special | sizes)))
     return model.eval()
+
+
+def toy_tokenizer(kind: str = "bpe") -> PreTrainedTokenizerFast:
+    """A trained tokenizer of about 300 tokens (bpe), or one token per printable ASCII character (char)."""
+    texts = ["".join(map(chr, range(32, 127))), *["how many apples are there? the answer is 12\n"] * 4]
+    return train_tokenizer(TokenizerConfig(kind=kind, vocab_size=300), texts)  # type: ignore[arg-type]
+
+
+def toy_checkpoint(path: Path, architecture: str, seed: int = 0, **overrides: Any) -> Path:
+    """Save a toy model and a fitting tokenizer as a Hugging Face directory; returns `path`."""
+    tokenizer = toy_tokenizer()
+    special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    model = toy_model(architecture, len(tokenizer), seed, **(special | overrides))
+    save_policy(model, tokenizer, path)
+    return path

@@ -8,12 +8,13 @@ import random
 import numpy as np
 import pytest
 import torch
+from toys import toy_model
+
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
-from toys import toy_model
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
 VOCAB = 130
@@ -200,12 +201,12 @@ def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
         work = asyncio.ensure_future(engine.generate(Request([1, 2, 3], SamplingConfig(max_new_tokens=200), n=3)))
         for _ in range(6):
             await asyncio.sleep(0)
-        assert engine.cache_bytes > 0
+        assert engine.cached_entries > 0
         work.cancel()
         with pytest.raises(asyncio.CancelledError):
             await work
         await engine.drain()
-        assert engine.cache_bytes == 0
+        assert engine.cached_entries == 0
 
     asyncio.run(main())
 

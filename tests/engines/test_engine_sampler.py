@@ -6,13 +6,16 @@ import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rollmill.engines.native.rng import fold, uniforms
 from rollmill.engines.native.sampler import SamplingTensors, inverse_cdf, sample
 
 CPU = torch.device("cpu")
 
 
-def params_of(rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> SamplingTensors:
+def params_of(
+    rows: int, temperature: float = 1.0, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0
+) -> SamplingTensors:
     return SamplingTensors.of([(temperature, top_p, top_k, min_p)] * rows, CPU)
 
 
@@ -46,7 +49,9 @@ def test_large_vocabulary_draws_follow_the_distribution() -> None:
     st.sampled_from([0, 1, 3, 40, 1000]), st.sampled_from([0.0, 0.05, 0.5]),
 )  # fmt: skip
 @settings(max_examples=60, deadline=None)
-def test_truncation_keeps_what_its_definition_says(seed: int, temperature: float, top_p: float, top_k: int, min_p: float) -> None:
+def test_truncation_keeps_what_its_definition_says(
+    seed: int, temperature: float, top_p: float, top_k: int, min_p: float
+) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(seed)) * 3
     uniform = torch.rand(3, generator=torch.Generator().manual_seed(seed + 1)).double()
     tokens, logprobs, kept = sample(logits, params_of(3, temperature, top_p, top_k, min_p), uniform)

@@ -52,7 +52,7 @@ def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
         for reward in stage.rewards:
             if isinstance(reward, PythonReward):
                 reward_function(reward.function)
-        tasksets = {"taskset": stage.taskset, "evaluation": stage.evaluation and stage.evaluation.taskset}
+        tasksets = {"taskset": stage.taskset, "evaluation": stage.evaluation.taskset if stage.evaluation else None}
         for section, taskset in tasksets.items():
             if taskset is not None:
                 key = taskset.model_dump_json()

@@ -12,7 +12,8 @@ import typer
 def command(
     config: Annotated[Path, typer.Argument(help="The run file.")],
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example trainer.lr=1e-4.")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example trainer.lr=1e-4."),
     ] = None,
     out: Annotated[Path | None, typer.Option(help="The run directory (default: runs/NAME).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,

@@ -53,6 +53,8 @@ class ReasoningGymReward(_Reward):
     name: Literal["reasoning_gym"]
     after: str | None = None
     """Score only what follows the last occurrence of this text."""
+    time_limit_s: float = Field(10.0, gt=0)
+    """Hard limit for one answer; past it the grader process is killed, the outcome is `timeout` and the score 0."""
 
 
 class PythonReward(_Reward):

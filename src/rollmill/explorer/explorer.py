@@ -30,9 +30,7 @@ class Explorer:
         self._judge = judge
         self._tokenizer = tokenizer
 
-    async def rollout(
-        self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str
-    ) -> list[Experience]:
+    async def rollout(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
         """n judged experiences of one task, ordered by index.
 
         Args:

@@ -65,9 +65,7 @@ def _attention(
     assert _active is not None, "a forward pass outside attending()"
     layer: int = module.layer_idx  # type: ignore[assignment]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _active.attend(
-        layer, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
-    )
+    output = _active.attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return output, None
 
 

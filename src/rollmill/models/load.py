@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils import logging as transformers_logging
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
+)
 
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.core.errors import ModelError
-from rollmill.models.new import new_model
+from rollmill.models.new import new_model, quiet
 from rollmill.models.tokenizer import train_tokenizer
 
 log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
+_SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
@@ -58,21 +65,20 @@ def load_policy(
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = new_model(new, tokenizer, seed), "the new model"
     eos_ids = _end_ids(model, tokenizer, where)
-    pad_id = _first(tokenizer.pad_token_id, _as_ids(model.config.pad_token_id), sorted(eos_ids))
-    generation: Any = model.generation_config
-    generation.eos_token_id, generation.pad_token_id = sorted(eos_ids), pad_id
-    model.to(device)  # type: ignore[arg-type]
+    pad_id = [*_as_ids(tokenizer.pad_token_id), *_as_ids(model.config.pad_token_id), *sorted(eos_ids)][0]
+    _settle_generation(model, eos_ids, pad_id, where)
+    model.to(device)
     return Policy(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
 
 
 def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _check_files(folder, trust)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
-    with _quiet():
+    with quiet():
         config = _attempt(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
         _check_config(config, folder)
         _remove_dropout(config, folder)
-        tokenizer = _attempt(lambda: AutoTokenizer.from_pretrained(folder, **options), folder, "the tokenizer")
+        tokenizer = _attempt(lambda: _read_tokenizer(folder, options), folder, "the tokenizer")
         model, info = _attempt(
             lambda: AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=torch.float32, output_loading_info=True, **options
@@ -83,6 +89,17 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
     return model, tokenizer
+
+
+def _read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
+    """AutoTokenizer, except that a generic tokenizer.json is taken as it is.
+
+    For some architectures (qwen2 is one) AutoTokenizer replaces a generic tokenizer by the architecture's usual one.
+    """
+    settings = folder / "tokenizer_config.json"
+    name = json.loads(settings.read_text(encoding="utf-8")).get("tokenizer_class") if settings.is_file() else None
+    generic = name in ("PreTrainedTokenizerFast", "TokenizersBackend") and (folder / "tokenizer.json").is_file()
+    return (PreTrainedTokenizerFast if generic else AutoTokenizer).from_pretrained(folder, **options)
 
 
 def _check_files(folder: Path, trust: bool) -> None:
@@ -146,8 +163,8 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -
         )
     if not model._supports_attention_backend:
         raise ModelError(
-            f"model.path: {type(model).__name__} does not use transformers' attention interface, through which rollmill "
-            "rolls out and trains; choose another architecture, for example Qwen, Llama, Mistral or Gemma"
+            f"model.path: {type(model).__name__} does not use transformers' attention interface, through which "
+            "rollmill rolls out and trains; choose another architecture, for example Qwen, Llama, Mistral or Gemma"
         )
 
 
@@ -171,17 +188,31 @@ def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: 
             f"{where} names no end-of-sequence token, so no completion could end; set eos_token_id in "
             "generation_config.json or eos_token in tokenizer_config.json"
         )
+    rows = model.get_input_embeddings().weight.shape[0]
+    if max(ids) >= rows:
+        raise ModelError(f"{where}: the end-of-sequence id {max(ids)} is beyond the model's {rows} tokens; correct it")
     return ids
+
+
+def _settle_generation(model: PreTrainedModel, eos_ids: frozenset[int], pad_id: int, where: str) -> None:
+    """Make `generate` of other programs end where rollmill ends, and the generation settings valid: invalid ones (some
+    published checkpoints have them) could not be saved with a checkpoint."""
+    generation: Any = model.generation_config
+    generation.eos_token_id, generation.pad_token_id = sorted(eos_ids), pad_id
+    generation._from_model_config = False
+    if not generation.do_sample and any(getattr(generation, name) is not None for name in _SAMPLING):
+        generation.do_sample = True
+        log.warning("%s: set do_sample in generation_config.json, whose sampling settings need it", where)
+    try:
+        generation.validate(strict=True)
+    except ValueError as error:
+        raise ModelError(f"{where}: generation_config.json is not valid; correct or remove it: {error}") from error
 
 
 def _as_ids(value: Any) -> list[int]:
     if value is None:
         return []
     return list(value) if isinstance(value, list | tuple) else [value]
-
-
-def _first(tokenizer_pad: int | None, config_pad: list[int], eos: list[int]) -> int:
-    return [*_as_ids(tokenizer_pad), *config_pad, *eos][0]
 
 
 def _context(model: PreTrainedModel, where: str) -> int:
@@ -201,17 +232,3 @@ def _attempt(read: Callable[[], Any], folder: Path, what: str) -> Any:
     except Exception as error:  # transformers, tokenizers and safetensors each raise errors of their own
         advice = " (model.trust_remote_code: true runs code of the folder)" if "trust_remote_code" in str(error) else ""
         raise ModelError(f"model.path: {folder}: {what} cannot be read: {error}{advice}") from error
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """No progress bars and reports; what they say becomes an error or a log line of ours."""
-    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()

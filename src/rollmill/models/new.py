@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import (
+    AutoModelForCausalLM,
     GemmaConfig,
     LlamaConfig,
     PreTrainedConfig,
@@ -15,7 +18,7 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
 
 from rollmill.config.model import NewModelConfig
 
@@ -28,7 +31,7 @@ def new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: 
     The weights depend on `config`, the vocabulary's size and `seed` only; torch's random state is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
-        torch.random.default_generator.manual_seed(seed)
+        torch.manual_seed(seed)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(_architecture(config, tokenizer), dtype=torch.float32)
     return model
 
@@ -36,10 +39,28 @@ def new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a Hugging Face directory (safetensors, generation_config.json, tokenizer), which any program can load.
 
+    transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; there,
+    other programs load it as PreTrainedTokenizerFast.
+
     Raises OSError (or safetensors' own error) when the directory cannot be written.
     """
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
+    with quiet():
+        model.save_pretrained(directory)
+        tokenizer.save_pretrained(directory)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No progress bars and no reports from transformers; its exceptions pass."""
+    level, bar = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers_logging.set_verbosity(level)
+        if bar:
+            transformers_logging.enable_progress_bar()
 
 
 def _architecture(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase) -> PreTrainedConfig:

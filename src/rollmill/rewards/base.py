@@ -52,7 +52,7 @@ class GroupReward(Protocol):
 
 
 def checked_value(found: Any) -> Value:
-    """`found` as a Value: a finite number (True is 1), a mapping of such numbers, or None. Raises TypeError, ValueError."""
+    """`found` as a Value: a finite number (True is 1), a mapping of such, or None. Raises TypeError or ValueError."""
     if isinstance(found, Mapping):
         if not found:
             raise ValueError("returned an empty mapping; return None where the reward does not apply")

@@ -7,11 +7,13 @@ parent kills. They are started afresh (not forked from a process that holds torc
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import pickle
 import queue
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -84,15 +86,16 @@ class GraderPool:
         """Process ids of the live grader processes."""
         return [lane.process.pid for lane in self._lanes if lane.process is not None]
 
-    def take(self) -> _Job | None:
-        """The next job (for lanes); None when the pool closes."""
+    def take(self, lane: _Lane) -> _Job | None:
+        """The next job for a lane; None when the pool closes."""
         job = self._jobs.get()
         with self._lock:
             self._waiting -= job is not None
+            lane.idle = False
         return job
 
     def close(self) -> None:
-        """Kill the processes and wait for them to be gone. Jobs under way end in RewardError, waiting ones are cancelled."""
+        """Kill the processes and wait until they are gone; jobs under way end in RewardError, others are cancelled."""
         with self._lock:
             self._closed = True
             lanes, self._lanes = self._lanes, []
@@ -125,8 +128,7 @@ class _Lane:
 
     def _serve(self) -> None:
         try:
-            while (job := self._pool.take()) is not None:
-                self.idle = False
+            while (job := self._pool.take(self)) is not None:
                 if job.reply.set_running_or_notify_cancel():
                     try:
                         job.reply.set_result(self._graded(job))
@@ -150,6 +152,8 @@ class _Lane:
     def _asked(self, job: _Job) -> Reply:
         if self.process is None:
             self.process = _Process()
+        if self.closing:  # `close` sets this before it kills the process it sees
+            raise _DiedError("closed")
         if job.kind not in self.process.loaded:
             found = self.process.ask("load", job.kind, START_LIMIT_S)
             if found is None or "error" in found:
@@ -188,7 +192,6 @@ class _Process:
             stderr=subprocess.DEVNULL,
             env=environment,
             start_new_session=True,
-            bufsize=0,
         )
         self.loaded: set[str] = set()
 
@@ -204,6 +207,7 @@ class _Process:
         deadline = time.monotonic() + time_limit_s
         try:
             self._popen.stdin.write(struct.pack("!I", len(body)) + body)
+            self._popen.stdin.flush()
         except BrokenPipeError:
             raise _DiedError(self._ending()) from None
         received = b""
@@ -211,7 +215,7 @@ class _Process:
             left = deadline - time.monotonic()
             if left <= 0 or not _readable(self._popen.stdout.fileno(), left):
                 return None
-            chunk = self._popen.stdout.read(_LARGEST_REPLY)
+            chunk = os.read(self._popen.stdout.fileno(), _LARGEST_REPLY)
             if not chunk or len(received) > _LARGEST_REPLY:
                 raise _DiedError(self._ending())
             received += chunk
@@ -219,15 +223,20 @@ class _Process:
         return found
 
     def kill(self) -> None:
-        self._popen.kill()
+        """Kill it and whatever it started."""
+        if self._popen.poll() is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
 
     def end(self) -> None:
-        """Kill it and wait until it is gone."""
-        self._popen.kill()
-        self._popen.communicate()
+        """Kill it, wait until it is gone and close its pipes."""
+        self._ending()
+        for pipe in (self._popen.stdin, self._popen.stdout):
+            assert pipe is not None
+            with contextlib.suppress(BrokenPipeError):  # what a dead process has not read
+                pipe.close()
 
     def _ending(self) -> str:
-        self._popen.kill()
+        self.kill()
         return f"exit status {self._popen.wait()}"
 
 

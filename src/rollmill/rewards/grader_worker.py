@@ -91,7 +91,9 @@ def _equal(gold: Any, answer: Any) -> bool:
 
     try:
         return bool(
-            verify(gold, answer, float_rounding=12, timeout_seconds=None, raise_on_error=True)
+            verify(
+                gold, answer, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
+            )
         )
     except MemoryError:
         raise

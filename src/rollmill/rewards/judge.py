@@ -100,10 +100,9 @@ class Judge:
         outcomes: dict[str, str] = {}
         reward: float | None = None
         for name, verdict in verdicts.items():
-            several = isinstance(verdict.value, dict)
-            found = {f"{name}/{key}": value for key, value in verdict.value.items()} if several else {name: verdict.value}  # type: ignore[union-attr]
-            parts |= found  # type: ignore[arg-type]
-            given = [value for value in found.values() if isinstance(value, float)]
+            found = _keyed(name, verdict)
+            given = [value for value in found.values() if value is not None]
+            parts |= found
             outcomes[name] = verdict.outcome if given or verdict.outcome != OK else NOT_APPLICABLE
             if given:
                 reward = (reward or 0.0) + self._weights[name] * sum(given)
@@ -157,6 +156,12 @@ def build_judge(configs: Sequence[RewardConfig], *, workers: int = 1) -> Judge:
         key = name if count == 1 else f"{name}#{count}"
         parts.append(Part(key, config.weight, _build(config, graders, threads)))
     return Judge(parts, graders, threads)
+
+
+def _keyed(name: str, verdict: Verdict) -> dict[str, float | None]:
+    if isinstance(verdict.value, dict):
+        return {f"{name}/{key}": value for key, value in verdict.value.items()}
+    return {name: verdict.value}
 
 
 def _name(config: RewardConfig) -> str:

@@ -27,7 +27,9 @@ def load_function(config: PythonReward) -> Function:
     except TypeError as error:
         what = "(task, completions)" if group else "(task, completion)"
         options = ", ".join(config.options) or "no options"
-        raise ConfigError(f"{config.function} is called with {what} and {options}, which it does not take: {error}") from error
+        raise ConfigError(
+            f"{config.function} is called with {what} and {options}, which it does not take: {error}"
+        ) from error
     except ValueError:  # a function written in C has no signature to check
         pass
     return function

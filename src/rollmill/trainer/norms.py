@@ -6,13 +6,15 @@ small model that is a tenth of a step. A module is replaced only if it computes 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+Replacements = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -23,7 +25,8 @@ class _RMSNorm(torch.autograd.Function):
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
         scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (x * scale).mul_(weight)
+        y: Tensor = (x * scale).mul_(weight)
+        return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
@@ -45,19 +48,21 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return result
 
 
+def find_norms(*models: nn.Module) -> Replacements:
+    """RMS norms that multiply by `weight` or by `1 + weight`, each with a forward that runs through `rms_norm`."""
+    modules = [module for model in models for module in model.modules()]
+    return [(module, forward) for module in modules if (forward := _replacement(module)) is not None]
+
+
 @contextmanager
-def fast_norms(model: nn.Module) -> Iterator[None]:
-    """Inside, RMS norms of `model` that multiply by `weight` or by `1 + weight` run through `rms_norm`."""
-    replaced = []
-    for module in model.modules():
-        replacement = _replacement(module)
-        if replacement is not None:
-            module.forward = replacement  # type: ignore[method-assign]
-            replaced.append(module)
+def replaced(replacements: Replacements) -> Iterator[None]:
+    """Inside, the modules found by `find_norms` use their replacement."""
+    for module, forward in replacements:
+        module.forward = forward
     try:
         yield
     finally:
-        for module in replaced:
+        for module, _ in replacements:
             del module.forward
 
 

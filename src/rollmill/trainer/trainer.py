@@ -21,6 +21,7 @@ from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches, token_
 from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.logprobs import attending_to, predict
 from rollmill.trainer.metrics import TokenMetrics
+from rollmill.trainer.norms import Replacements, find_norms, replaced
 from rollmill.trainer.objective import Objective, Scores, judge
 from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
 from rollmill.trainer.parts import cut
@@ -66,9 +67,10 @@ class Trainer:
         self._own_reference = recipe.uses_reference and reference is None
         if self._own_reference:
             reference = copy.deepcopy(self.model)
-        self._reference = (
-            reference.to(self.device).requires_grad_(False) if recipe.uses_reference and reference else None
-        )
+        self._reference: nn.Module | None = None
+        if recipe.uses_reference and reference is not None:
+            self._reference = reference.to(self.device).requires_grad_(False).eval()
+        self._norms = self._find_norms()
         if config.gradient_checkpointing:
             _checkpoint_activations(self.model)
 
@@ -91,7 +93,7 @@ class Trainer:
         metrics = TokenMetrics(self.recipe)
         totals: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
         updates = 0
-        with _evaluation_mode(self.model), self._norms():
+        with _evaluation_mode(self.model), replaced(self._norms):
             scores = self._scores(experiences, table, version)
             for epoch in range(config.epochs_per_batch):
                 for part in cut(experiences, config.updates_per_batch, self._generator if epoch else None):
@@ -120,8 +122,14 @@ class Trainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
+        self._norms = self._find_norms()
         if self._own_reference and self._reference is not None:
             self._reference.load_state_dict(state["reference"])
+
+    def _find_norms(self) -> Replacements:
+        if self.precision != "fp32" or self.device.type != "cpu":
+            return []
+        return find_norms(*(model for model in (self.model, self._reference) if model is not None))
 
     def _update(self, batch: _Part, metrics: TokenMetrics, version: int, *, first_pass: bool) -> dict[str, float]:
         """One optimizer step over a part of the batch."""
@@ -141,7 +149,7 @@ class Trainer:
                 terms = self._forward(batch, micro, metrics, version, first_pass=first_pass)
                 self._check_loss(batch, micro, terms)
                 loss = _total(terms)
-                loss.backward()  # type: ignore[no-untyped-call]
+                loss.backward()
             totals["loss"] += loss.item()
             for name, (_, value) in terms.items():
                 totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value.item()
@@ -218,7 +226,7 @@ class Trainer:
             self._optimizer.zero_grad(set_to_none=True)
             with attending_to(self.model, micro):
                 terms = self._forward(batch, micro, None, 0, first_pass=False)
-                _total(terms).backward()  # type: ignore[no-untyped-call]
+                _total(terms).backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                     self._fail(batch, micro, f"the gradient of {name} by loss terms {', '.join(terms)} is not finite")

@@ -87,10 +87,6 @@ class Bucket:
                 self.entries[hole] = self.entries[mover]
                 self.entries[hole].index = hole
         del self.entries[left:]
-        if not self.entries:
-            self.keys.clear()
-            self.values.clear()
-            self._reserved = 0
 
 
 class Cache:
@@ -145,11 +141,14 @@ class Cache:
         """Buckets that hold prompts now, smallest first."""
         return [self._prompts[c] for c in sorted(self._prompts) if self._prompts[c].entries]
 
-    def bytes(self) -> int:
-        """Memory held, in bytes."""
-        buckets = [*self._prompts.values(), *self._completions.values()]
-        stores = [store for bucket in buckets for store in (bucket.keys, bucket.values)]
-        return sum(t.numel() * t.element_size() for store in stores for t in store.values())
+    def clear(self) -> None:
+        """Drop all entries and keep the memory, which the next ones will need: fresh pages cost more than copies."""
+        for bucket in (*self._prompts.values(), *self._completions.values()):
+            bucket.entries.clear()
+
+    def entries(self) -> int:
+        """How many entries are held."""
+        return sum(len(bucket.entries) for bucket in (*self._prompts.values(), *self._completions.values()))
 
     @staticmethod
     def _bucket(buckets: dict[int, Bucket], length: int) -> Bucket:

@@ -100,7 +100,14 @@ class DecodeContext:
         return output.flatten(1, 2)[None].to(query.dtype)
 
     def _own(
-        self, i: int, layer: int, q_BKRD: Tensor, k_BKD: Tensor, v_BKD: Tensor, window: int | None, softcap: float | None
+        self,
+        i: int,
+        layer: int,
+        q_BKRD: Tensor,
+        k_BKD: Tensor,
+        v_BKD: Tensor,
+        window: int | None,
+        softcap: float | None,
     ) -> Partial:
         piece = self.own[i]
         n, rows = piece.end - piece.start, slice(piece.start, piece.end)
@@ -140,9 +147,7 @@ class DecodeContext:
         mask = self._prompt_mask(i, length, window)
         if mask is not None:  # [P, G, L] -> [P*K, G*R, L]
             mask = mask[:, None, :, None].expand(-1, kv_heads, -1, repeats, -1).reshape(q.shape[0], -1, length)
-        partial = _attend(
-            q, store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length], mask, softcap
-        )
+        partial = _attend(q, store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length], mask, softcap)
         shape = (prompts, kv_heads, rows, repeats)
         return _map(partial, lambda x: x.view(*shape, -1).transpose(1, 2).flatten(0, 1))
 
@@ -247,7 +252,7 @@ def _prompt_pieces(entries: list[Entry], device: torch.device) -> tuple[list[Pro
                 even=min(lengths) == max(lengths),
                 longest=max(lengths),
                 all_entries=[parent.index for parent in parents] == list(range(len(parents))),
-                in_order=sum(rows, []) == list(range(len(entries))),
+                in_order=[row for group in rows for row in group] == list(range(len(entries))),
             )
         )
     in_order = base == len(entries) and order == list(range(base))

@@ -112,9 +112,9 @@ class NativeEngine:
         self._fail(error)
 
     @property
-    def cache_bytes(self) -> int:
-        """Memory that cached keys and values take now."""
-        return self._cache.bytes()
+    def cached_entries(self) -> int:
+        """How many prompts and completions have keys and values in the cache."""
+        return self._cache.entries()
 
     # -- requests ----------------------------------------------------------------------------------------------
 
@@ -191,8 +191,8 @@ class NativeEngine:
     def _recompute(self) -> None:
         """Forget cached keys and values of older weights; running rows are extended anew, prompts prefilled anew."""
         self._weights.refresh()
-        self._cache = Cache()
-        self._runner.reset(self._cache)
+        self._cache.clear()
+        self._runner.changed()
         groups = {row.group: None for row in self._rows}
         for group in [*groups, *self._queue]:
             group.entry, group.prefilled, group.logits_V = None, 0, None

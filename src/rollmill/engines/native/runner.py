@@ -187,9 +187,7 @@ class Runner:
         if training:
             self._model.eval()
         with attending(self._model, context):
-            output: Any = self._model(
-                input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep
-            )
+            output: Any = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
         if training:
             self._model.train()
         logits: Tensor = output.logits[0]
@@ -199,4 +197,3 @@ class Runner:
 def _sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
     settings = [row.group.request.sampling for row in rows]
     return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)
-

@@ -1,0 +1,16 @@
+"""Tasksets: reading rows, turning them into tasks, the order of tasks, and prompts as tokens."""
+
+from rollmill.tasks.render import encode_demonstration, encode_prompt, expert_experience, prompt_text
+from rollmill.tasks.sampler import Sampler
+from rollmill.tasks.taskset import RejectedRow, Taskset, load_taskset
+
+__all__ = [
+    "RejectedRow",
+    "Sampler",
+    "Taskset",
+    "encode_demonstration",
+    "encode_prompt",
+    "expert_experience",
+    "load_taskset",
+    "prompt_text",
+]

@@ -1,0 +1,37 @@
+"""Known layouts: how published rows become prompt, answer and response columns."""
+
+from __future__ import annotations
+
+import re
+
+from rollmill.tasks.record import BadRowError, Row
+from rollmill.tasks.template import kind
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")
+_MARK = "####"
+
+
+def gsm8k(row: Row) -> Row:
+    """A row of GSM8K (Cobbe et al. 2021, arXiv:2110.14168): question, and as answer a solution that ends in `#### N`.
+
+    Adds prompt (the question), answer (N without thousands separators), response (the solution with its `####` line and
+    without calculator marks <<...>>) and solution (the same without the `####` line).
+    """
+    for column in ("question", "answer"):
+        if column not in row:
+            raise BadRowError(f"no column {column} (columns: {', '.join(row)})")
+        if not isinstance(row[column], str):
+            raise BadRowError(f"column {column} is {kind(row[column])}, not text")
+    response = _CALCULATOR.sub("", row["answer"])
+    solution, mark, answer = response.rpartition(_MARK)
+    if not mark or not answer.strip():
+        raise BadRowError(f"the answer has no number after {_MARK}")
+    return row | {
+        "prompt": row["question"],
+        "answer": answer.strip().replace(",", ""),
+        "response": response,
+        "solution": solution.rstrip(),
+    }
+
+
+PRESETS = {"gsm8k": gsm8k}

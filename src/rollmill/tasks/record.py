@@ -1,0 +1,36 @@
+"""What a source yields, one per row: the row, or why there is none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+Row: TypeAlias = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """One row of a source. `problem` says why `row` is empty, if it could not be read."""
+
+    where: str  #: file:line, or the source and the row's number
+    row: Row = field(default_factory=dict)
+    problem: str | None = None
+    metadata: dict[str, Any] | None = None  #: what the task remembers; default: the columns that play no part in it
+
+
+class BadRowError(ValueError):
+    """A row cannot become a task; the message says why."""
+
+
+def record_of(where: str, value: Any) -> Record:
+    """The record of a value that should be a mapping with text keys."""
+    if not isinstance(value, Mapping):
+        return Record(where, problem=f"expected an object, found {type(value).__name__}")
+    strange = [key for key in value if not isinstance(key, str)]
+    if strange:
+        return Record(where, problem=f"column names must be text, found {strange[0]!r}")
+    return Record(where, dict(value))
+
+
+Records: TypeAlias = Iterator[Record]

@@ -1,0 +1,78 @@
+"""Prompts and demonstrations as tokens. A task's prompt has the same tokens in a rollout and in a demonstration."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from rollmill.core.errors import TasksetError
+from rollmill.core.types import Experience, Source, StopReason, Task, Turn
+
+
+def prompt_text(task: Task, tokenizer: Any) -> str:
+    """The prompt as text: plain text as it is, chat messages through the tokenizer's chat template.
+
+    Raises:
+        TasksetError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if isinstance(task.prompt, str):
+        return task.prompt
+    if tokenizer.chat_template is None:
+        raise TasksetError(
+            f"task {task.id} is a chat, but the model's tokenizer has no chat template; remove taskset.chat (or give "
+            "text prompts), or use a checkpoint with a chat template"
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(task.prompt, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs: they raise Jinja's errors and Python's
+        raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
+    return text
+
+
+def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
+    """The prompt's token ids, with the special tokens the tokenizer itself puts in front (a chat template has its own).
+
+    Raises TasksetError, see `prompt_text`.
+    """
+    text = prompt_text(task, tokenizer)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
+    if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
+        return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+    return ids
+
+
+def encode_demonstration(task: Task, tokenizer: Any, eos_id: int) -> tuple[list[int], int]:
+    """Token ids of prompt, worked solution and end, and how many of them are the prompt.
+
+    Raises TasksetError when the task has no worked solution.
+    """
+    if task.response is None:
+        raise TasksetError(
+            f"task {task.id} has no worked solution to imitate; name its column in taskset.fields.response or write "
+            "taskset.response_template"
+        )
+    prompt = encode_prompt(task, tokenizer)
+    response: list[int] = tokenizer.encode(task.response, add_special_tokens=False)
+    return [*prompt, *response, eos_id], len(prompt)
+
+
+def expert_experience(task: Task, tokenizer: Any, eos_id: int) -> Experience:
+    """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
+    ids, n_prompt = encode_demonstration(task, tokenizer, eos_id)
+    prompt, response = prompt_text(task, tokenizer), task.response
+    assert response is not None
+    return Experience(
+        id=f"{task.id}/expert",
+        task_id=task.id,
+        group=task.id,
+        token_ids=np.array(ids, np.int32),
+        action_mask=np.arange(len(ids)) >= n_prompt,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), -1, np.int32),
+        source=Source.EXPERT,
+        stop_reason=StopReason.EOS,
+        turns=[Turn("prompt", 0, n_prompt, prompt), Turn("assistant", n_prompt, len(ids), response)],
+        prompt=prompt,
+        response=response,
+    )

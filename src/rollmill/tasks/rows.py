@@ -1,0 +1,145 @@
+"""From a row to a task: which column plays which part, templates, chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollmill.config.taskset import FieldsConfig, TasksetConfig
+from rollmill.core.errors import TasksetError
+from rollmill.core.types import Message, Task
+from rollmill.tasks.presets import PRESETS
+from rollmill.tasks.record import BadRowError, Record, Row
+from rollmill.tasks.template import Template, kind
+
+
+class RowReader:
+    """Makes tasks from records as a taskset section says.
+
+    Raises:
+        TasksetError: a template is not one, or two keys say what the prompt is.
+    """
+
+    def __init__(self, config: TasksetConfig, name: str) -> None:
+        self._config, self._name = config, name
+        self._template = Template(config.template, "taskset.template") if config.template is not None else None
+        worked = config.response_template
+        self._response = Template(worked, "taskset.response_template") if worked is not None else None
+        self._preset = PRESETS[config.preset] if config.preset is not None else None
+        if self._template is not None and config.fields.prompt != FieldsConfig().prompt:
+            raise TasksetError(
+                "taskset.fields.prompt and taskset.template both say what the prompt is; give one of them"
+            )
+        if self._response is not None and config.fields.response is not None:
+            raise TasksetError(
+                "taskset.fields.response and taskset.response_template both say what the response is; give one of them"
+            )
+
+    def task(self, record: Record, number: int) -> Task:
+        """The task of a record; `number` is its row, from 0. Raises BadRowError when it cannot become one."""
+        if record.problem is not None:
+            raise BadRowError(record.problem)
+        row = self._preset(record.row) if self._preset is not None else record.row
+        fields = self._config.fields
+        answer = _optional(row, fields.answer, "answer")
+        response = self._worked(row)
+        for text in (response, answer):
+            _check_unicode(text)
+        parts = {fields.prompt, fields.answer or "answer", fields.response or "response", fields.id}
+        rest = {column: value for column, value in row.items() if column not in parts}
+        return Task(
+            id=self._id(row, number),
+            prompt=self._prompt(row),
+            answer=answer,
+            response=response,
+            metadata=rest if record.metadata is None else record.metadata,
+            taskset=self._name,
+        )
+
+    def _id(self, row: Row, number: int) -> str:
+        column = self._config.fields.id
+        if column is None:
+            return f"{self._name}:{number}"
+        value = _column(row, column, "taskset.fields.id")
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise BadRowError(f"column {column} is {kind(value) if value != '' else 'empty'}, not an id")
+        return str(value)
+
+    def _prompt(self, row: Row) -> str | list[Message]:
+        if self._template is not None:
+            return self._dialogue(_text(self._template.fill(row)))
+        column = self._config.fields.prompt
+        value = _column(row, column, "taskset.fields.prompt, or write taskset.template")
+        if isinstance(value, str):
+            return self._dialogue(_text(value))
+        if isinstance(value, list):
+            return self._with_system(_messages(value))
+        raise BadRowError(f"the prompt (column {column}) is {kind(value)}, not text or a list of messages")
+
+    def _dialogue(self, text: str) -> str | list[Message]:
+        return self._with_system([Message(role="user", content=text)]) if self._config.chat else text
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        if self._config.system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise BadRowError("the prompt has a system message of its own beside taskset.system; remove one of them")
+        return [Message(role="system", content=self._config.system), *messages]
+
+    def _worked(self, row: Row) -> str | None:
+        if self._response is not None:
+            return self._response.fill(row)
+        value = _optional(row, self._config.fields.response, "response")
+        if value is not None and not isinstance(value, str):
+            raise BadRowError(f"the response is {kind(value)}, not text")
+        return value or None
+
+
+def _column(row: Row, column: str, key: str) -> Any:
+    if column not in row:
+        raise BadRowError(f"no column {column} (columns: {', '.join(row)}); name another in {key}")
+    return row[column]
+
+
+def _optional(row: Row, column: str | None, default: str) -> Any:
+    """The value of a named column, which must exist, or of the default column, which need not."""
+    return row.get(default) if column is None else _column(row, column, f"taskset.fields.{default}")
+
+
+def _text(prompt: str) -> str:
+    if not prompt.strip():
+        raise BadRowError("the prompt is empty")
+    _check_unicode(prompt)
+    return prompt
+
+
+def _messages(value: list[Any]) -> list[Message]:
+    if not value:
+        raise BadRowError("the prompt is empty")
+    messages: list[Message] = []
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise BadRowError(f"message {index} of the prompt is not an object with role and content")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRowError(f"role or content of message {index} of the prompt is not text")
+        unused = [key for key, part in message.items() if key not in ("role", "content") and part is not None]
+        if unused:
+            raise BadRowError(f"message {index} of the prompt has {', '.join(unused)}; only role and content are used")
+        _check_unicode(content)
+        messages.append(Message(role=role, content=content))
+    if messages[-1]["role"] == "assistant":
+        raise BadRowError("the prompt ends with the assistant's message, so nothing is left to answer")
+    if not messages[-1]["content"].strip():
+        raise BadRowError("the prompt is empty (its last message)")
+    return messages
+
+
+def _check_unicode(value: Any) -> None:
+    """Half of a surrogate pair is not text: no tokenizer takes it and no UTF-8 file holds it."""
+    if not isinstance(value, str):
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"not valid Unicode text (character {error.start} is half of a surrogate pair)") from error

@@ -1,0 +1,111 @@
+"""`rollmill grade`: lines in, the same lines with rewards out, and its complaints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollmill.cli import main
+
+ROWS: list[dict[str, Any]] = [
+    {"response": "#### 72", "answer": "72", "extra": [1]},
+    {"response": "the answer is 71", "answer": "72"},
+    {"response": "\\boxed{\\sqrt{12}}", "answer": "2\\sqrt{3}", "id": "é"},
+    {"response": "5"},
+]
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps(row) for row in ROWS) + "\n\n")
+    return path
+
+
+def test_lines_come_out_with_rewards(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "out.jsonl"
+    assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out), "--json"]) == 0
+    graded = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["reward"] for row in graded] == [1.0, 0.0, 1.0, None]
+    assert graded[0] == ROWS[0] | {"reward": 1.0, "parts": {"math": 1.0}, "outcomes": {"math": "ok"}}
+    summary = json.loads(capsys.readouterr().out)
+    assert (summary["count"], summary["judged"], summary["mean"]) == (4, 3, pytest.approx(2 / 3))
+    assert summary["outcomes"] == {"ok": 3, "not_applicable": 1}
+
+
+def test_standard_output_holds_only_lines(rows: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grade", "--reward", "exact", "--input", str(rows), "--option", "after=####"]) == 0
+    captured = capsys.readouterr()
+    assert [json.loads(line)["reward"] for line in captured.out.splitlines()] == [1.0, 0.0, 0.0, None]
+    assert "3 of 4" in captured.err
+    assert "0.3333" in captured.err
+    assert "no_answer" in captured.err
+
+
+def test_a_python_function_by_path(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "mine.py"
+    code.write_text(
+        "def long(task, completion, least): return {'long': len(completion.text) >= least, 'id': len(task.id)}"
+    )
+    argv = ["grade", "--reward", f"{code}:long", "--input", str(rows), "--option", "options={least: 10}"]
+    assert main(argv) == 0
+    graded = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["parts"] for row in graded] == [{"long/long": float(n), "long/id": 1.0} for n in (0, 1, 1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("not json", "rows.jsonl:1: not JSON"),
+        ('{"response": "a"}\n[1]', "rows.jsonl:2: expected an object, found list"),
+        ('{"response": "a"}\n\n{"answer": 1}', "rows.jsonl:3: has no `response`"),
+        ('{"response": 5}', "rows.jsonl:1: `response` is int"),
+        ("\n", "rows.jsonl: no lines to grade"),
+    ],
+)
+def test_malformed_lines_are_named(
+    rows: Path, tmp_path: Path, content: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows.write_text(content)
+    out = tmp_path / "out.jsonl"
+    assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out)]) == 2
+    assert message in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--reward", "maths"], "no reward `maths`; did you mean `math`?"),
+        (["--reward", "math", "--option", "time_limit=3"], "did you mean `time_limit_s`?"),
+        (["--reward", "math", "--option", "weight"], "expected key=value"),
+        (["--reward", "math", "--option", "time_limit_s=-1"], "time_limit_s: Input should be greater than 0"),
+        (["--reward", "format"], "pattern: Field required; give it as --option pattern=VALUE"),
+        (["--reward", "nowhere.py:f"], "no such file"),
+    ],
+)
+def test_wrong_usage_says_what_to_do(
+    rows: Path, argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["grade", "--input", str(rows), *argv]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_files_that_cannot_be_used(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["grade", "--reward", "math", "--input", str(tmp_path / "none.jsonl")]) == 2
+    assert "none.jsonl: cannot be read: No such file" in capsys.readouterr().err
+    out = tmp_path / "no" / "out.jsonl"
+    assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out)]) == 2
+    assert "cannot be written" in capsys.readouterr().err
+
+
+def test_a_reward_that_raises_fails_the_command(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = tmp_path / "bad.py"
+    code.write_text("def bad(task, completion): raise KeyError('gold')")
+    assert main(["grade", "--reward", f"{code}:bad", "--input", str(rows)]) == 1
+    captured = capsys.readouterr()
+    assert "reward `bad` failed on task `1`: KeyError: 'gold'" in captured.err
+    assert captured.out == ""

@@ -1,0 +1,121 @@
+"""Grader processes: they are replaced when they die, and gone when their owner is."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import psutil
+import pytest
+
+from rollmill.core.errors import RewardError
+from rollmill.rewards.grader import GraderPool
+
+EASY = {"gold": "2\\sqrt{3}", "answer": "\\sqrt{12}"}
+ENDLESS = {"gold": "\\sqrt{2}", "answer": "9^{9^{9^{9}}}"}
+
+
+@pytest.fixture
+def pool() -> Iterator[GraderPool]:
+    pool = GraderPool()
+    yield pool
+    pool.close()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def busy(pid: int) -> bool:
+    process = psutil.Process(pid)
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.1)
+    return sum(process.cpu_times()[:2]) > before
+
+
+def test_a_worker_killed_from_outside_is_replaced_and_the_answer_judged(pool: GraderPool) -> None:
+    assert pool.submit("math", EASY, 10).result(30).value == 1.0
+    [first] = pool.pids()
+    os.kill(first, signal.SIGSTOP)
+    judging = pool.submit("math", EASY, 30)
+    os.kill(first, signal.SIGKILL)
+    assert judging.result(30).value == 1.0
+    assert pool.pids() != [first]
+    assert not psutil.pid_exists(first)
+
+
+def test_an_answer_on_which_workers_keep_dying_is_an_error(pool: GraderPool) -> None:
+    pool.submit("math", EASY, 10).result(30)
+    judging = pool.submit("math", ENDLESS, 60)
+    [first] = pool.pids()
+    os.kill(first, signal.SIGKILL)
+    wait_until(lambda: bool(pool.pids()) and pool.pids() != [first])
+    [second] = pool.pids()
+    os.kill(second, signal.SIGKILL)
+    with pytest.raises(RewardError, match=r"the math grader died twice on this answer \(exit status -9"):
+        judging.result(30)
+    assert pool.submit("math", EASY, 10).result(30).value == 1.0
+
+
+def test_the_limit_is_hard_and_counts_from_the_start_of_the_work(pool: GraderPool) -> None:
+    replies = [pool.submit("math", payload, 0.5) for payload in (ENDLESS, ENDLESS, EASY)]
+    assert [reply.result(60).outcome for reply in replies] == ["timeout", "timeout", "ok"]
+
+
+def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
+    pool = GraderPool(workers=2)
+    pool.submit("math", EASY, 10).result(30)
+    first = set(pool.pids())
+    endless = [pool.submit("math", ENDLESS, 60) for _ in range(3)]
+    wait_until(lambda: len(pool.pids()) == 2 and all(busy(pid) for pid in pool.pids()))
+    pids = first | set(pool.pids())
+    pool.close()
+    pool.close()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert all(reply.done() for reply in endless)
+    with pytest.raises(RewardError, match="closed"):
+        endless[0].result()
+    assert endless[2].cancelled()
+    with pytest.raises(RewardError, match="closed"):
+        pool.submit("math", EASY, 1)
+    assert not [thread for thread in threading.enumerate() if thread.name == "rollmill-grader"]
+
+
+def test_workers_die_with_their_parent() -> None:
+    program = """
+        from rollmill.rewards.grader import GraderPool
+        pool = GraderPool()
+        pool.submit("math", {"gold": "x", "answer": "x"}, 10).result(30)
+        pool.submit("math", {"gold": "x", "answer": "9^{9^{9^{9}}}"}, 100)
+        print(pool.pids()[0], flush=True)
+        import time; time.sleep(100)
+    """
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-c", textwrap.dedent(program)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as parent:
+        assert parent.stdout is not None
+        worker = int(parent.stdout.readline())
+        assert psutil.pid_exists(worker)
+        parent.kill()
+    wait_until(lambda: not psutil.pid_exists(worker) or psutil.Process(worker).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_the_worker_loads_no_torch(pool: GraderPool) -> None:
+    pool.submit("math", EASY, 10).result(30)
+    [pid] = pool.pids()
+    assert not [found.path for found in psutil.Process(pid).memory_maps() if "torch" in found.path]
+
+
+def test_a_grader_that_fails_says_why(pool: GraderPool) -> None:
+    payload = {"name": "no_such_set", "options": {}, "entry": {"answer": "1"}, "answer": "2"}
+    with pytest.raises(RewardError, match=r"the reasoning_gym grader raised ValueError.*no_such_set"):
+        pool.submit("reasoning_gym", payload, 10).result(60)

@@ -1,0 +1,285 @@
+"""Weights and parts, the built-in rewards, users' functions, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from reward_helpers import completion, judged, task
+
+from rollmill.config.reward import ExactReward, FormatReward, MathReward, PythonReward, ReasoningGymReward
+from rollmill.core.errors import ConfigError, RewardError
+from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.base import checked_value
+from rollmill.rewards.threads import LIMIT, MOST_STUCK
+
+Make = Callable[..., Judge]
+
+
+@pytest.fixture
+def judge_of(tmp_path: Path) -> Make:
+    """A judge of one Python function, given its source."""
+
+    def make(source: str, name: str = "f", **keys: Any) -> Judge:
+        path = tmp_path / f"judges{len(list(tmp_path.iterdir()))}.py"
+        path.write_text("import asyncio, threading, time\n" + source)
+        return build_judge([PythonReward(name="python", function=f"{path}:{name}", **keys)])
+
+    return make
+
+
+def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def parts(task, completion, scale): return {'a': scale, 'b': None, 'c': True}\n"
+        "def skip(task, completion): return None\n"
+    )
+    configs = [
+        MathReward(name="math", weight=2.0),
+        FormatReward(name="format", pattern=r"\d", weight=0.5),
+        FormatReward(name="format", pattern=r"\d+", whole=True),
+        PythonReward(name="python", function=f"{tmp_path}/mine.py:parts", options={"scale": 3}, weight=0.1),
+        PythonReward(name="python", function=f"{tmp_path}/mine.py:skip", weight=100),
+    ]
+    with build_judge(configs) as judge:
+        found = judged(judge, "5", "It is 5")
+    assert found.parts == {
+        "math": 1.0,
+        "format": 1.0,
+        "format#2": 0.0,
+        "parts/a": 3.0,
+        "parts/b": None,
+        "parts/c": 1.0,
+        "skip": None,
+    }
+    assert found.reward == pytest.approx(2 + 0.5 + 0.1 * 4)
+    assert found.outcomes == dict.fromkeys(("math", "format", "format#2", "parts"), "ok") | {"skip": "not_applicable"}
+    assert found.seconds > 0
+
+
+def test_nothing_applies(judge_of: Make) -> None:
+    with judge_of("def f(task, completion): return {'a': None}") as judge:
+        found = judged(judge, "5", "5")
+    assert (found.reward, found.parts, found.outcomes) == (None, {"f/a": None}, {"f": "not_applicable"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "gold", "text", "reward"),
+    [
+        ({}, "5", " 5\n", 1.0),
+        ({"strip": False}, "5", " 5", 0.0),
+        ({}, "Yes", "yes", 0.0),
+        ({"ignore_case": True}, "Yes", "yes", 1.0),
+        ({"after": "Answer:"}, 5, "Answer: 4. Answer: 5", 1.0),
+        ({"after": "Answer:"}, 5, "5", 0.0),
+        ({}, None, "5", None),
+    ],
+)
+def test_exact(keys: dict[str, Any], gold: Any, text: str, reward: float | None) -> None:
+    with build_judge([ExactReward(name="exact", **keys)]) as judge:
+        assert judged(judge, gold, text).reward == reward
+
+
+@pytest.mark.parametrize(
+    ("whole", "text", "reward"), [(False, "so <a>\n</a>.", 1.0), (True, "so <a>\n</a>.", 0.0), (True, "<a>\n</a>", 1.0)]
+)
+def test_format(whole: bool, text: str, reward: float) -> None:
+    with build_judge([FormatReward(name="format", pattern="<a>.*</a>", whole=whole)]) as judge:
+        assert judged(judge, None, text).reward == reward
+
+
+def test_async_functions_are_awaited_and_plain_ones_leave_the_loop_alone(judge_of: Make) -> None:
+    async def twenty(judge: Judge) -> list[float | None]:
+        found = await asyncio.gather(*(judge.judge(task(i), completion(str(i))) for i in range(20)))
+        return [each.reward for each in found]
+
+    with judge_of("async def f(task, completion): await asyncio.sleep(.01); return task.answer") as judge:
+        assert asyncio.run(twenty(judge)) == list(range(20))
+    with judge_of(
+        "def f(task, completion):\n"
+        "    return None if threading.current_thread() is threading.main_thread() else task.answer"
+    ) as judge:
+        assert asyncio.run(twenty(judge)) == list(range(20)) == asyncio.run(twenty(judge))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise KeyError('gold')", "KeyError: 'gold'"),
+        ("return 'yes'", "returned 'yes' (str); expected a number, a mapping of numbers or None"),
+        ("return float('nan')", "returned nan; a reward must be a finite number"),
+        ("return {'a': float('inf')}", "returned inf for part `a`; a reward must be a finite number"),
+        ("return {'a': [1]}", "returned [1] (list) for part `a`"),
+        ("return {1: 1}", "returned a part named 1; part names must be strings"),
+        ("return {}", "returned an empty mapping"),
+        ("raise SystemExit(3)", "RuntimeError: SystemExit: 3"),
+        ("raise StopIteration", "StopIteration"),
+        ("raise TimeoutError('mine')", "TimeoutError: mine"),
+    ],
+)
+def test_errors_name_reward_task_and_completion(judge_of: Make, body: str, message: str) -> None:
+    with judge_of(f"def f(task, completion): {body}") as judge, pytest.raises(RewardError) as caught:
+        judged(judge, "5", "word " * 100)
+    text = str(caught.value)
+    assert text.startswith("reward `f` failed on task `t1`: ")
+    assert message in text
+    assert "completion 0: 'word word" in text
+    assert len(text) < 400
+    assert isinstance(caught.value.__cause__, Exception)
+
+
+def test_what_is_a_value() -> None:
+    found = [checked_value(value) for value in (True, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 4), None)]
+    assert found == [1.0, 2.0, 0.5, 0.5, 3.0, 0.25, None]
+    assert all(type(value) is float for value in found[:-1])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def f(task, completion): time.sleep(30)",
+        "async def f(task, completion): await asyncio.sleep(30)",
+        "def f(task, completion): return asyncio.sleep(30)",
+    ],
+)
+def test_a_time_out_is_an_outcome_of_its_own(judge_of: Make, source: str) -> None:
+    with judge_of(source, time_limit_s=0.05, timeout_reward=-1.0, weight=2.0) as judge:
+        found = judged(judge, "5", "5")
+    assert (found.reward, found.parts, found.outcomes) == (-2.0, {"f": -1.0}, {"f": "timeout"})
+
+
+def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplog: pytest.LogCaptureFixture) -> None:
+    source = "GATE = threading.Event()\ndef f(task, completion): GATE.wait(60)"
+
+    async def many(judge: Judge) -> None:
+        for _ in range(MOST_STUCK):
+            assert (await judge.judge(task("5"), completion("5"))).outcomes == {"f": "timeout"}
+        await judge.judge(task("5"), completion("5"))
+
+    with (
+        judge_of(source, time_limit_s=0.02) as judge,
+        pytest.raises(RewardError, match="make the function stop by itself"),
+    ):
+        asyncio.run(many(judge))
+    assert "judges0.py:f` did not return within 0.02 s; its thread cannot be ended (8 are stuck)" in caplog.text
+
+
+def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -> None:
+    async def many(judge: Judge) -> set[str]:
+        found = await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(4 * LIMIT)))
+        return {each.outcomes["f"] for each in found}
+
+    before = threading.enumerate()
+    with judge_of("def f(task, completion): time.sleep(.2); return 1", time_limit_s=0.6) as judge:
+        assert asyncio.run(many(judge)) == {"ok"}
+    mine = [thread for thread in threading.enumerate() if thread.name == "rollmill-reward" and thread not in before]
+    for thread in mine:
+        thread.join(10)
+    assert not any(thread.is_alive() for thread in mine)
+
+
+def test_functions_that_cannot_be_called_are_refused_at_once(judge_of: Make) -> None:
+    with pytest.raises(ConfigError, match=r"is called with \(task, completion\) and scale, which it does not take"):
+        judge_of("def f(task, completion): return 1", options={"scale": 2})
+    with pytest.raises(ConfigError, match=r"defines no `nothing`"):
+        judge_of("def f(task, completion): return 1", name="nothing")
+
+
+def test_the_first_error_cancels_what_else_is_judged(judge_of: Make) -> None:
+    source = """
+CANCELLED = []
+async def f(task, completion):
+    if completion.index == 0:
+        raise ValueError("first")
+    try:
+        await asyncio.sleep(30)
+    except asyncio.CancelledError:
+        CANCELLED.append(completion.index)
+        raise
+"""
+    with judge_of(source) as judge:
+        with pytest.raises(RewardError, match="ValueError: first"):
+            asyncio.run(judge.judge_group(task("5"), [completion("a", 0), completion("b", 1), completion("c", 2)]))
+        cancelled = judge._single[0].reward._function.__globals__["CANCELLED"]  # type: ignore[union-attr]
+    assert sorted(cancelled) == [1, 2]
+
+
+RANK = "def f(task, completions): return {body}\nf.group = True"
+
+
+def test_group_rewards_see_all_completions(judge_of: Make) -> None:
+    group = [completion("aaa", 0), completion("b", 1), completion("cc", 2)]
+    with judge_of(RANK.format(body="[{'short': -len(c.text)} for c in completions]"), weight=0.5) as judge:
+        assert judge.groupwise
+        found = asyncio.run(judge.judge_group(task("5"), group))
+        with pytest.raises(RewardError, match="`f` sees all completions of a task together"):
+            judged(judge, "5", "5")
+    assert [each.reward for each in found] == [-1.5, -0.5, -1.0]
+    assert found[0].parts == {"f/short": -3.0}
+
+
+@pytest.mark.parametrize(
+    ("body", "message"), [("[1.0, 2.0]", "gave 2 values for 3 completions"), ("1.0", "one value per completion")]
+)
+def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> None:
+    with judge_of(RANK.format(body=body)) as judge, pytest.raises(RewardError, match=message) as caught:
+        asyncio.run(judge.judge_group(task("5"), [completion(text) for text in "abc"]))
+    assert str(caught.value).startswith("reward `f` failed on task `t1`: ")
+
+
+@given(st.lists(st.tuples(st.floats(-3, 3), st.one_of(st.none(), st.floats(-3, 3))), max_size=4))
+def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, float | None]]) -> None:
+    from rollmill.rewards import Part, Verdict
+    from rollmill.rewards.grader import GraderPool
+    from rollmill.rewards.threads import Threads
+
+    class Single:
+        def __init__(self, value: float | None) -> None:
+            self.value = value
+
+        async def judge(self, task: Any, completion: Any) -> Verdict:
+            return Verdict(self.value)
+
+    class Together:
+        def __init__(self, value: float | None) -> None:
+            self.value = value
+
+        async def judge_group(self, task: Any, completions: Any) -> list[Verdict]:
+            return [Verdict(self.value)] * len(completions)
+
+    def reward_of(kinds: Any) -> float | None:
+        built = [Part(f"p{i}", weight, kinds(i)(value)) for i, (weight, value) in enumerate(parts)]
+        judge = Judge(built, GraderPool(), Threads())
+        return asyncio.run(judge.judge_group(task(1), [completion("a"), completion("b")]))[1].reward
+
+    given = [weight * value for weight, value in parts if value is not None]
+    for kinds in (lambda i: Single, lambda i: Together, lambda i: (Single, Together)[i % 2]):
+        assert reward_of(kinds) == (pytest.approx(sum(given)) if given else None)
+
+
+def test_reasoning_gym_scores_its_own_tasks() -> None:
+    gym = pytest.importorskip("reasoning_gym")
+
+    def made(name: str, **options: Any) -> dict[str, Any]:
+        entry = gym.create_dataset(name, size=1, seed=3, **options)[0]
+        return {"reasoning_gym": {"name": name, "options": options}, "entry": entry}
+
+    chain, factors = made("chain_sum", min_terms=2, max_terms=2), made("prime_factorization")
+    countdown = made("countdown")
+    with build_judge([ReasoningGymReward(name="reasoning_gym", after="Answer:", time_limit_s=1.0)]) as judge:
+        gold = chain["entry"]["answer"]
+        assert judged(judge, None, f"Answer: {gold}\n", **chain).reward == 1.0
+        assert 0 < (judged(judge, None, f"Answer: it is {gold}", **chain).reward or 0) < 1
+        assert judged(judge, None, gold, **chain).outcomes == {"reasoning_gym": "no_answer"}
+        assert judged(judge, None, "Answer: abc", **factors).outcomes == {"reasoning_gym": "unscorable"}
+        endless = judged(judge, None, "Answer: 9**9**9**9", **countdown)
+        assert (endless.reward, endless.outcomes) == (0.0, {"reasoning_gym": "timeout"})
+        with pytest.raises(RewardError, match="not made by a reasoning-gym generator"):
+            judged(judge, None, "Answer: 5")

@@ -1,0 +1,251 @@
+"""The math reward: tricky pairs, real gold answers, text that would run for hours."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_helpers import completion, judged, task
+
+from rollmill.config.reward import MathReward
+from rollmill.core.errors import RewardError
+from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.extraction import extract
+from rollmill.rewards.math import settle
+from rollmill.rewards.numbers import normalised, quantity
+
+
+@pytest.fixture(scope="module")
+def judge() -> Iterator[Judge]:
+    with build_judge([MathReward(name="math")]) as judge:
+        yield judge
+
+
+def box(text: str) -> str:
+    return f"So the answer is $\\boxed{{{text}}}$."
+
+
+SAME = [
+    ("42", "so it is 42 apples"),
+    ("42", "The answer is 42 apples."),
+    ("42", "The answer is $42.00."),
+    ("42", box("6*7=42")),
+    ("42", box(r"6 \cdot 7 = 42")),
+    (72, "#### 72"),
+    (72, "#### 72.0"),
+    ("1,234", box("1234")),
+    ("1234", "#### $1,234"),
+    ("1000000", box(r"1\,000\,000")),
+    ("6.02e23", box(r"6.02 \times 10^{23}")),
+    ("1e3", box("1000")),
+    (0.1 + 0.2, box("0.3")),
+    ("-5", box("−5")),
+    ("50%", box(r"50\%")),
+    ("50%", box("0.5")),
+    ("50", box(r"50\%")),
+    ("90", box(r"90^\circ")),
+    ("5", box(r"5\text{ cm}")),
+    ("5", box("x=5")),
+    ("x=5", box("5")),
+    ("1/2", r"we get $\frac{1}{2}$."),
+    ("1/3", "The answer is 1/3."),
+    (r"1\frac{1}{2}", box("1.5")),
+    ("1 1/2", box("3/2")),
+    (r"\frac{1}{3}", box(r"\frac{1}{3} \approx 0.333")),
+    (r"2\sqrt{3}", "we get $2\\sqrt{3}$."),
+    (r"2\sqrt{3}", box(r"\sqrt{12}")),
+    (r"\frac{\pi}{2}", box(r"\pi/2")),
+    ("x+1", box("1+x")),
+    ("x^2-1", box("(x-1)(x+1)")),
+    ("3+4i", box("4i+3")),
+    ("10!", box("3628800")),
+    (r"\{1,2\}", box("1,2")),
+    ("2,3", r"\boxed{2} and \boxed{3}"),
+    ("(1,2)", box("(1, 2)")),
+    (r"(-\infty, 5]", box(r"x \le 5")),
+    ("5", r"First \boxed{4}. No, that forgets one: \boxed{5}"),
+    ("5", "#### 5\n\nSo that is it."),
+    ("8", "5 + 3 = 8"),
+    ("12", "**Answer:** 12"),
+    ("B", box("(B) 12")),
+    ("(B)", box("B")),
+    (r"\text{yes}", box("Yes")),
+    ("solution ... #### 72", box("72")),
+]
+DIFFERENT = [
+    ("5", box(r"\{5\}")),
+    ("5", box("[5,5]")),
+    ("5", box("6 = 5")),
+    ("5", box(r"5 \approx 6")),
+    ("5", box(r"5 \pm 1")),
+    ("5", box(r"x \in \{5\}")),
+    ("5", box("5x")),
+    ("5", box("5 or so")),
+    ("2", box("2pi")),
+    ("5", r"\boxed{4} or \boxed{5}"),
+    ("42", "41 or 42"),
+    ("42", "The answer is 41 or 42."),
+    ("42", r"$\boxed{42}$ or $\boxed{41}$"),
+    ("42", box(r"6 \cdot 8 = 42")),
+    ("8", "5 + 4 = 8"),
+    ("(1,2)", box("1,2")),
+    ("(1,2)", box("(2,1)")),
+    ("[1,2)", box("[1,2]")),
+    (r"x \le 5", box("x < 5")),
+    ("12 inches", box("12 feet")),
+    (r"\frac{1}{3}", box("0.33333333")),
+    ("0.333", box(r"\frac13")),
+    (r"\sqrt{2}", box("1.41421356")),
+    (r"\pi", box("3.14")),
+    ("2", r"we get $\frac{1}{2}$."),
+    ("3", "we get $2\\sqrt{3}$."),
+    ("Monday", box("Friday")),
+    ("no", box("on")),
+    ("B", box("C")),
+    ("1 - x", box("x - 1")),
+    (72, "#### 73"),
+    ("5", ""),
+]
+
+
+@pytest.mark.parametrize(("gold", "text"), SAME)
+def test_same_answers_are_accepted(judge: Judge, gold: object, text: str) -> None:
+    assert judged(judge, gold, text).reward == 1.0
+
+
+@pytest.mark.parametrize(("gold", "text"), DIFFERENT)
+def test_different_answers_are_refused(judge: Judge, gold: object, text: str) -> None:
+    assert judged(judge, gold, text).reward == 0.0
+
+
+def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, judge: Judge) -> None:
+    solutions = [json.loads(line)["answer"] for line in (data_dir / "gsm8k/train.jsonl").open(encoding="utf-8")]
+    answers = [solution.rpartition("#### ")[2] for solution in solutions]
+    assert len(solutions) == 7473
+    rng = random.Random(0)
+    pairs = [(rng.randrange(len(solutions)), rng.randrange(len(solutions))) for _ in range(4000)]
+    mismatched = [(a, b) for a, b in pairs if answers[a].replace(",", "") != answers[b].replace(",", "")][:2000]
+    assert len(mismatched) == 2000
+
+    async def grade() -> tuple[list[float | None], list[float | None]]:
+        own = [await judge.judge(task(gold), completion(text)) for gold, text in zip(answers, solutions, strict=True)]
+        other = [await judge.judge(task(answers[a]), completion(solutions[b])) for a, b in mismatched]
+        return [each.reward for each in own], [each.reward for each in other]
+
+    own, other = asyncio.run(grade())
+    assert own == [1.0] * 7473
+    assert other == [0.0] * 2000
+
+
+def test_places_of_the_answer() -> None:
+    text = "I get 3.\n\\boxed{4} \\fbox{\\frac{1}{2}}\n#### 5\nThe answer is 6. Total 7"
+    found = [extract(text, place) for place in ("boxed", "hash", "last_number", "auto")]  # type: ignore[arg-type]
+    assert found == ["4, \\frac{1}{2}", "5", "7", "4, \\frac{1}{2}"]
+    assert extract(text.partition("####")[2], "auto") == "6"
+    assert extract("no box", "boxed") is None
+    with build_judge([MathReward(name="math", extract="boxed")]) as judge:
+        missing = judged(judge, "5", "#### 5")
+    assert (missing.reward, missing.outcomes) == (0.0, {"math": "no_answer"})
+
+
+_SCRAPS = [
+    "\\boxed{",
+    "\\boxed",
+    "{",
+    "}",
+    "####",
+    "answer is ",
+    "$",
+    "\\frac{1}{2}",
+    "1,000",
+    " or ",
+    "\n",
+    "= ",
+    "/0",
+]
+_TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(_SCRAPS), st.text(max_size=5))).map("".join))
+
+
+@settings(max_examples=300, deadline=None)
+@given(_TEXT, st.sampled_from(["auto", "boxed", "hash", "last_number"]))
+def test_extraction_and_comparison_never_raise(text: str, place: str) -> None:
+    answer = extract(text, place)  # type: ignore[arg-type]
+    if answer is not None:
+        settle("5", answer)
+        settle(answer, "5")
+        quantity(normalised(answer))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
+def test_numbers_are_compared_exactly(gold: int, other: int) -> None:
+    for text in (f"{other}", f"{other:,}", f"{other}.00", f"${other}", f"{other} apples"):
+        assert settle(str(gold), text) is (gold == other)
+
+
+def test_a_task_without_an_answer_is_not_judged(judge: Judge) -> None:
+    found = judged(judge, None, "5")
+    assert (found.reward, found.parts, found.outcomes) == (None, {"math": None}, {"math": "not_applicable"})
+
+
+def test_an_answer_that_is_no_answer_is_refused(judge: Judge) -> None:
+    with pytest.raises(RewardError, match=r"reward `math` failed on task `t1`: TypeError: the task's answer is \[5\]"):
+        judged(judge, [5], "5")
+
+
+PATHOLOGICAL = {
+    "tower": box("9^{9^{9^{9}}}"),
+    "factorial": box("(10^9)!"),
+    "long number": box("9" * 300 + "^" + "9" * 300),
+    "exponent": box("1e999999999"),
+    "braces": box("{" * 3000 + "1" + "}" * 3000),
+    "open boxes": "\\boxed{" * 3000 + "1",
+    "nested boxes": "\\boxed{" * 3000 + "1" + "}" * 3000,
+    "terms": box("+".join(f"\\sqrt{{{n}}}" for n in range(1500))),
+    "polynomial": box("+".join(f"x^{{{n}}}" for n in range(250))),
+    "fractions": box("\\frac{1}{" * 150 + "2" + "}" * 150),
+}
+
+
+def test_endless_answers_end_in_time_and_block_nobody() -> None:
+    """From a thread that is not the main one, with the event loop ticking all the while."""
+    rewards: dict[str, float | None] = {}
+    gaps: list[float] = []
+
+    async def judge_all() -> None:
+        with build_judge([MathReward(name="math", time_limit_s=0.5, timeout_reward=-0.25)], workers=2) as judge:
+
+            async def one(name: str) -> None:
+                found = await judge.judge(task(r"\sqrt{2}"), completion(PATHOLOGICAL[name]))
+                assert found.reward == (-0.25 if found.outcomes["math"] in ("timeout", "memory") else 0.0)
+                rewards[name] = found.reward
+
+            async def tick() -> None:
+                while True:
+                    before = time.monotonic()
+                    await asyncio.sleep(0.01)
+                    gaps.append(time.monotonic() - before)
+
+            ticking = asyncio.ensure_future(tick())
+            await asyncio.gather(*map(one, PATHOLOGICAL))
+            ticking.cancel()
+            assert judged_fast(await judge.judge(task(r"2\sqrt{3}"), completion(box(r"\sqrt{12}"))))
+
+    def judged_fast(found: object) -> bool:
+        return getattr(found, "reward", None) == 1.0
+
+    thread = threading.Thread(target=lambda: asyncio.run(judge_all()))
+    thread.start()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert rewards.keys() == PATHOLOGICAL.keys()
+    assert rewards["tower"] == rewards["long number"] == -0.25
+    assert max(gaps) < 1.0, "the loop must keep turning (a generous bound: other processes share the machine)"

@@ -1,0 +1,137 @@
+"""Which column plays which part: fields, templates, chats, ids, presets."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmill.config.taskset import TasksetConfig
+from rollmill.core.errors import TasksetError
+from rollmill.core.types import Task
+from rollmill.tasks.record import BadRowError, Record
+from rollmill.tasks.rows import RowReader
+from rollmill.tasks.template import Template
+
+ROW = {"question": "1+1", "gold": 2, "work": "two", "key": "k1", "extra": [1]}
+
+
+def task_of(row: dict[str, Any], **keys: Any) -> Task:
+    config = TasksetConfig.model_validate({"path": "rows.jsonl", **keys})
+    return RowReader(config, "rows").task(Record("rows.jsonl:1", row), 4)
+
+
+def test_fields_name_the_columns_and_the_rest_is_metadata() -> None:
+    fields = {"prompt": "question", "answer": "gold", "response": "work", "id": "key"}
+    assert task_of(ROW, fields=fields) == Task("k1", "1+1", 2, "two", {"extra": [1]}, "rows")
+
+
+def test_templates_make_prompt_and_response_and_values_are_not_templates() -> None:
+    task = task_of(
+        ROW | {"question": "{gold} {{?"}, template="Q {question}, {{{gold}}}:", response_template="{work}={gold}"
+    )
+    assert (task.prompt, task.response, task.id) == ("Q {gold} {{?, {2}:", "two=2", "rows:4")
+
+
+def test_chat_wraps_text_and_keeps_messages() -> None:
+    user = {"role": "user", "content": "1+1"}
+    system = {"role": "system", "content": "Add."}
+    assert task_of({"prompt": "1+1"}, chat=True).prompt == [user]
+    assert task_of({"prompt": "1+1"}, chat=True, system="Add.").prompt == [system, user]
+    assert task_of({"prompt": [system, user]}).prompt == [system, user]
+    assert task_of({"prompt": [user]}, chat=True, system="Add.").prompt == [system, user]
+    assert task_of({"prompt": [user | {"name": None}]}).prompt == [user]
+    with pytest.raises(BadRowError, match="a system message of its own beside taskset.system"):
+        task_of({"prompt": [system, user]}, chat=True, system="Add.")
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"a": 1, "b": 2}, {"template": "{c}"}, r"taskset.template names \{c\}, but the columns are a, b"),
+        ({"a": None}, {"template": "{a}"}, r"taskset.template: column a is empty \(null\), not text or a number"),
+        ({"a": {"b": 1}}, {"template": "{a}"}, "column a is an object, not text or a number"),
+        ({"a": " "}, {"template": "{a}"}, "the prompt is empty"),
+        ({"prompt": "x"}, {"response_template": "{work}"}, r"taskset.response_template names \{work\}"),
+        (
+            {"prompt": "x"},
+            {"fields": {"answer": "gold"}},
+            r"no column gold \(columns: prompt\); .* taskset.fields.answer",
+        ),
+        ({"prompt": "x"}, {"fields": {"response": "work"}}, "no column work .* taskset.fields.response"),
+        ({"prompt": "x"}, {"fields": {"id": "key"}}, "no column key .* taskset.fields.id"),
+        ({"prompt": "x", "key": None}, {"fields": {"id": "key"}}, r"column key is empty \(null\), not an id"),
+        ({"prompt": "x", "key": ""}, {"fields": {"id": "key"}}, "column key is empty, not an id"),
+        ({"prompt": "x", "key": 1.5}, {"fields": {"id": "key"}}, "column key is a number, not an id"),
+        ({"question": "x"}, {"preset": "gsm8k"}, r"no column answer \(columns: question\)"),
+        ({"question": "x", "answer": 3}, {"preset": "gsm8k"}, "column answer is a number, not text"),
+        ({"question": "x", "answer": "3"}, {"preset": "gsm8k"}, "the answer has no number after ####"),
+        ({"question": "x", "answer": "3\n#### "}, {"preset": "gsm8k"}, "the answer has no number after ####"),
+        ({"question": "", "answer": "#### 3"}, {"preset": "gsm8k"}, "the prompt is empty"),
+    ],
+)
+def test_rows_that_do_not_fit_say_why(row: dict[str, Any], keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(BadRowError, match=message):
+        task_of(row, **keys)
+
+
+def test_gsm8k_and_templates_work_together() -> None:
+    row = {"question": "Q?", "answer": "It is <<1000+234=1234>>1,234.\n#### 1,234"}
+    plain = task_of(row, preset="gsm8k")
+    assert (plain.prompt, plain.answer, plain.response) == ("Q?", "1234", "It is 1,234.\n#### 1,234")
+    task = task_of(
+        row, preset="gsm8k", template="{question}\n", response_template="{solution} \\boxed{{{answer}}}", chat=True
+    )
+    assert task.prompt == [{"role": "user", "content": "Q?\n"}]
+    assert task.response == "It is 1,234. \\boxed{1234}"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{a.b}", r"\{a.b\} reaches into a column"),
+        ("{a.__class__}", r"reaches into a column"),
+        ("{a[0]}", r"\{a\[0\]\} reaches into a column"),
+        ("{a!r}", r"\{a\} has a format code"),
+        ("{a:>10}", r"\{a\} has a format code"),
+        ("{a:{b}}", r"\{a\} has a format code"),
+        ("{}", r"\{\} names no column"),
+        ("{a", r"; write \{column\} for a column, \{\{ and \}\} for braces"),
+        ("a}", r"; write \{column\} for a column, \{\{ and \}\} for braces"),
+        ("no column {{a}}", "names no column, so every task would be the same"),
+        ("", "names no column"),
+    ],
+)
+def test_what_is_no_template_is_refused_by_key(text: str, message: str) -> None:
+    with pytest.raises(TasksetError, match=f"^taskset.template.*{message}"):
+        RowReader(TasksetConfig.model_validate({"path": "x.jsonl", "template": text}), "x")
+
+
+def test_two_keys_for_one_part_are_refused() -> None:
+    for keys, message in [
+        ({"template": "{a}", "fields": {"prompt": "a"}}, "taskset.fields.prompt and taskset.template"),
+        (
+            {"response_template": "{a}", "fields": {"response": "a"}},
+            "taskset.fields.response and taskset.response_temp",
+        ),
+    ]:
+        with pytest.raises(TasksetError, match=message):
+            RowReader(TasksetConfig.model_validate({"path": "x.jsonl", **keys}), "x")
+
+
+columns = st.text(string.ascii_letters + "_ ", min_size=1)
+
+
+@given(st.lists(st.tuples(st.text(), columns, st.text()), min_size=1), st.text())
+def test_a_template_is_its_text_with_values_put_in(parts: list[tuple[str, str, str]], tail: str) -> None:
+    row: dict[str, str] = {}
+    text, expected = "", ""
+    for before, column, value in parts:
+        value = row.setdefault(column, value)
+        text += before.replace("{", "{{").replace("}", "}}") + "{" + column + "}"
+        expected += before + value
+    text += tail.replace("{", "{{").replace("}", "}}")
+    assert Template(text, "template").fill(row) == expected + tail
