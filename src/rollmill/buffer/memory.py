@@ -69,7 +69,7 @@ class GroupQueue:
             late = [name for name, future in wanted if not future.done()]
             raise DeadlineError(
                 "the trainer",
-                f"{len(late)} of {len(wanted)} groups of the explorer ({', '.join(late[:3])}{' ...' * (len(late) > 3)})",
+                f"{len(late)} of {len(wanted)} groups of the explorer (first: {', '.join(late[:3])})",
                 deadline_s,
                 "Raise rollout.deadline_s, lower rollout.max_new_tokens, or look for a reward that hangs.",
             )

@@ -1,4 +1,4 @@
-"""Errors meant for users. Each names what is wrong, where, and what to do; the command line prints it without a traceback."""
+"""Errors meant for users: each names what is wrong, where, and what to do. The command line prints no traceback."""
 
 from __future__ import annotations
 

@@ -57,11 +57,13 @@ class Task:
 class Completion:
     """What an engine returns for one sample of a request.
 
-    Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token (stop tokens included).
+    Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
+    included.
     `logprobs` are of the distribution sampled from (after temperature and after top-k/top-p/min-p truncation);
-    `kept_logmass` is the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the log-prob
-    under the untruncated distribution at the same temperature: what a trainer recomputes.
-    `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's process.
+    `kept_logmass` is the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the
+    log-prob under the untruncated distribution at the same temperature: what a trainer recomputes.
+    `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
+    process.
     """
 
     prompt_ids: IntArray

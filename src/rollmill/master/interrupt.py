@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Interrupted(Exception):
+class Interrupted(Exception):  # noqa: N818  not an error
     """The user asked the run to end."""
 
 

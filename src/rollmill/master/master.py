@@ -113,7 +113,7 @@ class Master:
         """Evaluate before the first step, unless the stage before has just done the same."""
         done = self.state.evaluations[-1] if self.state.evaluations else None
         before = self._stages[self.state.stage - 1] if self.state.stage else None
-        same = before is not None and (before.evaluation, before.rollout) == (config.evaluation, config.rollout)
+        same = before is not None and _measures(before) == _measures(config)
         if done is not None and same and done["step"] == self.state.step:
             self.state.evaluations.append(done | {"stage": config.name})
             return
@@ -171,3 +171,10 @@ class Master:
         self._checkpoints.write(self.state.step, policy.model, policy.tokenizer, self.state.to_json(), trainer)
         best = self.state.best_step if config.keep_best else None
         self._checkpoints.prune(config.keep_last, [] if best is None else [best])
+
+
+def _measures(stage: StageConfig) -> Any:
+    """What an evaluation of this stage depends on, besides the weights."""
+    if stage.evaluation is None:
+        return None
+    return stage.evaluation.model_dump(exclude={"every", "at_start"}), stage.rollout.model_dump(), stage.rewards

@@ -102,9 +102,7 @@ class StageRun:
             self._explorer = Explorer(self._engine, self._judge, policy.tokenizer)
             if config.evaluation is not None:
                 held_out = _taskset(config.evaluation.taskset, tasksets).tasks[: config.evaluation.limit]
-                self.evaluator = Evaluator(
-                    self._explorer, held_out, config.evaluation, config.rollout, fold(seed, index)
-                )
+                self.evaluator = Evaluator(self._explorer, held_out, config.evaluation, config.rollout, seed)
 
     @property
     def version(self) -> int:
@@ -158,7 +156,7 @@ class StageRun:
         staleness = self.version
         metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
         seconds["train"] = time.perf_counter() - before
-        seconds["total"] = time.perf_counter() - started
+        seconds["total"] = time.perf_counter() - started  # evaluation and checkpoints come on top
         return StepResult(metrics, experiences, generated, seconds)
 
     def _admit(self) -> None:

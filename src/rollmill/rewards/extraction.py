@@ -43,10 +43,14 @@ def boxed(text: str) -> str | None:
         found = _UNBRACED.findall(text)
         return found[-1] if found else None
     first = len(boxes) - 1
-    while first > 0 and _BETWEEN_BOXES.fullmatch(text[boxes[first - 1][1] : boxes[first][0]]):
+    while first > 0 and _are_joined(text[boxes[first - 1][1] : boxes[first][0]]):
         first -= 1
     contents = dict.fromkeys(_OPENING.sub("", text[start:end])[1:-1].strip() for start, end in boxes[first:])
     return ", ".join(contents)
+
+
+def _are_joined(between: str) -> bool:
+    return len(between) <= 40 and _BETWEEN_BOXES.fullmatch(between) is not None
 
 
 def _boxes(text: str) -> list[tuple[int, int]]:

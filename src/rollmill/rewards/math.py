@@ -6,8 +6,8 @@ first: every side of an equation has to equal the reference, and a number equals
 
 from __future__ import annotations
 
-import math
 import re
+from fractions import Fraction
 
 from rollmill.config.reward import MathReward
 from rollmill.core.types import Completion, Task
@@ -18,6 +18,9 @@ from rollmill.rewards.numbers import agree, normalised, quantity, squeezed
 
 LONGEST_ANSWER = 2000
 """Characters; a longer answer earns 0 with the outcome `too_long`."""
+
+_NO_SLACK, _ROUNDING, _APPROXIMATE = Fraction(0), Fraction(1, 10**9), Fraction(1, 100)
+"""Relative difference allowed by text and integers, by a Python float, and behind an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z]))")
 _NOT_ONE_NUMBER = re.compile(
@@ -46,10 +49,10 @@ class Math:
             return Verdict(1.0)
         if len(answer) > LONGEST_ANSWER:
             return Verdict(0.0, "too_long")
-        return await self._compared(gold, answer, exact=not isinstance(task.answer, float))
+        return await self._compared(gold, answer, slack=_ROUNDING if isinstance(task.answer, float) else _NO_SLACK)
 
-    async def _compared(self, gold: str, answer: str, *, exact: bool) -> Verdict:
-        questions = settle(gold, answer) if exact else settle_float(gold, answer)
+    async def _compared(self, gold: str, answer: str, *, slack: Fraction) -> Verdict:
+        questions = settle(gold, answer, slack=slack)
         for question in questions if isinstance(questions, list) else []:
             payload = {"gold": _latex(normalised(gold)), "answer": _latex(question)}
             reply = await self._graders.ask("math", payload, self._config.time_limit_s)
@@ -72,8 +75,11 @@ def reference(answer: object) -> str:
     return boxed(text) or hashed(text) or text
 
 
-def settle(gold: str, answer: str) -> bool | list[str]:
-    """True or False where text and plain numbers decide; else the expressions that must all equal the reference."""
+def settle(gold: str, answer: str, *, slack: Fraction = _NO_SLACK) -> bool | list[str]:
+    """True or False where text and plain numbers decide; else the expressions that must all equal the reference.
+
+    `slack` is the relative difference that plain numbers may have.
+    """
     gold, answer = normalised(gold), normalised(answer)
     if re.fullmatch(r"\(?([A-J])\)?", gold):
         choice = _CHOICE.match(answer)
@@ -85,19 +91,10 @@ def settle(gold: str, answer: str) -> bool | list[str]:
         return [answer] if answer else False
     if _is_ordered(gold) and not _is_ordered(answer) and _has_list_comma(answer):
         return False
-    return _settle_sides(gold, answer)
+    return _settle_sides(gold, answer, slack)
 
 
-def settle_float(gold: str, answer: str) -> bool | list[str]:
-    """`settle` for a reference that is a Python float: equal means equal within rounding (1e-9 relative)."""
-    found = quantity(normalised(answer).rpartition("=")[2].strip())
-    if found is None:
-        return settle(gold, answer)
-    readings = [float(found.value), float(found.value) / 100] if found.percent else [float(found.value)]
-    return any(math.isclose(float(gold), reading, rel_tol=1e-9) for reading in readings)
-
-
-def _settle_sides(gold: str, answer: str) -> bool | list[str]:
+def _settle_sides(gold: str, answer: str, slack: Fraction) -> bool | list[str]:
     number = quantity(gold)
     pieces = [piece.strip() for piece in _SIGNS.split(answer)]
     sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
@@ -109,7 +106,7 @@ def _settle_sides(gold: str, answer: str) -> bool | list[str]:
             return False
         found = quantity(side)
         if number is not None and found is not None:
-            if not agree(number, found, rough=sign != "="):
+            if not agree(number, found, slack=slack if sign == "=" else _APPROXIMATE):
                 return False
         elif sign == "=":
             unknown.append(side)

@@ -87,18 +87,17 @@ def quantity(text: str) -> Quantity | None:
     return Quantity(value, unit=unit)
 
 
-def agree(gold: Quantity, answer: Quantity, *, rough: bool = False) -> bool:
+def agree(gold: Quantity, answer: Quantity, *, slack: Fraction) -> bool:
     """Whether two quantities are the same. A missing unit agrees with any, a missing percent sign with both readings.
 
-    `rough` allows 1 %, for what stands behind an approximation sign.
+    `slack` is the relative difference allowed.
     """
     if gold.unit and answer.unit and gold.unit != answer.unit:
         return False
     readings = {answer.value}
     if gold.percent != answer.percent:
         readings |= {answer.value / 100} if answer.percent else {answer.value * 100}
-    slack = abs(gold.value) / 100 if rough else 0
-    return any(abs(gold.value - reading) <= slack for reading in readings)
+    return any(abs(gold.value - reading) <= slack * abs(gold.value) for reading in readings)
 
 
 def _split_unit(text: str) -> tuple[str, str]:
