@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-OUT ?= runs/quickstart
+OUT ?=
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: setup quickstart test test-slow lint format bench bench-setup vllm-setup gpu-check clean
@@ -17,7 +17,7 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 quickstart: setup
-	$(BIN)/rollmill quickstart --out $(OUT)
+	$(BIN)/rollmill quickstart $(if $(OUT),--out $(OUT))
 
 test: setup
 	$(BIN)/python -m pytest -m 'not slow and not gpu'

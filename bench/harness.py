@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import subprocess
 import sys
 import tempfile
@@ -51,30 +52,44 @@ class Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
+            process_group=0,
         )
         try:
             self.ready = self._receive()
         except BaseException:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             raise
+        self._signal(signal.SIGSTOP)
 
     def run(self) -> dict[str, Any]:
-        """One measured run; what the worker reports about it."""
+        """One measured run; what the worker reports about it.
+
+        Between its runs the worker and its children are stopped: some engines spin while they wait for work.
+        """
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.write(b"{}\n")
         self._process.stdin.flush()
-        return self._receive()
+        report = self._receive()
+        self._signal(signal.SIGSTOP)
+        return report
 
     def close(self) -> None:
         """End the process."""
         assert self._process.stdin is not None
+        self._signal(signal.SIGCONT)
         self._process.stdin.close()
         try:
             self._process.wait(20)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self._signal(signal.SIGKILL)
             self._process.wait()
         Path(self._log.name).unlink()
+
+    def _signal(self, number: signal.Signals) -> None:
+        """To the worker's whole process group."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, number)
 
     def _receive(self) -> dict[str, Any]:
         assert self._process.stdout is not None
@@ -115,9 +130,8 @@ def run_in_turn(
         for number in range(warmups + rounds):
             for worker, result in zip(workers, measured, strict=True):
                 report = worker.run()
-                note(
-                    f"  {'warm-up' if number < warmups else f'round {number - warmups + 1}'}: {worker.side.name} {report}"
-                )
+                stage = "warm-up" if number < warmups else f"round {number - warmups + 1}"
+                note(f"  {stage}: {worker.side.name} {report}")
                 if number >= warmups:
                     result.rounds.append(report)
         return measured

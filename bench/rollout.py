@@ -1,7 +1,8 @@
 """Tokens per second of rollouts: the native engine against vLLM's CPU build and transformers' generate.
 
-32 prompts of 20 tokens x 8 completions of 128 tokens (0.6B: 8 x 8 of 64), temperature 1, no completion ends early. vLLM runs in bf16
-and fp32; the headline ratio is against bf16, `ratio_vs_best` against the faster of the two.
+32 prompts of 20 tokens x 8 completions of 128 tokens (0.6B: 8 x 8 of 64), temperature 1, no completion ends early.
+vLLM runs in bf16 and fp32; the headline ratio is against bf16, `ratio_vs_best` against the faster of the two.
+transformers runs in the faster type and batch size, which it finds by trying.
 """
 
 from __future__ import annotations

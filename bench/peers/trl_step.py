@@ -1,98 +1,111 @@
 """Worker: one GRPO step per command with TRL's GRPOTrainer.
 
-TRL's fastest CPU settings: plain `generate` (a static cache, the paged path and continuous batching are all slower
-there), no gradient checkpointing, no logging, the whole batch in one micro-batch.
+The settings that every caller gets are TRL's fastest on a CPU: plain `generate`, no gradient checkpointing, no
+reference model, no logging and no saving.
 """
 
 from __future__ import annotations
 
 import argparse
+import tempfile
 import time
 from typing import Any
 
 from bench.models import model_dir, prompts
-from bench.worker import Channel
+from bench.worker import Channel, versions
 
 
-def even_ids(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The reward: share of even token ids."""
-    return [sum(1 for token in ids if token % 2 == 0) / len(ids) for ids in completion_ids]
+class Reward:
+    """Share of even token ids; remembers how many tokens it saw."""
+
+    __name__ = "even_ids"
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def __call__(self, completion_ids: list[list[int]], **_: Any) -> list[float]:
+        self.tokens = sum(len(ids) for ids in completion_ids)
+        return [sum(1 for token in ids if token % 2 == 0) / len(ids) for ids in completion_ids]
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """Arguments of GRPOConfig."""
+    completions = args.prompts * args.group
+    micro_batch = args.micro_batch or completions
+    return {
+        "output_dir": tempfile.mkdtemp(),
+        "per_device_train_batch_size": micro_batch,
+        "gradient_accumulation_steps": completions // micro_batch,
+        "num_generations": args.group,
+        "max_completion_length": args.new_tokens,
+        "max_steps": 100_000,
+        "learning_rate": 1e-5,
+        "temperature": 1.0,
+        "beta": 0.0,
+        "loss_type": "grpo",
+        "bf16": args.dtype == "bf16",
+        "gradient_checkpointing": False,
+        "cache_implementation": args.cache,
+        "use_cpu": args.device == "cpu",
+        "report_to": [],
+        "save_strategy": "no",
+        "logging_strategy": "no",
+        "disable_tqdm": True,
+        "dataloader_pin_memory": False,
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "pure-bf16"), default="fp32")
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=0, help="completions per forward pass; 0 takes all at once")
+    parser.add_argument("--cache", default=None, help="GRPOConfig.cache_implementation")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--cache", default=None)
-    parser.add_argument("--micro", type=int, default=0, help="completions per forward pass; 0 takes all at once")
     args = parser.parse_args()
     channel = Channel()
     began = time.perf_counter()
-
-    import tempfile
 
     import torch
     from datasets import Dataset
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
-    torch.set_num_threads(1)
-    folder = model_dir(args.model)
-    micro = args.micro or args.prompts * args.group
-    dtype = torch.bfloat16 if args.dtype == "pure-bf16" else torch.float32
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    folder, reward = model_dir(args.model), Reward()
 
     class Pace(TrainerCallback):  # type: ignore[misc]
-        """Starts a step when the parent says so."""
+        """A step starts when the parent says so."""
 
         def __init__(self) -> None:
             self.commands = channel.commands()
             self.started = self.cpu = 0.0
 
-        def on_step_begin(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
             if next(self.commands, None) is None:
                 raise SystemExit
             self.started, self.cpu = time.perf_counter(), time.process_time()
 
-        def on_step_end(self, _args: Any, state: Any, control: Any, **_: Any) -> None:
+        def on_step_end(self, *_: Any, **__: Any) -> None:
             if args.device == "cuda":
                 torch.cuda.synchronize()
-            channel.say(seconds=time.perf_counter() - self.started, cpu_s=time.process_time() - self.cpu)
+            seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
+            channel.say(seconds=seconds, cpu_s=cpu_s, tokens=reward.tokens)
 
-    config = GRPOConfig(
-        output_dir=tempfile.mkdtemp(),
-        per_device_train_batch_size=micro,
-        gradient_accumulation_steps=args.prompts * args.group // micro,
-        num_generations=args.group,
-        max_completion_length=args.new_tokens,
-        max_steps=100_000,
-        learning_rate=1e-5,
-        temperature=1.0,
-        beta=0.0,
-        loss_type="grpo",
-        bf16=args.dtype != "fp32",
-        gradient_checkpointing=False,
-        cache_implementation=args.cache,
-        use_cpu=args.device == "cpu",
-        report_to=[],
-        save_strategy="no",
-        logging_strategy="no",
-        disable_tqdm=True,
-        dataloader_pin_memory=False,
-    )
     words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
     trainer = GRPOTrainer(
-        model=AutoModelForCausalLM.from_pretrained(folder, dtype=dtype),
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
-        reward_funcs=even_ids,
-        args=config,
+        reward_funcs=reward,
+        args=GRPOConfig(**settings(args)),
         train_dataset=Dataset.from_dict({"prompt": words}),
         callbacks=[Pace()],
     )
-    channel.say(startup_s=time.perf_counter() - began)
+    channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
     trainer.train()
 
 

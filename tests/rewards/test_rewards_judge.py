@@ -177,7 +177,7 @@ def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -
         return {each.outcomes["f"] for each in found}
 
     before = threading.enumerate()
-    with judge_of("def f(task, completion): time.sleep(.2); return 1", time_limit_s=0.6) as judge:
+    with judge_of("def f(task, completion): time.sleep(.2); return 1", time_limit_s=0.75) as judge:
         assert asyncio.run(many(judge)) == {"ok"}
     mine = [thread for thread in threading.enumerate() if thread.name == "rollmill-reward" and thread not in before]
     for thread in mine:

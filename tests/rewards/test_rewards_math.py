@@ -6,7 +6,6 @@ import asyncio
 import json
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -49,6 +48,8 @@ SAME = [
     (0.1 + 0.2, box("0.3")),
     (0.1 + 0.2, box("x = 0.3")),
     (1e-7, box(r"10^{-7}")),
+    (1e-7, box(r"\frac{1}{10^7}")),
+    ("1000", box("10^3")),
     ("-5", box("−5")),
     ("50%", box(r"50\%")),
     ("50%", box("0.5")),
@@ -66,6 +67,10 @@ SAME = [
     (r"2\sqrt{3}", box(r"\sqrt{12}")),
     (r"\frac{\pi}{2}", box(r"\pi/2")),
     ("x+1", box("1+x")),
+    ("x^2", box("x**2")),
+    ("5", "**5** apples"),
+    (r"2\sqrt{3}", box("sqrt(12)")),
+    (r"2\pi", box("2 * pi")),
     ("x^2-1", box("(x-1)(x+1)")),
     ("3+4i", box("4i+3")),
     ("10!", box("3628800")),
@@ -92,6 +97,7 @@ DIFFERENT = [
     ("5", box("5x")),
     ("5", box("5 or so")),
     ("2", box("2pi")),
+    (r"\hbar \omega(v+1 / 2)-\frac{E_{0}^{2} e^{2}}{2 m \omega^{2}}", box("2")),
     ("5", r"\boxed{4} or \boxed{5}"),
     ("42", "41 or 42"),
     ("42", "The answer is 41 or 42."),
@@ -222,7 +228,7 @@ PATHOLOGICAL = {
 def test_endless_answers_end_in_time_and_block_nobody() -> None:
     """From a thread that is not the main one, with the event loop ticking all the while."""
     rewards: dict[str, float | None] = {}
-    gaps: list[float] = []
+    ticks: list[None] = []
 
     async def judge_all() -> None:
         with build_judge([MathReward(name="math", time_limit_s=0.5, timeout_reward=-0.25)], workers=2) as judge:
@@ -234,22 +240,20 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
 
             async def tick() -> None:
                 while True:
-                    before = time.monotonic()
                     await asyncio.sleep(0.01)
-                    gaps.append(time.monotonic() - before)
+                    ticks.append(None)
 
             ticking = asyncio.ensure_future(tick())
             await asyncio.gather(*map(one, PATHOLOGICAL))
             ticking.cancel()
-            assert judged_fast(await judge.judge(task(r"2\sqrt{3}"), completion(box(r"\sqrt{12}"))))
-
-    def judged_fast(found: object) -> bool:
-        return getattr(found, "reward", None) == 1.0
+            after = await judge.judge(task(r"2\sqrt{3}"), completion(box(r"\sqrt{12}")))
+            rewards["after"] = after.reward
 
     thread = threading.Thread(target=lambda: asyncio.run(judge_all()))
     thread.start()
     thread.join(60)
     assert not thread.is_alive()
+    assert rewards.pop("after") == 1.0
     assert rewards.keys() == PATHOLOGICAL.keys()
     assert rewards["tower"] == rewards["long number"] == -0.25
-    assert max(gaps) < 1.0, "the loop must keep turning (a generous bound: other processes share the machine)"
+    assert len(ticks) > 20

@@ -187,7 +187,7 @@ def test_missing_files_wrong_kinds_and_empty_tasksets(tmp_path: Path) -> None:
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing of the kind PAR1")
     cases: list[tuple[str, dict[str, Any], str]] = [
         ("trian.jsonl", {}, r"trian.jsonl does not exist; did you mean .*train.jsonl\?"),
-        ("zzz.jsonl", {}, "zzz.jsonl does not exist; correct the path"),
+        ("zzz.jsonl", {}, "zzz.jsonl does not exist; .* holds broken.json, damaged.parquet, "),
         ("none/train.jsonl", {}, "nor does its folder .*none; correct the path"),
         ("rows.txt", {}, "is none of .jsonl, .json, .parquet, .csv nor a folder"),
         ("empty.jsonl", {}, "taskset empty is empty: .*empty.jsonl has no rows"),

@@ -24,7 +24,7 @@ def gym() -> Any:
     return pytest.importorskip("reasoning_gym")
 
 
-@pytest.mark.parametrize("name", ["chain_sum", "arc_agi", "countdown"])
+@pytest.mark.parametrize("name", ["chain_sum", "countdown", "n_queens"])
 def test_a_reward_can_score_the_tasks_of_a_generator(name: str, gym: Any) -> None:
     for task in pickle.loads(pickle.dumps(generated(name))).tasks:
         made_by = task.metadata["reasoning_gym"]

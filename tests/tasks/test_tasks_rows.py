@@ -44,7 +44,7 @@ def test_chat_wraps_text_and_keeps_messages() -> None:
     assert task_of({"prompt": [system, user]}).prompt == [system, user]
     assert task_of({"prompt": [user]}, chat=True, system="Add.").prompt == [system, user]
     assert task_of({"prompt": [user | {"name": None}]}).prompt == [user]
-    with pytest.raises(BadRowError, match="a system message of its own beside taskset.system"):
+    with pytest.raises(BadRowError, match=r"a system message of its own beside taskset.system"):
         task_of({"prompt": [system, user]}, chat=True, system="Add.")
 
 

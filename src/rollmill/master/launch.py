@@ -51,7 +51,7 @@ def run(
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
-    run_dir = _fresh(Path(out)) if out is not None else _numbered(loaded.out)
+    run_dir = _fresh(Path(out)) if out is not None else numbered(loaded.out)
     atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
     return asyncio.run(_execute(loaded, run_dir, view, resumed=False))
 
@@ -244,7 +244,8 @@ def _fresh(folder: Path) -> Path:
     return folder
 
 
-def _numbered(folder: Path) -> Path:
+def numbered(folder: Path) -> Path:
+    """The folder, or the first of FOLDER-2, FOLDER-3 ... that holds no run."""
     number, candidate = 1, folder
     while (candidate / CONFIG).exists():
         number += 1

@@ -79,10 +79,10 @@ def _math(payload: dict[str, str]) -> float:
 
 
 def _parsed(text: str) -> list[Any]:
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    from math_verify import LatexExtractionConfig, parse
 
-    configs = [LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()]
-    found = parse(f"$\\boxed{{{text}}}$", configs, fallback_mode="no_fallback", parsing_timeout=None)
+    whole = [LatexExtractionConfig(boxed_match_priority=0)]  # plain expressions would match a part of the text
+    found = parse(f"$\\boxed{{{text}}}$", whole, fallback_mode="no_fallback", parsing_timeout=None)
     return list(found)
 
 
@@ -112,7 +112,8 @@ def _reasoning_gym(payload: dict[str, Any]) -> float | str:
     except MemoryError:
         raise
     except Exception:
-        dataset.score_answer(payload["entry"]["answer"], payload["entry"])
+        if payload["entry"]["answer"] is not None:  # some generators know how to score but no solution
+            dataset.score_answer(payload["entry"]["answer"], payload["entry"])
         return "unscorable"
 
 

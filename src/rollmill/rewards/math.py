@@ -141,4 +141,8 @@ def _is_words(text: str) -> bool:
 
 
 def _latex(text: str) -> str:
+    """The text as LaTeX that math-verify reads: sqrt(2), pi and 1e-7 are common in answers too."""
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
     return text.replace("%", "\\%").replace("°", "^{\\circ}")

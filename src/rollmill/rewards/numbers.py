@@ -60,7 +60,8 @@ class Quantity:
 
 def normalised(text: str) -> str:
     """The text without LaTeX spacing, text wrappers and delimiters; equal strings are equal answers."""
-    text = text.replace("{,}", ",").replace("\\!", "").replace("−", "-").replace("–", "-").replace("**", "")
+    text = text.replace("{,}", ",").replace("\\!", "").replace("−", "-").replace("–", "-")
+    text = re.sub(r"(?<=[\w)])\*\*(?=[\w({-])", "^", text).replace("**", "")
     text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
     text = _SPACES.sub(" ", text)
     text = _WRAPPED.sub(r" \1 ", text)
@@ -128,6 +129,7 @@ def _fraction(text: str) -> Fraction | None:
     if len(text) > _MOST_DIGITS:
         return None
     text = re.sub(r"^([+-]) ", r"\1", text.strip())
+    text = re.sub(r"^([+-]*)10\^(?=\{?[+-]?\d)", r"\g<1>1*10^", text)
     plain = _PLAIN.fullmatch(text.replace(" ", ""))
     if plain is not None and " " not in re.sub(r" ?(\\times|\*|x|×) ?", "", text):
         exponent = int(plain["e"] or plain["t"] or 0)

@@ -45,9 +45,12 @@ def _nearest(path: Path) -> str:
     folder = path.parent
     if not folder.is_dir():
         return f", nor does its folder {folder}; correct the path"
-    names = sorted(entry.name for entry in folder.iterdir())
-    near = get_close_matches(path.name, names, n=1, cutoff=0.5)
-    return f"; did you mean {folder / near[0]}?" if near else "; correct the path"
+    stems = {entry.stem: entry for entry in sorted(folder.iterdir())}
+    near = get_close_matches(path.stem, list(stems), n=1)
+    if near:
+        return f"; did you mean {stems[near[0]]}?"
+    files = sorted(entry.name for entry in folder.iterdir() if entry.suffix.lower() in _READERS)
+    return f"; {folder} holds {', '.join(files[:5]) or 'no taskset'}"
 
 
 def read_jsonl(path: Path) -> Records:
@@ -62,7 +65,7 @@ def read_jsonl(path: Path) -> Records:
 
 def _json_line(where: str, line: bytes) -> Record:
     try:
-        return record_of(where, json.loads(line.decode("utf-8")))
+        return record_of(where, json.loads(line.rstrip().decode("utf-8")))
     except UnicodeDecodeError as error:
         return Record(where, problem=f"not UTF-8 text (byte {error.start + 1} of the line)")
     except json.JSONDecodeError as error:

@@ -1,0 +1,89 @@
+"""Worker: one GRPO step per command, as a run makes it: rollout, reward, update, publish."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from typing import Any
+
+from bench.models import model_dir, prompts
+from bench.worker import Channel, versions
+
+
+def rows(model: str) -> list[dict[str, Any]]:
+    """The taskset: random prompts."""
+    return [{"prompt": " ".join(f"w{token}" for token in ids)} for ids in prompts(model, 256, 20)]
+
+
+def even_ids(task: Any, completion: Any) -> float:
+    """The reward: share of even token ids."""
+    return float((completion.token_ids % 2 == 0).mean())
+
+
+async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
+    """Build the stage of a run and make one step per command."""
+    began = time.perf_counter()
+    import torch
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+    from rollmill.config.algorithm import GRPOOptions
+    from rollmill.config.reward import PythonReward
+    from rollmill.config.rollout import RolloutConfig
+    from rollmill.config.run import StageConfig
+    from rollmill.config.taskset import TasksetConfig
+    from rollmill.config.trainer import TrainerConfig
+    from rollmill.master.stage import StageRun
+    from rollmill.models.load import Policy
+    from rollmill.trainer import choose_precision
+
+    device = torch.device(args.device)
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+    folder = model_dir(args.model)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(device)
+    precision = choose_precision(model, device) if args.dtype == "auto" else args.dtype
+    config = StageConfig(
+        steps=1000,
+        taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
+        rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens),
+        rewards=[PythonReward(name="python", function="bench.ours.step:even_ids")],
+        algorithm=GRPOOptions(),
+        trainer=TrainerConfig(lr=1e-5),
+    )
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
+    stage = StageRun(config, policy, index=0, seed=0, first_version=0, precision=precision, tasksets={})
+    channel.say(
+        startup_s=time.perf_counter() - began,
+        dtype=precision,
+        versions=versions("torch", "transformers"),
+    )
+    for _ in channel.commands():
+        started, cpu = time.perf_counter(), time.process_time()
+        result = await stage.step()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        channel.say(
+            seconds=time.perf_counter() - started,
+            cpu_s=time.process_time() - cpu,
+            tokens=result.generated_tokens,
+            phases={name: round(value, 4) for name, value in result.seconds.items()},
+        )
+    await stage.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--device", default="cpu")
+    args = parser.parse_args()
+    asyncio.run(serve_steps(Channel(), args))
+
+
+if __name__ == "__main__":
+    main()

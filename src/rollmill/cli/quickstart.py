@@ -1,0 +1,25 @@
+"""`rollmill quickstart`: the whole loop on a laptop CPU, explained."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def command(
+    out: Annotated[Path | None, typer.Option(help="Where to write (default: runs/quickstart, numbered).")] = None,
+    seed: Annotated[int, typer.Option(help="Seed of data order, weights and sampling.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print summary.json on stdout, the story on stderr.")] = False,
+) -> None:
+    """Teach a small model to add, badly, and repair it by reinforcement learning: about two minutes."""
+    from rollmill.master.launch import numbered
+    from rollmill.quickstart.story import quickstart
+
+    folder = numbered(Path("runs/quickstart")) if out is None else out
+    summary = quickstart(folder, seed, sys.stderr if as_json else sys.stdout)
+    if as_json:
+        print(json.dumps(summary))

@@ -1,0 +1,118 @@
+"""The quickstart: two runs, told step by step."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any, TextIO
+
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Experience
+from rollmill.master import run
+from rollmill.master.master import EVALUATIONS
+from rollmill.monitor.codec import decode_experience
+from rollmill.monitor.metrics import Metrics
+from rollmill.monitor.view import PlainView, View, make_view
+
+FILES = ("addition.yaml", "reasoning.yaml")
+SHOWN = 3
+
+
+class Outline(PlainView):
+    """Plain lines, but of long stages only every 60th step."""
+
+    def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
+        """Print the step if it is one of a short stage, evaluated, or a 60th."""
+        self._progress.update(metrics)
+        step = metrics["step"]
+        assert isinstance(step, int)
+        if self._progress.stage_total <= 60 or "eval/greedy" in metrics or step % 60 == 0:
+            super().step(metrics, experiences)
+
+
+def quickstart(out: Path, seed: int, stream: TextIO) -> dict[str, Any]:
+    """Run the quickstart into `out` and tell its story on `stream`; the summary of the main run.
+
+    Raises:
+        ConfigError: `out` already holds a run.
+    """
+    if (out / "config.yaml").exists():
+        raise ConfigError(f"{out} already holds a run; choose another --out, or look at it with `rollmill show {out}`")
+    out.mkdir(parents=True, exist_ok=True)
+    for name in FILES:
+        with resources.as_file(resources.files("rollmill.quickstart") / name) as file:
+            shutil.copy(file, out / name)
+    _say(stream, _OPENING.format(file=out / FILES[0]))
+    summary = run(out / FILES[0], [f"seed={seed}"], out, _view(stream))
+    _say(stream, _AFTER.format(before=summary["accuracy_before"], after=summary["accuracy_after"]))
+    _show_completions(out, summary, stream)
+    second = _reasoning(out, seed, stream)
+    _say(stream, _CLOSING.format(out=out, seconds=summary["seconds"] + (second or {"seconds": 0})["seconds"]))
+    return summary
+
+
+def _reasoning(out: Path, seed: int, stream: TextIO) -> dict[str, Any] | None:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        _say(stream, "The second part uses reasoning-gym, which is not installed: pip install 'rollmill[reasoning]'.")
+        return None
+    _say(stream, _REASONING.format(file=out / FILES[1]))
+    folder = out / "reasoning-gym"
+    summary = run(out / FILES[1], [f"seed={seed}"], folder, _view(stream))
+    first, last = summary["evaluations"][0], summary["evaluations"][-1]
+    _say(stream, f"Sampled accuracy went from {first['eval/sampled']:.0%} to {last['eval/sampled']:.0%}.")
+    return summary
+
+
+def _view(stream: TextIO) -> View:
+    return make_view(1, stream) if stream.isatty() else Outline(stream)
+
+
+def _show_completions(out: Path, summary: dict[str, Any], stream: TextIO) -> None:
+    """Tasks that were wrong before the last stage, with both answers."""
+    steps = [record["step"] for record in summary["evaluations"] if record["stage"] == summary["stages"][-1]]
+    before, after = (_evaluation(out, step) for step in (steps[0], steps[-1]))
+    wrong = [task for task, experience in before.items() if experience.reward != 1.0] or list(before)
+    for task in wrong[:SHOWN]:
+        _say(stream, f"  {before[task].prompt.strip()}")
+        for name, experience in (("before", before[task]), ("after", after[task])):
+            mark = "right" if experience.reward == 1.0 else "wrong"
+            _say(stream, f"    {name:6}  {experience.response}   {mark}")
+
+
+def _evaluation(out: Path, step: int) -> dict[str, Experience]:
+    import json
+
+    path = out / EVALUATIONS / f"step-{step:06d}.jsonl"
+    with path.open() as lines:
+        experiences = [decode_experience(json.loads(line)) for line in lines]
+    return {experience.task_id: experience for experience in experiences}
+
+
+def _say(stream: TextIO, text: str) -> None:
+    print(text, file=stream, flush=True)
+
+
+_OPENING = """\
+A language model of 0.4M parameters learns to add three-digit numbers, on this CPU.
+1. warm-start: it imitates a teacher that writes each column down but forgets 7 of 10 carries (supervised
+   fine-tuning). The model learns the way of working, and the forgetting with it.
+2. repair: it solves sums itself, 8 tries each; tries that end in the true sum are made more likely, the others
+   less (GRPO). Nobody shows it a carry: the reward only looks at the final answer.
+The run file is {file}; every key in it is yours to change."""
+
+_AFTER = """
+Held-out sums solved (greedy): {before:.1%} before the repair, {after:.1%} after it. For example:"""
+
+_REASONING = """
+Now the same run file with another task, single-digit sums and differences of reasoning-gym, in {file}.
+There is no worked solution to imitate here: stage 1 learns to guess answers, stage 2 keeps the guesses that score."""
+
+_CLOSING = """
+Both runs took {seconds:.0f} s. What to look at next:
+  {out}/report.html     curves, phases, best and worst completions (open it in a browser)
+  {out}/summary.json    the numbers
+  rollmill show {out}   steps, rollouts and single completions with their tokens
+  rollmill init         writes a first run file of your own"""
