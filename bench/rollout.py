@@ -64,7 +64,7 @@ def sides(name: str, dtype: str, python: str, left_out: set[str], device: str = 
     if "vllm" not in left_out:
         for kind in ("bfloat16", "float32"):
             chosen.append(Side(f"vllm {kind}", "bench.peers.vllm_rollout", (*common, "--dtype", kind), python))
-    if "hf" not in left_out and with_transformers:
+    if "hf" not in left_out and (with_transformers or device != "cpu"):
         chosen.append(Side("transformers", "bench.peers.hf_rollout", (*common, "--device", device)))
     return chosen
 

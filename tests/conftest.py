@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
+from forks import Forks, forks
 
 torch.set_num_threads(1)
 
@@ -22,3 +24,10 @@ def data_dir() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no data folder at {folder}; set ROLLMILL_DATA")
     return folder
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[Forks]:
+    """Runs the command line in processes of its own."""
+    with forks() as running:
+        yield running

@@ -33,8 +33,10 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
     from rollmill.config.trainer import TrainerConfig
+    from rollmill.master.selection import StageTasks
     from rollmill.master.stage import StageRun
     from rollmill.models.load import Policy
+    from rollmill.tasks import load_taskset
     from rollmill.trainer import choose_precision
 
     device = torch.device(args.device)
@@ -53,7 +55,8 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
-    stage = StageRun(config, policy, index=0, seed=0, first_version=0, precision=precision, tasksets={})
+    tasks = StageTasks(load_taskset(config.taskset), experts=None, held_out=[], notes=[])
+    stage = StageRun(config, policy, tasks, index=0, seed=0, first_version=0, precision=precision)
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,

@@ -7,7 +7,7 @@ set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ -x .venv-vllm/bin/python ] && .venv-vllm/bin/python -c "import vllm" 2>/dev/null && exit 0
 
-[ -x .venv-vllm/bin/python ] || python3 -m venv .venv-vllm
+[ -x .venv-vllm/bin/python ] || "${PYTHON:-python3}" -m venv .venv-vllm
 .venv-vllm/bin/python -m pip install --quiet uv
 backend=(--torch-backend cpu)
 [ -z "${UV_FIND_LINKS:-}" ] || backend=()

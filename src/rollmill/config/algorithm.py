@@ -60,7 +60,9 @@ class DAPOOptions(PolicyGradientOptions):
 
     name: Literal["dapo"]
     clip_high: float = Field(0.28, ge=0)
+    """Ratios above 1 + clip_high bring no further gain."""
     ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
     overlong_buffer: int = Field(0, ge=0)
     """L_c: completions longer than max_new_tokens - L_c lose up to 1 reward, linearly. 0 turns it off."""
     drop_uniform_groups: bool = True
@@ -72,6 +74,7 @@ class ReinforceOptions(PolicyGradientOptions):
 
     name: Literal["reinforce"]
     baseline: Literal["batch", "none"] = "batch"
+    """What is taken off the reward: the mean of the whole batch, or nothing."""
 
 
 class RLOOOptions(PolicyGradientOptions):
@@ -90,6 +93,7 @@ class SFTOptions(AlgorithmOptions):
     batch: int = Field(32, ge=1)
     """Demonstrations per step."""
     aggregation: Aggregation = "token-mean"
+    """How per-token terms become one number."""
 
 
 class MIXOptions(GRPOOptions):

@@ -23,10 +23,15 @@ class NewModelConfig(Section):
     """A randomly initialised model (used when `model.path` is `new`)."""
 
     architecture: Literal["qwen3", "qwen2", "llama", "gemma"] = "qwen3"
+    """Family of the network."""
     hidden_size: int = Field(256, ge=8)
+    """Width of the residual stream."""
     layers: int = Field(4, ge=1)
+    """Transformer layers."""
     heads: int = Field(4, ge=1)
+    """Attention heads."""
     kv_heads: int = Field(2, ge=1)
+    """Key-value heads; must divide heads."""
     head_dim: int | None = Field(None, ge=2)
     """Defaults to hidden_size / heads."""
     intermediate_size: int | None = Field(None, ge=1)
@@ -34,6 +39,7 @@ class NewModelConfig(Section):
     context: int = Field(1024, ge=8)
     """Longest sequence the model accepts (max_position_embeddings)."""
     tie_embeddings: bool = True
+    """Use the embedding matrix as the output layer, too."""
     initializer_range: float = Field(0.05, gt=0)
     """Standard deviation of the initial weights; small models learn far slower with the customary 0.02."""
     tokenizer: TokenizerConfig = TokenizerConfig()

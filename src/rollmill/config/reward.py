@@ -31,6 +31,7 @@ class ExactReward(_Reward):
 
     name: Literal["exact"]
     ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
     strip: bool = True
     """Ignore leading and trailing white space."""
     after: str | None = None
@@ -62,12 +63,13 @@ class PythonReward(_Reward):
 
     name: Literal["python"]
     function: str
-    """`FILE.py:NAME` or `package.module:NAME`."""
+    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward that a plugin registers."""
     options: dict[str, Any] = {}
     """Keyword arguments passed on."""
     time_limit_s: float = Field(60.0, gt=0)
     """Longest wait for one judgement; past it the outcome is `timeout`."""
     timeout_reward: float = 0.0
+    """Reward of a timed-out judgement."""
 
 
 RewardConfig = Annotated[

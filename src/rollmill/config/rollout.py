@@ -13,11 +13,13 @@ class SamplingConfig(Section):
     temperature: float = Field(1.0, ge=0)
     """0 is greedy. Training refuses 0: there is nothing to compare within a group."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Keep the most probable tokens that together hold this much probability; 1 keeps all."""
     top_k: int = Field(0, ge=0)
     """Keep only the K most probable tokens; 0 keeps all."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Drop tokens less probable than min_p times the most probable one."""
     max_new_tokens: int = Field(256, ge=1)
+    """Longest completion in tokens; the model's context may end it sooner."""
     stop: list[str] = []
     """Stop strings: the completion ends where one appears; the text ends before it, the tokens keep it."""
     stop_token_ids: list[int] = []

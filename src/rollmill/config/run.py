@@ -20,6 +20,7 @@ class EvaluationConfig(Section):
     """Accuracy on held-out tasks: greedy, and sampled with a confidence interval."""
 
     taskset: TasksetConfig
+    """The held-out tasks."""
     every: int = Field(10, ge=1)
     """Evaluate after every N steps, and after the last."""
     at_start: bool = True
@@ -29,6 +30,7 @@ class EvaluationConfig(Section):
     samples: int = Field(1, ge=0)
     """Sampled completions per task at the rollout's temperature; 0 evaluates greedily only."""
     greedy: bool = True
+    """Also measure greedy accuracy, with one completion per task."""
     threshold: float = 1.0
     """A completion is correct when its reward is at least this."""
 
@@ -39,6 +41,7 @@ class CheckpointConfig(Section):
     every: int = Field(10, ge=1)
     """Write one after every N steps, and at the end of each stage."""
     keep_last: int = Field(2, ge=1)
+    """How many of the newest checkpoints are kept."""
     keep_best: bool = True
     """Also keep the checkpoint with the best evaluation (sampled accuracy, else greedy)."""
 
@@ -47,6 +50,7 @@ class EarlyStopConfig(Section):
     """Stop a stage when an evaluated metric is good enough, or no longer improves."""
 
     metric: Literal["eval/greedy", "eval/sampled"] = "eval/sampled"
+    """The metric that is watched."""
     at_least: float | None = None
     """Stop once the metric reaches this value."""
     patience: int | None = Field(None, ge=1)
@@ -94,12 +98,14 @@ class RunConfig(StageConfig):
 
     name: str = "run"
     seed: int = 0
+    """Seed of a new model's weights, the order of tasks and all sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where the model lives; auto takes a GPU where torch finds one."""
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
     plugins: list[Path] = []
-    """Python files imported before the run: they register rewards and algorithms."""
+    """Python files imported before the run; functions they decorate with `@rollmill.reward` are found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

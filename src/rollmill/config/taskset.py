@@ -18,6 +18,7 @@ class GeneratorConfig(Section):
     size: int = Field(1000, ge=1)
     """How many tasks to generate."""
     seed: int = 0
+    """What the generator draws from: another seed gives other tasks."""
     options: dict[str, Any] = {}
     """Keyword arguments of the generator's own configuration, for example {min_terms: 2, max_terms: 3}."""
 

@@ -13,16 +13,21 @@ class TrainerConfig(Section):
     """The optimizer and how a batch is cut."""
 
     lr: float = Field(1e-5, gt=0)
+    """Learning rate of AdamW at its highest."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Shape of the learning rate after warm-up, over the stage's steps."""
     warmup_steps: int = Field(0, ge=0)
+    """Steps over which the learning rate rises linearly to lr."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
     """Where linear and cosine schedules end, as a share of lr."""
     betas: tuple[float, float] = (0.9, 0.99)
+    """AdamW's decay rates of the first and the second moment."""
     eps: float = Field(1e-8, gt=0)
+    """AdamW's term in the denominator."""
     weight_decay: float = Field(0.0, ge=0)
     """Decoupled weight decay, on matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients with a larger Euclidean norm are scaled down to it."""
     updates_per_batch: int = Field(1, ge=1)
     """Optimizer steps per batch: the batch is cut into that many parts, group by group."""
     epochs_per_batch: int = Field(1, ge=1)
@@ -32,5 +37,6 @@ class TrainerConfig(Section):
     logprob_chunk: int = Field(1024, ge=1)
     """Rows of [rows, vocabulary] logits that exist at a time."""
     gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type over fp32 master weights; auto measures which is faster on this machine."""

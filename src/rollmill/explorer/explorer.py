@@ -6,20 +6,13 @@ An explorer knows an engine, a judge and a tokenizer; it does not know who train
 from __future__ import annotations
 
 import asyncio
-import time
-from typing import Any, Protocol
+from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, Experience, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
-from rollmill.rewards import Judge
+from rollmill.rewards import Judge, Judgement
 from rollmill.tasks import encode_prompt, prompt_text
-
-
-class PromptEncoder(Protocol):
-    """Turns a task into prompt tokens."""
-
-    def __call__(self, task: Task, tokenizer: Any) -> list[int]: ...
 
 
 class Explorer:
@@ -43,31 +36,38 @@ class Explorer:
         """
         prompt_ids = encode_prompt(task, self._tokenizer)
         request = Request(prompt_ids, sampling, n=n, seed=seed, id=f"task {task.id}")
-        judging: dict[int, asyncio.Task[Experience]] = {}
+        completions: dict[int, Completion] = {}
+        judging: dict[int, asyncio.Task[Judgement]] = {}
         try:
             async for completion in self._engine.stream(request):
-                work = self._judged(task, completion, sampling, group)
+                completions[completion.index] = completion
+                work = self._judge.judge(task, completion, group_follows=True)
                 judging[completion.index] = asyncio.ensure_future(work)
-            return list(await asyncio.gather(*(judging[index] for index in sorted(judging))))
+            ordered = [completions[index] for index in sorted(completions)]
+            judgements = await asyncio.gather(*(judging[each.index] for each in ordered))
+            judgements = await self._judge.finish_group(task, ordered, judgements)
+            prompt = prompt_text(task, self._tokenizer)
+            return [_experience(task, prompt, *pair, sampling, group) for pair in zip(ordered, judgements, strict=True)]
         except BaseException:
             for pending in judging.values():
                 pending.cancel()
             await asyncio.gather(*judging.values(), return_exceptions=True)
             raise
 
-    async def _judged(self, task: Task, completion: Completion, sampling: SamplingConfig, group: str) -> Experience:
-        experience = experience_from_completion(
-            completion,
-            id=f"{group}/{completion.index}",
-            task_id=task.id,
-            group=group,
-            prompt=prompt_text(task, self._tokenizer),
-            temperature=sampling.temperature or 1.0,
-        )
-        started = time.perf_counter()
-        judgement = await self._judge.judge(task, completion)
-        experience.reward = judgement.reward
-        experience.reward_parts = dict(judgement.parts)
-        experience.info["outcomes"] = dict(judgement.outcomes)
-        experience.timings["reward"] = time.perf_counter() - started
-        return experience
+
+def _experience(
+    task: Task, prompt: str, completion: Completion, judgement: Judgement, sampling: SamplingConfig, group: str
+) -> Experience:
+    experience = experience_from_completion(
+        completion,
+        id=f"{group}/{completion.index}",
+        task_id=task.id,
+        group=group,
+        prompt=prompt,
+        temperature=sampling.temperature or 1.0,
+    )
+    experience.reward = judgement.reward
+    experience.reward_parts = dict(judgement.parts)
+    experience.info["outcomes"] = dict(judgement.outcomes)
+    experience.timings["reward"] = judgement.seconds
+    return experience

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from rollmill.core.errors import CheckpointError
+from rollmill.master.state import RunState
 from rollmill.models.new import save_policy
 
 FOLDER = "checkpoints"
@@ -43,32 +44,33 @@ class Checkpoints:
         return self.folder / f"step-{step:06d}"
 
     def write(self, step: int, model: Any, tokenizer: Any, state: dict[str, Any], trainer: dict[str, Any]) -> Path:
-        """Write the checkpoint of a step; replaces one of the same step.
+        """Write the checkpoint of a step that has none.
 
         Raises:
             CheckpointError: the disk is full or not writable; older checkpoints are untouched.
         """
         final = self.path(step)
+        assert not final.exists(), "replacing a checkpoint would leave a moment without any"
         temporary = self.folder / f".writing-{step:06d}-{os.getpid()}"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             save_policy(model, tokenizer, temporary)
-            torch.save(trainer, temporary / TRAINER)
+            with (temporary / TRAINER).open("wb") as file:  # Python's files say why they cannot be written
+                torch.save(trainer, file)
             (temporary / STATE).write_text(json.dumps(state, allow_nan=False) + "\n")
             _flush(temporary)
-            shutil.rmtree(final, ignore_errors=True)
             temporary.rename(final)
             _flush_directory(self.folder)
         except Exception as error:  # libraries wrap the operating system's error in types of their own
             shutil.rmtree(temporary, ignore_errors=True)
             raise CheckpointError(
-                f"cannot write the checkpoint {final}: {error}. Earlier checkpoints are whole; free some space or mend "
-                f"the permissions, then `rollmill resume {self.folder.parent}`."
+                f"cannot write the checkpoint {final}: {_reason(error)}. Earlier checkpoints are whole; free some "
+                f"space or mend the permissions, then `rollmill resume {self.folder.parent}`."
             ) from error
         return final
 
-    def read(self, step: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    def read(self, step: int) -> tuple[RunState, dict[str, Any]]:
         """state and trainer as they were written.
 
         Raises:
@@ -76,25 +78,38 @@ class Checkpoints:
         """
         path = self.path(step)
         try:
-            state = json.loads((path / STATE).read_text())
+            state = RunState.from_json(json.loads((path / STATE).read_text()))
             trainer = torch.load(path / TRAINER, map_location="cpu", weights_only=True)
         except Exception as error:
-            raise CheckpointError(
-                f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
-            ) from error
+            raise unreadable(path, error) from error
         return state, trainer
 
     def prune(self, keep_last: int, also: Iterable[int]) -> None:
         """Remove all but the newest `keep_last` and the steps in `also`, and what killed writers left behind."""
         steps = self.steps()
         for step in set(steps[:-keep_last]) - set(also):
-            shutil.rmtree(self.path(step))
+            self.path(step).rename(self.folder / f".removing-{step:06d}")  # half of a checkpoint must not look whole
         self.sweep()
 
     def sweep(self) -> None:
         """Remove unfinished checkpoints."""
-        for left in self.folder.glob(".writing-*"):
+        for left in [*self.folder.glob(".writing-*"), *self.folder.glob(".removing-*")]:
             shutil.rmtree(left, ignore_errors=True)
+
+
+def unreadable(path: Path, error: Exception) -> CheckpointError:
+    """What to say of a checkpoint whose files are missing or damaged."""
+    return CheckpointError(
+        f"cannot read the checkpoint {path}: {error}. Remove that folder to resume from the one before it."
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """The operating system's reason where there is one: torch and safetensors put errors of their own on top of it."""
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, OSError):
+        found = found.__cause__ or found.__context__
+    return str(error) if found is None else str(found)
 
 
 def _flush(folder: Path) -> None:

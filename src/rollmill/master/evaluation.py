@@ -10,6 +10,7 @@ from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.master.measures import require_rewards
 from rollmill.monitor.metrics import wilson_interval
 
 EVALUATION_STREAM = 0xE7A1  # keeps evaluation's randomness apart from training's
@@ -33,6 +34,7 @@ class Evaluator:
 
         Raises:
             DeadlineError: not finished within `deadline_s` seconds.
+            RewardError: a reward failed, or none applies to the held-out tasks.
         """
         greedy = self._sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         try:
@@ -48,6 +50,7 @@ class Evaluator:
                 deadline_s,
                 "Raise rollout.deadline_s, or lower evaluation.limit or rollout.max_new_tokens.",
             ) from None
+        require_rewards([*greedy_runs, *sampled_runs], "the evaluation")
         metrics: dict[str, float] = {}
         if greedy_runs:
             metrics["eval/greedy"] = self._accuracy(greedy_runs)

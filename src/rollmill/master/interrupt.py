@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import Awaitable, Iterator
@@ -11,6 +12,8 @@ from types import FrameType
 from typing import TypeVar
 
 T = TypeVar("T")
+
+_ENDING = b"\nending after this step, with a checkpoint; press Ctrl-C again to end at once\n"
 
 
 class Interrupted(Exception):  # noqa: N818  not an error
@@ -42,6 +45,7 @@ class Interrupts:
         if self.requested:
             raise KeyboardInterrupt
         self.requested = True
+        os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
         self._loop.call_soon_threadsafe(self._event.set)
 
     def check(self) -> None:
@@ -51,10 +55,10 @@ class Interrupts:
 
     async def guard(self, work: Awaitable[T]) -> T:
         """The result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised."""
-        self.check()
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._event.wait())
         try:
+            self.check()
             await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
                 raise Interrupted

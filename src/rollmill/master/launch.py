@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,20 +14,25 @@ import torch
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.model import ModelConfig
+from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
-from rollmill.core.errors import CheckpointError, ConfigError
+from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.core.registry import import_file
 from rollmill.core.types import Task
-from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master
+from rollmill.master.selection import StageTasks, select_tasks
+from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
 from rollmill.models.load import Policy, load_policy
 from rollmill.monitor.files import atomic_write
+from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.view import View, make_view
+from rollmill.rewards import build_judge
 from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision, choose_threads
 
@@ -53,7 +59,7 @@ def run(
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
     run_dir = _fresh(Path(out)) if out is not None else numbered(loaded.out)
     atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
-    return asyncio.run(_execute(loaded, run_dir, view, resumed=False))
+    return _execute(loaded, run_dir, view, resumed=False)
 
 
 def resume(run_dir: str | Path, view: View | None = None) -> dict[str, Any]:
@@ -61,7 +67,7 @@ def resume(run_dir: str | Path, view: View | None = None) -> dict[str, Any]:
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
-    return asyncio.run(_execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True))
+    return _execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True)
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -73,46 +79,52 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give a run directory")
-    loaded = load_run(folder / CONFIG, overrides, out=folder)
+    loaded = load_run(folder / CONFIG, out=folder)
     indices = [i for i, stage in enumerate(loaded.stages) if stage.evaluation is not None]
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
+    loaded = load_run(folder / CONFIG, _of_stage(loaded, indices[-1], overrides), out=folder)
     steps = Checkpoints(folder).steps()
     if not steps or (step is not None and step not in steps):
         have = ", ".join(map(str, steps)) or "none"
-        raise CheckpointError(f"{folder} has no checkpoint of step {step or 'any'}; it has: {have}")
+        what = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
-    return asyncio.run(_evaluate(loaded, folder, indices[-1], chosen))
+    setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    return {"step": chosen, **asyncio.run(_evaluate(loaded, setup, indices[-1], chosen))}
 
 
-async def _evaluate(loaded: LoadedRun, folder: Path, index: int, step: int) -> dict[str, Any]:
-    from rollmill.master.stage import StageRun
+def _of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
+    """Overrides as keys of one stage, where the run has several."""
+    if not loaded.config.stages:
+        return list(overrides)
+    return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
 
-    setup = _set_up(loaded, folder, step)
+
+async def _evaluate(loaded: LoadedRun, setup: _Setup, index: int, step: int) -> dict[str, float]:
     stage = StageRun(
         loaded.stages[index],
         setup.policy,
+        setup.tasks[index],
         index=index,
         seed=loaded.config.seed,
         first_version=step,
         precision=setup.precision,
-        tasksets=setup.tasksets,
     )
     try:
         assert stage.evaluator is not None
         metrics, _ = await stage.evaluator.evaluate(loaded.stages[index].rollout.deadline_s)
     finally:
         await stage.close()
-    return {"step": step, **metrics}
+    return metrics
 
 
-async def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
+def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
     checkpoints = Checkpoints(run_dir)
     steps = checkpoints.steps() if resumed else []
     start: tuple[RunState, dict[str, Any]] | None = None
     if steps:
-        state, trainer = checkpoints.read(steps[-1])
-        start = RunState.from_json(state), trainer
+        start = checkpoints.read(steps[-1])
     checkpoints.sweep()
     setup = _set_up(loaded, run_dir, steps[-1] if steps else None)
     plan = [(stage.name, stage.steps) for stage in loaded.stages]
@@ -123,15 +135,15 @@ async def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resum
         loaded.config,
         loaded.stages,
         setup.policy,
+        setup.tasks,
         monitor,
         precision=setup.precision,
-        tasksets=setup.tasksets,
     )
     try:
         monitor.message(setup.describe(run_dir))
         if resumed:
             monitor.resume_at(steps[-1] if steps else 0)
-        summary = await master.run(start)
+        summary = asyncio.run(master.run(start))
     except Interrupted:
         summary = summarise(master.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
         monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill resume {run_dir}")
@@ -147,7 +159,7 @@ async def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resum
 @dataclass(frozen=True)
 class _Setup:
     policy: Policy
-    tasksets: dict[str, Taskset]
+    tasks: list[StageTasks]
     precision: str
     threads: int
 
@@ -166,14 +178,27 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     for plugin in config.plugins:
         import_file(plugin)
+    for stage in loaded.stages:
+        build_judge(stage.rewards).close()  # a missing function of the last stage shows before the first has run
     tasksets = _load_tasksets(loaded.stages)
     device = _device(config.device)
     model = config.model if step is None else ModelConfig(path=Checkpoints(run_dir).path(step))
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages]
-    policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+    try:
+        policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+    except ModelError as error:
+        if step is None:
+            raise
+        raise unreadable(Checkpoints(run_dir).path(step), error) from error
+    tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     torch.set_num_threads(machine["threads"])
-    return _Setup(policy, tasksets, machine["precision"], machine["threads"])
+    return _Setup(policy, tasks, machine["precision"], machine["threads"])
+
+
+def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
+    held_out = None if stage.evaluation is None else tasksets[_key(stage.evaluation.taskset)]
+    return select_tasks(stage, policy, tasksets[_key(stage.taskset)], held_out)
 
 
 def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]:
@@ -237,10 +262,14 @@ def _device(wanted: str) -> torch.device:
 
 
 def _fresh(folder: Path) -> Path:
-    if (folder / CONFIG).exists():
+    """A run that failed before its first result may be started again in the same directory, with another run file."""
+    if folder.exists() and not folder.is_dir():
+        raise ConfigError(f"{folder} is a file; choose another folder with --out")
+    if (folder / CONFIG).exists() and (read_metrics(folder) or Checkpoints(folder).steps()):
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
+    (folder / MACHINE).unlink(missing_ok=True)
     return folder
 
 

@@ -12,13 +12,13 @@ from typing import Any
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.interrupt import Interrupted, Interrupts
+from rollmill.master.selection import StageTasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState, StageState
 from rollmill.master.summary import summarise
 from rollmill.models.load import Policy
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.rollouts import RolloutStore
-from rollmill.tasks import Taskset
 
 EVALUATIONS = "evaluations"
 
@@ -32,18 +32,18 @@ class Master:
         config: RunConfig,
         stages: list[StageConfig],
         policy: Policy,
+        tasks: list[StageTasks],
         monitor: Monitor,
         *,
         precision: str,
-        tasksets: dict[str, Taskset],
     ) -> None:
         self._run_dir = run_dir
         self._config = config
         self._stages = stages
         self._policy = policy
+        self._tasks = tasks
         self._monitor = monitor
         self._precision = precision
-        self._tasksets = tasksets
         self._checkpoints = Checkpoints(run_dir)
         self._evaluations = RolloutStore(run_dir / EVALUATIONS)
         self._interrupts: Interrupts
@@ -71,11 +71,11 @@ class Master:
         stage = StageRun(
             config,
             self._policy,
+            self._tasks[self.state.stage],
             index=self.state.stage,
             seed=self._config.seed,
             first_version=self.state.step - self.state.current.step,
             precision=self._precision,
-            tasksets=self._tasksets,
         )
         try:
             if trainer:
@@ -90,8 +90,10 @@ class Master:
     def _announce(self, config: StageConfig, stage: StageRun) -> None:
         self._monitor.message(
             f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, "
-            f"{stage.task_count} tasks loaded, {stage.rejected_rows} rejected"
+            f"{len(stage.tasks.training.tasks)} tasks loaded, {len(stage.tasks.training.rejected)} rejected"
         )
+        for note in stage.tasks.notes:
+            self._monitor.message(note)
 
     async def _train(self, config: StageConfig, stage: StageRun) -> None:
         state, started = stage.state, time.perf_counter()
@@ -103,7 +105,8 @@ class Master:
                 started = self._clock(config.name, started)
         except Interrupted:
             self._clock(config.name, started)
-            await self._checkpoint(stage)
+            if self.state.step not in self._checkpoints.steps():
+                await self._checkpoint(stage)
             raise
         self.state.stage += 1
         self.state.current = StageState()
@@ -112,6 +115,8 @@ class Master:
     async def _evaluate_at_start(self, config: StageConfig, stage: StageRun) -> None:
         """Evaluate before the first step, unless the stage before has just done the same."""
         done = self.state.evaluations[-1] if self.state.evaluations else None
+        if done is not None and (done["step"], done["stage"]) == (self.state.step, config.name):
+            return  # interrupted between the evaluation and the first step
         before = self._stages[self.state.stage - 1] if self.state.stage else None
         same = before is not None and _measures(before) == _measures(config)
         if done is not None and same and done["step"] == self.state.step:

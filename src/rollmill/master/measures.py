@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import numpy as np
 
+from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason
+
+
+def require_rewards(experiences: list[Experience], where: str) -> None:
+    """Raises RewardError when completions were judged and no reward applied to any of them."""
+    usual = [e for e in experiences if e.source is Source.USUAL]
+    if usual and all(e.reward is None for e in usual):
+        names = ", ".join(dict.fromkeys(part for e in usual for part in e.reward_parts))
+        raise RewardError(
+            f"{where}: no reward ({names}) applies to any of the {len(usual)} completions (first: task "
+            f"{usual[0].task_id}), so nothing can be learned or measured; correct `rewards`, or give the tasks what "
+            "they compare with (taskset.fields.answer)"
+        )
 
 
 def batch_metrics(experiences: list[Experience], version: int) -> dict[str, float]:

@@ -20,20 +20,21 @@ from rollmill.algorithms import build_recipe
 from rollmill.buffer import GroupQueue
 from rollmill.config.algorithm import MIXOptions, SFTOptions
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import DeadlineError, TasksetError
-from rollmill.core.types import Experience, Task
+from rollmill.core.errors import DeadlineError
+from rollmill.core.types import Experience
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
 from rollmill.master.evaluation import Evaluator
-from rollmill.master.measures import batch_metrics
+from rollmill.master.measures import batch_metrics, require_rewards
 from rollmill.master.pacing import Pacing
+from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.models.load import Policy
 from rollmill.monitor.codec import decode_experience, encode_experience
 from rollmill.rewards import Judge, build_judge
 from rollmill.sync import InPlace
-from rollmill.tasks import Sampler, Taskset, expert_experience, load_taskset
+from rollmill.tasks import Sampler, expert_experience
 from rollmill.trainer import Trainer
 
 EXPERT_STREAM = 0xE4
@@ -56,23 +57,23 @@ class StageRun:
         self,
         config: StageConfig,
         policy: Policy,
+        tasks: StageTasks,
         *,
         index: int,
         seed: int,
         first_version: int,
         precision: str,
-        tasksets: dict[str, Taskset],
     ) -> None:
         self.config = config
+        self.tasks = tasks
         self.state = StageState()
         self._policy = policy
         self._seed = fold(seed, index)
         self._first_version = first_version
         self._uses_rollouts = config.algorithm.uses_rollouts
-        self._uses_experts = config.algorithm.uses_experts
-        self._tasks = _taskset(config.taskset, tasksets)
-        self._sampler = Sampler(self._tasks, config.taskset.order, self._seed)
-        self._experts = _expert_sampler(self._tasks, config, self._seed) if self._uses_experts else None
+        order = config.taskset.order
+        self._sampler = Sampler(tasks.training, order, self._seed)
+        self._experts = Sampler(tasks.experts, order, fold(self._seed, EXPERT_STREAM)) if tasks.experts else None
         self._trainer = Trainer(
             policy.model,
             build_recipe(config.algorithm, max_new_tokens=config.rollout.max_new_tokens),
@@ -101,23 +102,12 @@ class StageRun:
         if self._judge is not None:
             self._explorer = Explorer(self._engine, self._judge, policy.tokenizer)
             if config.evaluation is not None:
-                held_out = _taskset(config.evaluation.taskset, tasksets).tasks[: config.evaluation.limit]
-                self.evaluator = Evaluator(self._explorer, held_out, config.evaluation, config.rollout, seed)
+                self.evaluator = Evaluator(self._explorer, tasks.held_out, config.evaluation, config.rollout, seed)
 
     @property
     def version(self) -> int:
         """Version of the weights now."""
         return self._first_version + self.state.step
-
-    @property
-    def rejected_rows(self) -> int:
-        """Rows of the taskset that did not become tasks."""
-        return len(self._tasks.rejected)
-
-    @property
-    def task_count(self) -> int:
-        """Tasks of the taskset."""
-        return len(self._tasks.tasks)
 
     # -- one training step -------------------------------------------------------------------------------------
 
@@ -129,6 +119,7 @@ class StageRun:
             assert isinstance(self.config.algorithm, SFTOptions)
             return self._demonstrations(self.config.algorithm.batch), {}
         self._admit()
+        await asyncio.sleep(0)  # lets what was admitted reach the engine
         deadline = self.config.rollout.deadline_s
         await _within(self._engine.drain(), deadline, "the master", "the engine to finish its completions")
         generated = time.perf_counter()
@@ -152,6 +143,7 @@ class StageRun:
         started, tokens = time.perf_counter(), self._engine.tokens_generated
         experiences, seconds = await self.collect()
         generated = self._engine.tokens_generated - tokens
+        require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         before = time.perf_counter()
         staleness = self.version
         metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
@@ -219,23 +211,6 @@ class StageRun:
         await self._engine.close()
         if self._judge is not None:
             self._judge.close()
-
-
-def _taskset(config: Any, loaded: dict[str, Taskset]) -> Taskset:
-    key = config.model_dump_json()
-    if key not in loaded:
-        loaded[key] = load_taskset(config)
-    return loaded[key]
-
-
-def _expert_sampler(tasks: Taskset, config: StageConfig, seed: int) -> Sampler:
-    worked: list[Task] = [task for task in tasks.tasks if task.response is not None]
-    if not worked:
-        raise TasksetError(
-            f"algorithm {config.algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "
-            "the column that holds them: taskset.fields.response, or write taskset.response_template"
-        )
-    return Sampler(Taskset(tasks.name, worked, []), config.taskset.order, fold(seed, EXPERT_STREAM))
 
 
 async def _within(work: Any, seconds: float, waiter: str, owner: str) -> None:

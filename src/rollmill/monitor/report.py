@@ -131,7 +131,8 @@ def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list
         _single("Clipped tokens", "Share with a clipped ratio", "ratio/clip_fraction", steps),
     ]
     policy = [
-        _single("KL", "To the initial policy, per token", "kl", steps),
+        _single("KL", "From rollout policy to trained policy, per token", "kl", steps),
+        _single("KL to the initial policy", "Per token, where it is in the loss", "kl_ref", steps),
         _single("Entropy", "Of the policy, nats per token", "entropy", steps),
         charts.draw("Length", "Tokens per completion", [_mean("length")], steps, 0.0),
         _extremes("Log-prob gap", "Rollout against trainer, per token", "logprob_gap", steps),

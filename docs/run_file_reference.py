@@ -1,0 +1,161 @@
+"""Prints docs/guide/run-file.md, made from the configuration models. A test compares the two."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.base import Section
+from rollmill.config.hints import Home, homes, sections_of, unwrap
+from rollmill.config.resolve import RUN_KEYS
+from rollmill.config.run import RunConfig
+
+HEAD = """\
+# The run file: every section and key
+
+This page is generated from the models in `src/rollmill/config` by `docs/run_file_reference.py`; a test compares the
+two, so it is never out of date.
+
+Rules that hold everywhere:
+
+- A run file is YAML. An unknown key is an error; the message names file, line and key and suggests the nearest key.
+- A key that nothing in the run honours is an error, too. Example: `max_staleness` when the algorithm is `sft`.
+- `include: FILE` (or a list) puts this file over others. Mappings merge, everything else replaces. An `algorithm`, a
+  `generator` or a `taskset` that names another component replaces the old section as a whole.
+- `${env:NAME}` or `${env:NAME:default}` in any text is replaced by an environment variable.
+- `--set section.key=value` on the command line changes one value and comes last; `--set rewards.0.weight=2` reaches
+  into a list.
+- Relative paths are looked up in the current folder, then in the folder of the file that names them.
+- Numbers are those of YAML 1.2, so `1e-4` is a number.
+
+`rollmill check FILE` prints the resolved run. `rollmill check FILE --yaml` prints it as a run file with every default.
+"""
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+def reference() -> str:
+    """The page."""
+    return "\n".join([HEAD, *_top_level(), *(line for home in homes()[1:] for line in _section(home))]).rstrip() + "\n"
+
+
+def _top_level() -> Iterator[str]:
+    yield "## Top level"
+    yield ""
+    yield "Keys of the whole run:"
+    yield from _table({key: field for key, field in _fields(RunConfig).items() if key in RUN_KEYS})
+    yield "Keys that every entry of `stages` may set for itself (each entry also needs a `name` of its own):"
+    yield from _table({key: field for key, field in _fields(RunConfig).items() if key not in RUN_KEYS})
+
+
+def _section(home: Home) -> Iterator[str]:
+    fields = _fields(home.section)
+    shared = _fields(PolicyGradientOptions)
+    if home.tag == "grpo":
+        yield "## `algorithm`: keys of all policy-gradient algorithms"
+        yield ""
+        yield "Shared by `grpo`, `dr_grpo`, `dapo`, `reinforce`, `rloo` and `mix`; their own tables list differences."
+        yield from _table(shared)
+    name = f"{home.prefix}.{home.tag}" if home.tag else home.prefix
+    selector = f" (`name: {home.tag}`)" if home.tag else ""
+    yield f"## `{home.prefix}`{selector}" if home.tag else f"## `{name}`"
+    yield ""
+    yield _words(home.section.__doc__)
+    if issubclass(home.section, PolicyGradientOptions):
+        fields = {key: field for key, field in fields.items() if key not in shared or _differs(field, shared[key])}
+    yield from _table({key: field for key, field in fields.items() if not (home.tag and key == "name")})
+
+
+def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
+    if not fields:
+        yield ""
+        yield "No keys of its own."
+        yield ""
+        return
+    yield ""
+    yield "| key | value | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, field in fields.items():
+        cells = (f"`{key}`", _kind(field), _default(field), _meaning(key, field))
+        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    yield ""
+
+
+def _fields(section: type[Section]) -> dict[str, FieldInfo]:
+    return dict(section.model_fields)
+
+
+def _differs(field: FieldInfo, other: FieldInfo) -> bool:
+    return (field.default, field.annotation) != (other.default, other.annotation)
+
+
+def _kind(field: FieldInfo) -> str:
+    annotation, optional = unwrap(field.annotation), type(None) in get_args(field.annotation)
+    bounds = [
+        f"{word} {getattr(rule, name):g}"
+        for rule in field.metadata
+        for name, word in _BOUNDS.items()
+        if hasattr(rule, name)
+    ]
+    return ", ".join([_type(annotation), *bounds]) + (" or null" if optional else "")
+
+
+def _type(annotation: Any) -> str:
+    annotation = unwrap(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return ", ".join(f"`{value}`" for value in arguments)
+    if origin is list:
+        return "list of sections" if sections_of(arguments[0]) else f"list of {_type(arguments[0])}"
+    if origin is tuple:
+        return f"[{', '.join(_type(argument) for argument in arguments)}]"
+    if origin is dict:
+        return "mapping"
+    if sections_of(annotation):
+        return "section"
+    if arguments:
+        return " or ".join(_type(argument) for argument in arguments)
+    return {int: "integer", float: "number", str: "text", bool: "`true`, `false`", Path: "path"}[annotation]
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.default
+    if isinstance(value, Section):
+        return f"`{{name: {value.name}}}`" if hasattr(value, "name") else "its defaults"
+    if isinstance(value, Enum | Path):
+        value = str(value)
+    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+
+
+def _meaning(key: str, field: FieldInfo) -> str:
+    inner = unwrap(field.annotation)
+    sections = sections_of(get_args(inner)[0] if get_origin(inner) is list else inner)
+    if field.description:
+        return _words(field.description)
+    if len(sections) == 1:
+        return _words(sections[0].__doc__)
+    if sections:
+        return f"One section per `name`, see `{key}` below."
+    return {"name": "Name of the run (of the stage, inside `stages`)."}.get(key) or _inherited(key)
+
+
+def _inherited(key: str) -> str:
+    """What a base class says about a key that an algorithm gives another default."""
+    return _words(PolicyGradientOptions.model_fields[key].description)
+
+
+def _words(text: str | None) -> str:
+    assert text, "every section and key of the configuration has a docstring"
+    return " ".join(text.split())
+
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())

@@ -1,0 +1,18 @@
+"""A reward of your own: any function of a task and a completion. A run file names it as FILE.py:NAME.
+
+It returns a number, several named parts as a mapping, or None where it does not apply. It may be async. What it raises
+ends the run with a message that names the task and the completion.
+"""
+
+from __future__ import annotations
+
+from rollmill.core.types import Completion, Task
+
+
+def closeness(task: Task, completion: Completion, scale: float = 9.0) -> dict[str, float]:
+    """`right` is 1 for the very answer; `near` gives part of a tenth for a number that is close to it."""
+    text = completion.text.strip()
+    if not text.isdecimal():
+        return {"right": 0.0, "near": 0.0}
+    distance = abs(int(text) - int(task.answer))
+    return {"right": float(distance == 0), "near": 0.1 * max(0.0, 1 - distance / scale)}

@@ -1,0 +1,97 @@
+"""The tasks of a stage that fit the model: what it rolls out, imitates and is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.core.errors import TasksetError
+from rollmill.core.types import Task
+from rollmill.models.load import Policy
+from rollmill.tasks import RejectedRow, Taskset, encode_demonstration, encode_prompt
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StageTasks:
+    """Tasks of one stage; every prompt and demonstration fits the model's context."""
+
+    training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
+    experts: Taskset | None  #: demonstrations, where the algorithm imitates
+    held_out: list[Task]  #: what is evaluated
+    notes: list[str]  #: what was left out because it is too long
+
+
+def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_out: Taskset | None) -> StageTasks:
+    """Choose a stage's tasks from its loaded tasksets.
+
+    A prompt has to leave room for one new token, a demonstration has to fit as a whole. Those that do not are left
+    out and noted (on_bad_row: skip).
+
+    Raises:
+        TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
+    """
+    algorithm, notes = config.algorithm, list[str]()
+    experts = None
+    if algorithm.uses_experts:
+        experts = _fitting(_worked(training, algorithm.name), config.taskset, policy, _demonstration, notes)
+    if algorithm.uses_rollouts:
+        training = _fitting(training, config.taskset, policy, _prompt, notes)
+    elif experts is not None:
+        training = Taskset(training.name, training.tasks, experts.rejected)
+    evaluated: list[Task] = []
+    if config.evaluation is not None and held_out is not None:
+        first = Taskset(held_out.name, held_out.tasks[: config.evaluation.limit], [])
+        evaluated = _fitting(first, config.evaluation.taskset, policy, _prompt, notes).tasks
+    return StageTasks(training, experts, evaluated, notes)
+
+
+_Measure = Callable[[Task, Policy], tuple[str, int, int]]
+"""What of a task is measured, its tokens, and how many there may be."""
+
+
+def _prompt(task: Task, policy: Policy) -> tuple[str, int, int]:
+    return "prompt", len(encode_prompt(task, policy.tokenizer)), policy.context - 1
+
+
+def _demonstration(task: Task, policy: Policy) -> tuple[str, int, int]:
+    return "demonstration", len(encode_demonstration(task, policy.tokenizer, 0)[0]), policy.context
+
+
+def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _Measure, notes: list[str]) -> Taskset:
+    fit: list[Task] = []
+    long: list[RejectedRow] = []
+    for task in taskset.tasks:
+        what, tokens, room = measure(task, policy)
+        if tokens <= room:
+            fit.append(task)
+        else:
+            long.append(RejectedRow(f"task {task.id}", f"its {what} has {tokens} tokens, and {room} fit"))
+    if not long:
+        return taskset
+    text = (
+        f"taskset {taskset.name}: {len(long)} of {len(taskset.tasks)} {what}s do not fit the model's context of "
+        f"{policy.context} tokens"
+    )
+    named = "".join(f"\n  {row}" for row in long[:_NAMED]) + (
+        f"\n  and {len(long) - _NAMED} more" * (len(long) > _NAMED)
+    )
+    if config.on_bad_row == "refuse" or not fit:
+        advice = "shorten them or use a model with a longer context"
+        advice += "" if not fit else ", or leave them out by taskset.on_bad_row: skip"
+        raise TasksetError(f"{text}; {advice}{named}")
+    notes.append(f"{text} and were left out{named}")
+    return Taskset(taskset.name, fit, [*taskset.rejected, *long])
+
+
+def _worked(tasks: Taskset, algorithm: str) -> Taskset:
+    worked = [task for task in tasks.tasks if task.response is not None]
+    if not worked:
+        raise TasksetError(
+            f"algorithm {algorithm} imitates worked solutions, but no task of {tasks.name} has one; name "
+            "the column that holds them: taskset.fields.response, or write taskset.response_template"
+        )
+    return Taskset(tasks.name, worked, tasks.rejected)

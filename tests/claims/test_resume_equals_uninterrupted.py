@@ -1,0 +1,84 @@
+"""A run that is killed, at whatever moment, and resumed gives exactly what it would have given undisturbed."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Forks, send
+from tiny import GRPO, SFT, outcome, tiny_run
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "one_step_off": {"stages": [SFT, GRPO | {"max_staleness": 1}]},
+    "asynchronous": {"stages": [SFT, GRPO | {"max_staleness": 3}]},
+    "mix": {"stages": [SFT, GRPO | {"algorithm": {"name": "mix", "kl": 0.01}}]},
+    "dapo": {"stages": [SFT, GRPO | {"algorithm": {"name": "dapo"}, "trainer": {"lr": 1e-3, "updates_per_batch": 2}}]},
+}
+
+
+def undisturbed(server: Forks, folder: Path, variant: str) -> dict[str, Any]:
+    """Write the run file and run it to its end."""
+    tiny_run(folder, **VARIANTS[variant])
+    ended = server.run("run", "run.yaml", "--out", "whole", folder=folder)
+    assert ended.code == 0, ended.err
+    found = outcome(folder / "whole")
+    assert any(row.get("grad_norm", 0) > 0 and "reward/mean" in row for row in found["metrics"]), "RL moved nothing"
+    return found
+
+
+def killed_and_resumed(server: Forks, folder: Path, out: str, dice: random.Random, kills: int) -> int:
+    """Run to the end, killed up to `kills` times on the way; how often it was."""
+    run, killed = folder / out, 0
+    while True:
+        argv = ("resume", out) if (run / "config.yaml").exists() else ("run", "run.yaml", "--out", out)
+        server.start(*argv, folder=folder)
+        if killed < kills:
+            killed += _kill(server, run, dice)
+        ended = server.wait()
+        if ended.code == 0:
+            return killed
+        assert ended.code == -signal.SIGKILL, ended.err
+
+
+def _kill(server: Forks, run: Path, dice: random.Random) -> bool:
+    """At a random moment, or while the next checkpoint after it is being written; False when the run ended before."""
+    time.sleep(dice.uniform(0.0, 3.0))
+    if dice.random() < 0.4:
+        writing = (run / "checkpoints").glob
+        if not server.reaches(lambda: any(True for _ in writing(".writing-*"))):
+            return False
+        time.sleep(dice.uniform(0.0, 0.02))
+    return send(server.pid)
+
+
+def check(server: Forks, folder: Path, variant: str, kills: int, seed: int) -> None:
+    expected, dice = undisturbed(server, folder, variant), random.Random(f"{variant}:{seed}")
+    total = runs = 0
+    while total < kills:
+        runs += 1
+        total += killed_and_resumed(server, folder, f"killed-{runs}", dice, min(kills - total, 6))
+        found = outcome(folder / f"killed-{runs}")
+        for what, value in expected.items():
+            assert found[what] == value, f"{what} differs after {total} kills (run {runs})"
+
+
+def test_two_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
+    check(server, tmp_path, "one_step_off", kills=2, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_thirty_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
+    check(server, tmp_path, "grpo", kills=30, seed=2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("variant", ["one_step_off", "asynchronous", "mix", "dapo"])
+def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, variant: str) -> None:
+    check(server, tmp_path, variant, kills=6, seed=3)

@@ -1,0 +1,164 @@
+"""Every command, run file and Python block of the documents works as it is written."""
+
+from __future__ import annotations
+
+import doctest
+import json
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from doc_blocks import DOCUMENTS, ROOT, Command, blocks, commands
+
+from rollmill.cli import main
+from rollmill.core import registry
+
+NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
+
+RUN_ELSEWHERE = {
+    "make setup": ".ci/run",
+    "make lint": ".ci/run",
+    "make test": ".ci/run",
+    "make quickstart": "tests/docs/test_docs_commands.py::test_the_quickstart_repairs_the_model",
+    "make bench NAME=sampling": "tests/bench/test_bench_runs.py",
+    "make bench NAME=rollout": "tests/bench/test_bench_runs.py",
+    "make bench NAME=step": "tests/bench/test_bench_runs.py",
+    "make vllm-setup": "Makefile",  # 3 GB: by hand
+    ".venv/bin/python -m pytest tests/algorithms": "tests/algorithms/test_algorithms_golden.py",
+    ".venv/bin/python -m pytest tests/algorithms -k rloo": "tests/algorithms/test_algorithms_golden.py",
+    ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
+        "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
+    ),
+}
+"""Commands too long for this test, and what runs them: a file, or a test in it. Other commands are run here."""
+
+SHORTER = {
+    "rollmill run examples/minimal.yaml": "steps=2 rollout.batch=32 rollout.group_size=2",
+    "rollmill run run.yaml": (
+        "model.new.hidden_size=32 rollout.batch=2 rollout.max_new_tokens=4 evaluation.limit=2 "
+        "stages.0.steps=1 stages.1.steps=1 stages.0.trainer.warmup_steps=0"
+    ),
+}
+"""What makes a run short enough for a test."""
+
+BASE = """\
+model: {new: {hidden_size: 32, heads: 2, kv_heads: 1}}
+taskset: {path: data/train.jsonl, preset: gsm8k}
+rewards: [{name: exact}]
+"""
+"""What a YAML block that is no whole run file is put over."""
+
+
+@pytest.fixture(scope="session")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the documents assume: the examples, data, answers and a short run of the first example."""
+    folder = tmp_path_factory.mktemp("documents")
+    shutil.copytree(ROOT / "examples", folder / "examples")
+    (folder / "data").mkdir()
+    for name in ("train", "test"):
+        rows = [{"question": f"What is {n} and 1?", "answer": f"It is {n + 1}.\n#### {n + 1}"} for n in range(12)]
+        (folder / "data" / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    answers = [
+        {"response": "So it is \\boxed{42}.", "answer": "42"},
+        {"response": "I think 41.", "answer": "42"},
+    ]
+    (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    line = "rollmill run examples/minimal.yaml"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main([*shlex.split(line)[1:], *_settings(line)]) == 0
+    return folder
+
+
+@pytest.fixture
+def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of the prepared folder, as current folder; what users' code registers is forgotten afterwards."""
+    folder = shutil.copytree(prepared, tmp_path / "work")
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(registry, "_rewards", {})
+    return folder
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in commands(ROOT / name):
+        if command.line not in RUN_ELSEWHERE:
+            _run(command, capsys)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_python_blocks_run(name: str, workspace: Path) -> None:
+    for block in blocks(ROOT / name, "python"):
+        exec(compile(block.text, block.place, "exec"), {"__name__": "document"})
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for block in blocks(ROOT / name, "yaml"):
+        keys = yaml.safe_load(block.text).keys()
+        whole = {"model", "taskset"} <= keys
+        evaluation = (
+            "" if whole or "early_stop" not in block.text else "evaluation: {taskset: {path: data/test.jsonl}}\n"
+        )
+        Path("base.yaml").write_text(BASE + evaluation)
+        Path("block.yaml").write_text(block.text if whole else f"include: base.yaml\n{block.text}")
+        code = main(["check", "block.yaml", "--no-data"])
+        assert code == 0, f"{block.place}: {capsys.readouterr().err}"
+
+
+@pytest.mark.parametrize("example", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.name)
+def test_examples_are_valid(example: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(example), "--no-data"]) == 0, capsys.readouterr().err
+
+
+def test_commands_run_elsewhere_exist() -> None:
+    shown = {command.line for document in DOCUMENTS for command in commands(document)}
+    assert set(RUN_ELSEWHERE) <= shown, "the table names commands that no document shows"
+    for line, place in RUN_ELSEWHERE.items():
+        file, _, test = place.partition("::")
+        text = (ROOT / file).read_text()
+        assert f"def {test}(" in text if test else True, f"{line}: {place} does not exist"
+        if file == ".ci/run":
+            assert line in text.splitlines(), f"{line}: {place} does not run it"
+
+
+def test_make_targets_exist() -> None:
+    texts = [document.read_text() for document in DOCUMENTS]
+    targets = sorted({target for text in texts for target in re.findall(r"(?:^|`)make ([a-z-]+)", text, re.MULTILINE)})
+    assert "quickstart" in targets
+    done = subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_quickstart_repairs_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["quickstart", "--out", str(tmp_path / "run"), "--json"]) == 0
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["accuracy_before"] < 0.5
+    assert summary["accuracy_after"] >= 0.95
+    assert (tmp_path / "run" / "report.html").is_file()
+
+
+def _run(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    program, *arguments = shlex.split(command.line, comments=True)
+    unknown = "run neither here nor by anything in RUN_ELSEWHERE"
+    assert program == "rollmill", f"{command.place}: `{command.line}` is {unknown}"
+    expected = re.search(r"# exit code (\d+)", command.line)
+    capsys.readouterr()
+    code = main([*arguments, *_settings(command.line)])
+    printed = "".join(capsys.readouterr())
+    assert code == (int(expected[1]) if expected else 0), f"{command.place}: `{command.line}` gave {code}\n{printed}"
+    shown = "\n".join(command.output) + "\n"
+    same = doctest.OutputChecker().check_output(shown, printed, doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    assert same or not command.output, f"{command.place}: `{command.line}` printed\n{printed}"
+
+
+def _settings(line: str) -> list[str]:
+    return [part for setting in SHORTER.get(line, "").split() for part in ("--set", setting)]

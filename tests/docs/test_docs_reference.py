@@ -1,0 +1,113 @@
+"""What the documents say about keys, files and modules is complete and current."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from doc_blocks import DOCUMENTS, ROOT
+
+from rollmill.cli import COMMANDS, main
+from rollmill.config.hints import homes
+
+RUN = """\
+name: documented
+steps: 2
+model: {new: {hidden_size: 32, layers: 1, heads: 2, kv_heads: 1, context: 48, tokenizer: {kind: char}}}
+taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 6, digits: 1}}
+rewards: [{name: exact, after: "#"}]
+rollout: {batch: 3, group_size: 2, max_new_tokens: 4}
+algorithm: {name: mix, kl: 0.1, entropy: 0.01}
+evaluation: {taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 4, seed: 1, digits: 1}}}
+monitor: {tensorboard: true}
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with as many metrics as possible."""
+    folder = tmp_path_factory.mktemp("run")
+    (folder / "run.yaml").write_text(RUN)
+    assert main(["run", str(folder / "run.yaml"), "--out", str(folder / "out")]) == 0
+    return folder / "out"
+
+
+def test_the_reference_of_run_files_is_current() -> None:
+    made = subprocess.run([sys.executable, "docs/run_file_reference.py"], cwd=ROOT, capture_output=True, text=True)
+    assert made.returncode == 0, made.stderr
+    command = ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md"
+    assert made.stdout == (ROOT / "docs/guide/run-file.md").read_text(), f"run {command}"
+
+
+def test_every_key_has_a_meaning() -> None:
+    silent = [
+        f"{home.prefix}.{key} ({home.section.__name__})"
+        for home in homes()
+        for key, field in home.section.model_fields.items()
+        if not field.description and isinstance(field.default, str | int | float) and key not in ("name", "aggregation")
+    ]
+    assert silent == []
+
+
+def test_every_metric_is_described(run_dir: Path) -> None:
+    described = _keys("metrics.jsonl")
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    names = {name for row in rows for name in row}
+    unknown = {name for name in names if name not in described and not _placeholder(name) & described}
+    assert unknown == set()
+    assert {name for name in described if not re.search("[A-Z]", name)} <= names, "described, but not written"
+
+
+def test_every_summary_key_is_described(run_dir: Path) -> None:
+    assert set(json.loads((run_dir / "summary.json").read_text())) == _keys("summary.json")
+
+
+def test_every_experience_key_is_described(run_dir: Path) -> None:
+    row = json.loads((run_dir / "rollouts/step-000001.jsonl").read_text().splitlines()[0])
+    text = (ROOT / "docs/guide/run-directory.md").read_text().partition("## rollouts")[2].partition("\n## ")[0]
+    assert [key for key in row if key != "step" and f"`{key}`" not in text] == []
+
+
+def test_every_file_of_a_run_is_described(run_dir: Path) -> None:
+    text = (ROOT / "docs/guide/run-directory.md").read_text()
+    assert [path.name for path in run_dir.iterdir() if f"`{path.name}" not in text] == []
+
+
+def test_the_layout_names_real_modules_and_all_packages() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    layout = re.search(r"^```\nsrc/rollmill/\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    assert layout is not None
+    source = ROOT / "src/rollmill"
+    modules = {path.name for path in source.rglob("*") if path.suffix in (".py", ".yaml")}
+    assert set(re.findall(r"\w+\.(?:py|yaml)\b", layout[1])) <= modules
+    packages = {path.parent.name for path in source.rglob("__init__.py")} - {"rollmill"}
+    assert [package for package in packages if f"{package}/" not in layout[1]] == []
+
+
+def test_every_command_is_named() -> None:
+    text = (ROOT / "docs/architecture.md").read_text()
+    assert [command for command in COMMANDS if not re.search(rf"`(rollmill )?{command}`", text)] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", document.read_text())
+    local = [link for link in links if not link.startswith(("http://", "https://"))]
+    assert [link for link in local if not (document.parent / link).exists()] == []
+
+
+def _keys(section: str) -> set[str]:
+    """Keys in the first column of a table of docs/guide/run-directory.md."""
+    text = (ROOT / "docs/guide/run-directory.md").read_text().partition(f"## {section}\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return {key for cell in rows for key in re.findall(r"`([^`]+)`", cell)}
+
+
+def _placeholder(name: str) -> set[str]:
+    """`seconds/train` may be described as `seconds/PHASE`."""
+    head = name.partition("/")[0]
+    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")}

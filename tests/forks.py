@@ -1,0 +1,166 @@
+"""The command line in real processes, without paying for its imports each time.
+
+A server process imports rollmill once, has one thread, and forks a child per command; the child is a process like any
+other: it can be killed, interrupted, or run as another user.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+SRC = Path(__file__).resolve().parents[1] / "src"
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a command ended; `code` is negative for the signal that killed it."""
+
+    code: int
+    out: str
+    err: str
+
+
+class Forks:
+    """Runs one command at a time."""
+
+    def __init__(self) -> None:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(SRC), "TOKENIZERS_PARALLELISM": "false"}
+        self._server = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self._answer()
+
+    def start(self, *argv: Any, folder: Path, uid: int | None = None) -> int:
+        """Start a command in `folder`; returns its process id. Its output goes to files there."""
+        self._folder = folder
+        request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid}
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(request) + "\n")
+        self._server.stdin.flush()
+        self.pid = int(self._answer())
+        return self.pid
+
+    def wait(self) -> Ended:
+        """How the command ended."""
+        code = int(self._answer())
+        out, err = ((self._folder / name).read_text(errors="replace") for name in (".stdout", ".stderr"))
+        return Ended(code, out, err)
+
+    def run(self, *argv: Any, folder: Path, uid: int | None = None) -> Ended:
+        """start, then wait."""
+        self.start(*argv, folder=folder, uid=uid)
+        return self.wait()
+
+    def reaches(self, happened: Callable[[], bool], limit_s: float = 120.0) -> bool:
+        """Wait until something happened; False when the command ended before."""
+        deadline = time.monotonic() + limit_s
+        while not happened():
+            if ended(self.pid):
+                return False
+            assert time.monotonic() < deadline, "what the test waits for does not happen"
+            time.sleep(0.001)
+        return True
+
+    def close(self) -> None:
+        """End the server."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(timeout=30)
+
+    def _answer(self) -> str:
+        assert self._server.stdout is not None
+        line = self._server.stdout.readline()
+        assert line, "the server ended"
+        return line
+
+
+@contextmanager
+def forks() -> Iterator[Forks]:
+    """A server that ends with the block."""
+    server = Forks()
+    try:
+        yield server
+    finally:
+        server.close()
+
+
+def send(pid: int, number: signal.Signals = signal.SIGKILL) -> bool:
+    """Send a signal; False when the process has ended."""
+    if ended(pid):
+        return False
+    try:
+        os.kill(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def ended(pid: int) -> bool:
+    """Whether a process is gone or a zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def _serve() -> None:
+    for module in ("cli", "cli.launching", "master", "quickstart.addition"):
+        import_module(f"rollmill.{module}")
+    _say("ready")
+    for line in sys.stdin:
+        request = json.loads(line)
+        pid = os.fork()
+        if pid == 0:
+            _child(request)
+        _say(str(pid))
+        _, status = os.waitpid(pid, 0)
+        _say(str(os.waitstatus_to_exitcode(status)))
+
+
+def _say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def _child(request: dict[str, Any]) -> None:
+    """Become the command: its own files for output, its own folder, its own user."""
+    os.chdir(request["folder"])
+    for number, name in ((0, os.devnull), (1, ".stdout"), (2, ".stderr")):
+        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+        os.dup2(os.open(name, flags, 0o644), number)
+    if request["uid"] is not None:
+        os.setgroups([])
+        os.setgid(request["uid"])
+        os.setuid(request["uid"])
+    code = 1
+    try:
+        from rollmill.cli import main
+
+        code = main(request["argv"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    _serve()

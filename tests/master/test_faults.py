@@ -1,0 +1,351 @@
+"""Interruptions, full disks and damaged files: nothing is lost, nothing is left running, and the message helps."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from forks import Ended, Forks, ended, send
+from tiny import GRPO, SFT, outcome, tiny_run
+
+ONLY_RL = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
+SLOW_REWARD = "import time\ndef mine(task, completion):\n    time.sleep({})\n    return float('1' in completion.text)\n"
+MINE = [{"name": "python", "function": "mine.py:mine"}]
+
+
+@pytest.fixture(scope="module")
+def whole(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of an undisturbed run, `out`, and its run file."""
+    folder = tmp_path_factory.mktemp("whole")
+    tiny_run(folder)
+    assert server.run("run", "run.yaml", "--out", "out", folder=folder).code == 0
+    return folder
+
+
+@pytest.fixture
+def copy(whole: Path, tmp_path: Path) -> Path:
+    """A copy of that folder, to be spoilt."""
+    shutil.copytree(whole, tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+def steps(run: Path) -> int:
+    """Training steps in metrics.jsonl."""
+    path = run / "metrics.jsonl"
+    return sum('"version"' in line for line in path.read_text().splitlines()) if path.exists() else 0
+
+
+def clean(end: Ended, code: int, *says: str) -> None:
+    """The documented exit code, and a message instead of a traceback."""
+    assert end.code == code, end.err
+    for text in says:
+        assert text in end.err, end.err
+    assert "Traceback" not in end.err
+    assert "never" not in end.err
+
+
+# -- interruptions ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("after", [1, 9])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_once_writes_a_checkpoint_and_resumes_exactly(
+    server: Forks, whole: Path, tmp_path: Path, number: signal.Signals, after: int
+) -> None:
+    tiny_run(tmp_path)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: steps(tmp_path / "out") >= after)
+    assert send(server.pid, number)
+    end = server.wait()
+    clean(end, 130, "ending after this step", "interrupted")
+    assert "go on with: rollmill resume out" in end.out
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "interrupted"
+    newest = max((tmp_path / "out/checkpoints").glob("step-*"))
+    assert newest.name == f"step-{steps(tmp_path / 'out'):06d}"
+    assert server.run("resume", "out", folder=tmp_path).code == 0
+    assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(whole / "out") | {"checkpoints": None}
+
+
+def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD.format(0.02))
+    tiny_run(tmp_path, **ONLY_RL, max_staleness=1, rewards=MINE, evaluation=None)
+    assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
+    send(server.pid, signal.SIGINT)
+    clean(server.wait(), 130)
+    state = json.loads((max((tmp_path / "out/checkpoints").glob("step-*")) / "state.json").read_text())
+    assert len(state["current"]["groups"]) == 4
+    assert server.run("resume", "out", folder=tmp_path).code == 0
+    assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(tmp_path / "whole") | {"checkpoints": None}
+
+
+def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: Forks, tmp_path: Path) -> None:
+    """The first Ctrl-C waits for rewards that a checkpoint has to hold; these take minutes."""
+    (tmp_path / "mine.py").write_text(
+        SLOW_REWARD.format("1000 if (__import__('pathlib').Path(__file__).parent / 'slow').exists() else 0")
+    )
+    tiny_run(tmp_path, **ONLY_RL, max_staleness=1, rewards=MINE, evaluation=None)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: (tmp_path / "out/checkpoints/step-000002").exists())
+    (tmp_path / "slow").touch()
+    time.sleep(0.5)
+    send(server.pid, signal.SIGINT)
+    time.sleep(0.5)
+    assert not ended(server.pid), "the first Ctrl-C waits for the rewards"
+    send(server.pid, signal.SIGINT)
+    assert server.reaches(lambda: False, limit_s=5) is False, "the second does not"
+    clean(server.wait(), 130, "interrupted")
+    (tmp_path / "slow").unlink()
+    clean(server.run("resume", "out", folder=tmp_path), 0)
+
+
+def test_interrupted_while_loading_ends_at_once(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "rows.py").write_text(
+        "import time, pathlib\ndef rows():\n    pathlib.Path('loading').touch()\n    time.sleep(1000)\n"
+    )
+    tiny_run(tmp_path, **ONLY_RL | {"taskset": {"function": "rows.py:rows", "options": None}})
+    server.start("run", "run.yaml", folder=tmp_path)
+    assert server.reaches(lambda: (tmp_path / "loading").exists())
+    send(server.pid, signal.SIGINT)
+    clean(server.wait(), 130, "interrupted")
+
+
+# -- full disks and wrong permissions -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.getuid() != 0 or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a small disk needs root")
+    yield folder
+    subprocess.run(["umount", folder], check=True)
+
+
+def fill(disk: Path, left: int) -> Path:
+    """Leave `left` bytes free."""
+    filler = disk / "filler"
+    filler.write_bytes(b"x" * (shutil.disk_usage(disk).free - left))
+    return filler
+
+
+def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_path: Path, disk: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL, model={"new": {"hidden_size": 128}}, checkpoint={"keep_last": 1})
+    assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
+    server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
+    assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
+    send(server.pid, signal.SIGSTOP)
+    filler = fill(disk, 500_000)  # enough for metrics, too little for a checkpoint
+    send(server.pid, signal.SIGCONT)
+    clean(
+        server.wait(), 1, "cannot write the checkpoint disk/out", "No space left", "free some space", "rollmill resume"
+    )
+    assert {path.name for path in (disk / "out/checkpoints").iterdir()} >= {"step-000002"}
+    filler.unlink()
+    clean(server.run("resume", "disk/out", folder=tmp_path), 0)
+    assert outcome(disk / "out") == outcome(tmp_path / "whole")
+
+
+def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Path, disk: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL, monitor={"report": False})
+    server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
+    assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
+    send(server.pid, signal.SIGSTOP)
+    filler = fill(disk, 0)
+    send(server.pid, signal.SIGCONT)
+    clean(server.wait(), 1, "cannot write", "No space left", "ree some space")
+    filler.unlink()
+    clean(server.run("resume", "disk/out", folder=tmp_path), 0)
+    assert steps(disk / "out") == 6
+
+
+# -- damaged and misused run directories --------------------------------------------------------------------------
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+@pytest.mark.parametrize("name", ["trainer.pt", "state.json", "model.safetensors", "tokenizer.json"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_serves(
+    server: Forks, whole: Path, copy: Path, name: str
+) -> None:
+    newest = max((copy / "out/checkpoints").glob("step-*"))
+    cut(newest / name)
+    clean(server.run("resume", "out", folder=copy), 1, newest.name, "cannot read", "Remove that folder")
+    shutil.rmtree(newest)
+    clean(server.run("resume", "out", folder=copy), 0)
+    assert outcome(copy / "out") == outcome(whole / "out")
+
+
+def test_a_checkpoint_of_another_program_is_refused(server: Forks, copy: Path) -> None:
+    newest = max((copy / "out/checkpoints").glob("step-*"))
+    (newest / "state.json").write_text('{"colour": 1}')
+    clean(server.run("resume", "out", folder=copy), 1, newest.name, "Remove that folder")
+
+
+def test_damaged_metrics_are_named(server: Forks, copy: Path) -> None:
+    lines = (copy / "out/metrics.jsonl").read_text().splitlines()
+    (copy / "out/metrics.jsonl").write_text("\n".join([*lines[:3], lines[3][:20], *lines[4:]]) + "\n")
+    clean(server.run("resume", "out", folder=copy), 1, "metrics.jsonl:4", "Remove the line")
+
+
+def test_a_changed_taskset_is_refused(server: Forks, tmp_path: Path) -> None:
+    rows = [{"prompt": f"{i}+1\n", "answer": str(i + 1), "response": f"#{i + 1}"} for i in range(20)]
+    write = lambda: (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))  # noqa: E731
+    write()
+    tiny_run(tmp_path, **ONLY_RL, taskset={"function": None, "options": None, "path": "tasks.jsonl"}, evaluation=None)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: (tmp_path / "out/checkpoints/step-000002").exists())
+    send(server.pid)
+    server.wait()
+    rows[3]["prompt"] = "9+9\n"
+    write()
+    clean(server.run("resume", "out", folder=tmp_path), 1, "taskset tasks changed", "start a new run")
+
+
+def test_a_directory_that_holds_a_run_is_not_overwritten(server: Forks, copy: Path) -> None:
+    before = outcome(copy / "out")
+    clean(server.run("run", "run.yaml", "--out", "out", folder=copy), 2, "already holds a run", "rollmill resume out")
+    assert outcome(copy / "out") == before
+
+
+def test_a_start_that_failed_can_be_repeated_in_the_same_directory(server: Forks, tmp_path: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL | {"taskset": {"options": {"colour": 1}}})
+    clean(server.run("run", "run.yaml", "--out", "out", folder=tmp_path), 1, "colour")
+    tiny_run(tmp_path, **ONLY_RL, steps_=None)
+    clean(server.run("run", "run.yaml", "--out", "out", folder=tmp_path), 0)
+
+
+def test_resuming_a_finished_run_changes_nothing(server: Forks, whole: Path, copy: Path) -> None:
+    clean(server.run("resume", "out", folder=copy), 0)
+    assert outcome(copy / "out") == outcome(whole / "out")
+
+
+# -- eval and show ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "says"),
+    [
+        (("eval", "out", "--step", "99"), 1, "no checkpoint of step 99"),
+        (("eval", "out", "--step", "0"), 1, "no checkpoint of step 0"),
+        (("eval", "out", "--set", "evaluation.colour=1"), 2, "colour"),
+        (("show", "out", "--step", "99"), 2, "step 99"),
+        (("show", "out", "--task", "rows:99999"), 2, "rows:99999"),
+    ],
+)
+def test_what_a_run_does_not_have(server: Forks, whole: Path, argv: tuple[str, ...], code: int, says: str) -> None:
+    clean(server.run(*argv, folder=whole), code, says)
+
+
+def test_eval_without_evaluation_or_checkpoint(server: Forks, tmp_path: Path, copy: Path) -> None:
+    tiny_run(tmp_path, **ONLY_RL, evaluation=None, steps_=None)
+    assert server.run("run", "run.yaml", "--out", "out", folder=tmp_path).code == 0
+    clean(server.run("eval", "out", folder=tmp_path), 2, "no evaluation section")
+    shutil.rmtree(copy / "out/checkpoints")
+    clean(server.run("eval", "out", folder=copy), 1, "no checkpoint", "none")
+
+
+def test_eval_says_what_the_run_said(server: Forks, whole: Path) -> None:
+    end = server.run("eval", "out", "--json", folder=whole)
+    clean(end, 0)
+    last = json.loads((whole / "out/metrics.jsonl").read_text().splitlines()[-1])
+    assert json.loads(end.out) == {"step": 14} | {key: last[key] for key in last if key.startswith("eval/")}
+    more = server.run("eval", "out", "--json", "--set", "evaluation.samples=3", folder=whole)
+    clean(more, 0)
+    assert json.loads(more.out)["eval/greedy"] == last["eval/greedy"]
+
+
+# -- nothing is left running --------------------------------------------------------------------------------------
+
+
+def graders(pid: int) -> list[int]:
+    """Grader processes that were started by a process."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and not ended(int(entry.name)):
+            try:
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if any(word.endswith(b"grader_worker.py") for word in words) and str(pid).encode() in words:
+                found.append(int(entry.name))
+    return found
+
+
+@pytest.mark.parametrize("end_it", ["kill", "interrupt", "fail", "finish"])
+def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) -> None:
+    rewards = [{"name": "math"}]
+    if end_it == "fail":
+        (tmp_path / "mine.py").write_text(
+            "import time, pathlib\ndef mine(task, completion):\n"
+            "    while not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    raise RuntimeError('enough')\n"
+        )
+        rewards += MINE
+    tiny_run(
+        tmp_path, **ONLY_RL | {"steps": 40 if end_it in ("kill", "interrupt") else 3}, rewards=rewards, evaluation=None
+    )
+    pid = server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: bool(graders(pid)))
+    if end_it == "kill":
+        send(pid)
+    elif end_it == "interrupt":
+        assert server.reaches(lambda: steps(tmp_path / "out") >= 1)
+        send(pid, signal.SIGINT)
+    (tmp_path / "go").touch()
+    code = server.wait().code
+    assert code == {"kill": -9, "interrupt": 130, "fail": 1, "finish": 0}[end_it]
+    wait_until(lambda: not graders(pid))
+
+
+def wait_until(happened: Callable[[], bool], limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+# -- what is right about it ---------------------------------------------------------------------------------------
+
+
+def test_tasks_that_are_too_long_can_be_left_out(server: Forks, tmp_path: Path) -> None:
+    rows = [{"prompt": "1" * n + "\n", "answer": "2", "response": "#2"} for n in (4, 80, 5, 70)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = {"function": None, "options": None, "path": "tasks.jsonl", "on_bad_row": "skip"}
+    stages = [SFT | {"steps": 2}, GRPO | {"steps": 2}]
+    tiny_run(tmp_path, taskset=source, evaluation={"taskset": source}, stages=stages)
+    end = server.run("run", "run.yaml", "--out", "out", folder=tmp_path)
+    clean(end, 0)
+    assert end.out.count("2 tasks loaded, 2 rejected") + end.out.count("4 tasks loaded, 2 rejected") == 2
+    assert "2 of 4 prompts do not fit the model's context of 64 tokens and were left out" in end.out
+    assert "2 of 4 demonstrations do not fit" in end.out
+    assert "task tasks:1: its prompt has 81 tokens, and 63 fit" in end.out
+
+
+def test_group_rewards_judge_whole_groups(server: Forks, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "def mine(task, completions):\n"
+        "    assert [c.index for c in completions] == list(range(len(completions)))\n"
+        "    best = max(len(c.text) for c in completions)\n"
+        "    return [float(len(c.text) == best) for c in completions]\n"
+        "mine.group = True\n"
+    )
+    tiny_run(tmp_path, **ONLY_RL, rewards=[*MINE, {"name": "format", "pattern": "1"}], evaluation=None)
+    clean(server.run("run", "run.yaml", "--out", "out", folder=tmp_path), 0)
+    for path in (tmp_path / "out/rollouts").glob("*.jsonl"):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        for group in {row["group"] for row in rows}:
+            mine = [row for row in rows if row["group"] == group]
+            best = max(len(row["response"]) for row in mine)
+            assert all(row["reward_parts"]["mine"] == (len(row["response"]) == best) for row in mine)

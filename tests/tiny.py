@@ -1,0 +1,84 @@
+"""A run of a few seconds with everything in it: two stages, evaluations, checkpoints, rewards that differ."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 300, "seed": 1, "digits": 2}}
+HELD_OUT = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 6, "seed": 2, "digits": 2}}
+NEW_MODEL = {
+    "hidden_size": 32,
+    "layers": 1,
+    "heads": 2,
+    "kv_heads": 1,
+    "intermediate_size": 64,
+    "context": 64,
+    "tokenizer": {"kind": "char"},
+}
+SFT = {"name": "warm", "algorithm": {"name": "sft", "batch": 8}, "steps": 6, "trainer": {"lr": 3e-3}}
+GRPO = {"name": "repair", "algorithm": {"name": "grpo"}, "steps": 8, "trainer": {"lr": 1e-3}}
+RUN: dict[str, Any] = {
+    "name": "tiny",
+    "model": {"path": "new", "new": NEW_MODEL},
+    "taskset": TASKS,
+    "rewards": [{"name": "exact", "after": "#"}, {"name": "format", "pattern": "1.*[0-4]"}],
+    "rollout": {"batch": 4, "group_size": 4, "max_new_tokens": 16},
+    "trainer": {"precision": "fp32"},
+    "evaluation": {"taskset": HELD_OUT, "every": 3},
+    "checkpoint": {"every": 2},
+    "stages": [SFT, GRPO],
+}
+
+
+def tiny_run(folder: Path, **changes: Any) -> Path:
+    """Write the run file `folder/run.yaml`, with the sections in `changes` merged in; None removes a key."""
+    run = merged(RUN, changes)
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(run, sort_keys=False))
+    return path
+
+
+def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`base` with `changes` laid over it, section by section; None removes a key."""
+    result = copy.deepcopy(base)
+    for key, value in changes.items():
+        if value is None:
+            result.pop(key, None)
+        elif isinstance(value, dict) and isinstance(result.get(key), dict):
+            result[key] = merged(result[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Everything a run leaves behind that must not depend on when it was killed: metrics, weights, experiences."""
+    last = sorted((run / "checkpoints").glob("step-*"))[-1]
+    state = json.loads((last / "state.json").read_text())
+    summary = json.loads((run / "summary.json").read_text())
+    return {
+        "metrics": [_timeless(json.loads(line)) for line in (run / "metrics.jsonl").read_text().splitlines()],
+        "weights": (last / "model.safetensors").read_bytes(),
+        "state": {key: state[key] for key in ("step", "stage", "current", "evaluations", "best_step", "best_value")},
+        "generated": state["generated_tokens"],
+        "checkpoints": sorted(path.name for path in (run / "checkpoints").iterdir()),
+        "rollouts": _experiences(run / "rollouts"),
+        "evaluations": _experiences(run / "evaluations"),
+        "accuracy": (summary["status"], summary["accuracy_before"], summary["accuracy_after"], summary["steps"]),
+    }
+
+
+def _timeless(metrics: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in metrics.items() if "second" not in key}
+
+
+def _experiences(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    return {
+        path.name: [json.loads(line) | {"timings": None} for line in path.read_text().splitlines()]
+        for path in sorted(folder.glob("*.jsonl"))
+    }
