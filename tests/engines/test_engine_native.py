@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
-from rollmill.engines.native import NativeEngine
+from rollmill.engines.native import NativeEngine, runner
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
 VOCAB = 130
@@ -250,3 +251,38 @@ def test_bf16_decodes_with_one_cast_per_update() -> None:
     assert second.token_ids.tolist() == expected.token_ids.tolist()
     assert first.token_ids.tolist() != second.token_ids.tolist()
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+def test_fixed_shapes_give_the_same_completions(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU captures as a graph (fixed shapes, finished rows left in the batch), on the CPU without capture."""
+    model = toy_model(architecture, vocab_size=VOCAB)
+    sampling = SamplingConfig(max_new_tokens=40)
+    requests = [Request(p, sampling, n=3, seed=i) for i, p in enumerate(prompts_of((3, 20, 7, 33)))]
+    eos = frozenset([11, 12, 13])
+    exact = serve(engine_of(model, eos_ids=eos), requests, [0, 0, 6, 12])
+    monkeypatch.setattr(runner, "GraphedStep", StepWithoutCapture)
+    engine = engine_of(model, eos_ids=eos)
+    engine._runner._graphs, engine._runner.slack = True, 0.25
+    fixed = serve(engine, requests, [0, 0, 6, 12])
+    assert StepWithoutCapture.calls > 0
+    for a, b in zip((c for g in exact for c in g), (c for g in fixed for c in g), strict=True):
+        assert a.token_ids.tolist() == b.token_ids.tolist()
+        np.testing.assert_allclose(a.logprobs, b.logprobs, atol=1e-5)
+    assert engine.cached_entries == 0
+
+
+class StepWithoutCapture:
+    """Runs the step as GraphedStep does, with its warm-up, but eagerly."""
+
+    calls = 0
+
+    def __init__(self, forward: Any, context: Any) -> None:
+        assert not context.exact
+        self._forward, self._context = forward, context
+        forward(context, torch.zeros(1, len(context.positions_B), dtype=torch.int64), context.positions_B[None], 0)
+
+    def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+        StepWithoutCapture.calls += 1
+        self._context.forget_masks()
+        return self._forward(self._context, tokens, self._context.positions_B[None], 0)

@@ -13,6 +13,7 @@ from rollmill.models.load import Policy
 from rollmill.tasks import RejectedRow, Taskset, encode_demonstration, encode_prompt
 
 _NAMED = 5
+_ADDED = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,9 @@ def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _
     fit: list[Task] = []
     long: list[RejectedRow] = []
     for task in taskset.tasks:
+        if _surely_fits(task, policy.context):
+            fit.append(task)
+            continue
         what, tokens, room = measure(task, policy)
         if tokens <= room:
             fit.append(task)
@@ -85,6 +89,16 @@ def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _
         raise TasksetError(f"{text}; {advice}{named}")
     notes.append(f"{text} and were left out{named}")
     return Taskset(taskset.name, fit, [*taskset.rejected, *long])
+
+
+def _surely_fits(task: Task, context: int) -> bool:
+    """Whether there are too few bytes for too many tokens, which saves encoding most tasks.
+
+    A token stands for at least one byte, apart from the few that tokenizers add at the ends.
+    """
+    if not isinstance(task.prompt, str):
+        return False
+    return len(task.prompt.encode()) + len((task.response or "").encode()) + _ADDED < context
 
 
 def _worked(tasks: Taskset, algorithm: str) -> Taskset:

@@ -7,12 +7,13 @@ P the longest parent, m distinct parents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+from rollmill.models.varlen import Varlen, available
 
 _PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length
 
@@ -51,7 +52,7 @@ class PackedAttention:
         self._blocks = _blocks(layout, device)
         self._device = device
         self._masks: dict[tuple[int, int | None, torch.dtype], Tensor | None] = {}
-        self._varlen = _Varlen(layout, device) if device.type == "cuda" else None
+        self._varlen = Varlen(layout.lengths, layout.parents, device) if available(device) else None
 
     def attend(
         self,
@@ -93,49 +94,6 @@ class PackedAttention:
         if (i, window, dtype) not in self._masks:
             self._masks[i, window, dtype] = _block_mask(block, window, self._device, dtype)
         return self._masks[i, window, dtype]
-
-
-class _Varlen:
-    """The same attention as one call of the GPU's variable-length kernel: keys of each segment are laid end to end."""
-
-    def __init__(self, layout: Layout, device: torch.device) -> None:
-        starts = [0]
-        for length in layout.lengths:
-            starts.append(starts[-1] + length)
-        rows: list[int] = []
-        key_starts = [0]
-        for i, parent in enumerate(layout.parents):
-            if parent >= 0:
-                rows.extend(range(starts[parent], starts[parent + 1]))
-            rows.extend(range(starts[i], starts[i + 1]))
-            key_starts.append(len(rows))
-        self._query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
-        self._key_starts = torch.tensor(key_starts, dtype=torch.int32, device=device)
-        self._max_query = max(layout.lengths)
-        self._max_key = max(b - a for a, b in pairwise(key_starts))
-        shared = any(parent >= 0 for parent in layout.parents)
-        self._rows = torch.tensor(rows, device=device) if shared else None
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
-        """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""
-        from torch.nn.attention.varlen import varlen_attn
-
-        if self._rows is not None:
-            k, v = k.index_select(0, self._rows), v.index_select(0, self._rows)
-        output: Any = varlen_attn(
-            q.contiguous(),
-            k.contiguous(),
-            v.contiguous(),
-            self._query_starts,
-            self._key_starts,
-            self._max_query,
-            self._max_key,
-            scale=scaling,
-            window_size=(-1 if window is None else window - 1, 0),
-            enable_gqa=q.shape[1] != k.shape[1],
-        )
-        result: Tensor = output
-        return result
 
 
 class _Place(torch.autograd.Function):

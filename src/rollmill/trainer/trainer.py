@@ -17,11 +17,11 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.errors import TrainingError
 from rollmill.core.types import Experience, Source
+from rollmill.models.norms import Replacements, find_norms, replaced
 from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches, token_table
 from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.logprobs import attending_to, predict
 from rollmill.trainer.metrics import TokenMetrics
-from rollmill.trainer.norms import Replacements, find_norms, replaced
 from rollmill.trainer.objective import Objective, Scores, judge
 from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
 from rollmill.trainer.parts import cut

@@ -77,6 +77,10 @@ class DecodeContext:
         for piece in self.own:
             piece.lengths_n += 1
             piece.longest += 1
+        self.forget_masks()
+
+    def forget_masks(self) -> None:
+        """Masks depend on the lengths: compute them anew at the next use."""
         self._masks.clear()
 
     def attend(

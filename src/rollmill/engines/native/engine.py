@@ -54,6 +54,7 @@ class NativeEngine:
         self._eos_ids = eos_ids
         self._context = context
         self._max_sequences = max_sequences
+        model.eval()  # the trainer switches to training mode by itself, where it needs it
         self._weights = Weights(model, dtype)
         self._cache = Cache()
         self._runner = Runner(self._weights.model, self._cache, prefill_tokens)
@@ -147,12 +148,12 @@ class NativeEngine:
             return
         if group in self._queue:
             self._queue.remove(group)
-        rows = [row for row in self._rows if row.group is group]
-        for row in [*rows, *group.waiting]:
-            row.stop_reason = StopReason.ABORTED
+        for row in self._rows:
+            if row.group is group and row.stop_reason is None:
+                row.stop_reason = StopReason.ABORTED
         group.waiting.clear()
         group.unfinished = 0
-        self._retire(rows)
+        self._sweep()
         if group.entry is not None:
             self._cache.remove([group.entry])
             group.entry = None
@@ -190,6 +191,7 @@ class NativeEngine:
 
     def _recompute(self) -> None:
         """Forget cached keys and values of older weights; running rows are extended anew, prompts prefilled anew."""
+        self._sweep()
         self._weights.refresh()
         self._cache.clear()
         self._runner.changed()
@@ -208,6 +210,7 @@ class NativeEngine:
                 started.append(group.waiting.popleft())
         if not started:
             return
+        self._sweep()
         logits = torch.stack([row.group.logits_V for row in started if row.group.logits_V is not None])
         self._runner.enter(started)
         self._rows.extend(started)
@@ -222,30 +225,27 @@ class NativeEngine:
     def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire the rows that have finished."""
         tokens, logprobs, kept = self._runner.sample(rows, logits_BV)
-        self.tokens_generated += len(rows)
+        self.tokens_generated += sum(row.stop_reason is None for row in rows)
         finished = [
             row
             for row, token, logprob, mass in zip(rows, tokens, logprobs, kept, strict=True)
-            if row.append(token, logprob, mass, self.version)
+            if row.stop_reason is None and row.append(token, logprob, mass, self.version)
         ]
-        if finished:
-            self._retire(finished)
-            for row in finished:
-                row.group.results.put_nowait(row.completion(self._tokenizer))
+        for row in finished:
+            row.group.unfinished -= 1
+            row.group.results.put_nowait(row.completion(self._tokenizer))
+        self._sweep(self._runner.slack)
 
-    def _retire(self, rows: list[Row]) -> None:
-        if not rows:
+    def _sweep(self, slack: float = 0.0) -> None:
+        """Take ended rows out of the batch, once they are more than `slack` of it, and prompts that no row needs."""
+        ended = [row for row in self._rows if row.stop_reason is not None]
+        if len(ended) <= slack * len(self._rows):
             return
-        gone = set(rows)
-        self._rows = [row for row in self._rows if row not in gone]
-        entries = [row.entry for row in rows if row.entry is not None]
-        for row in rows:
-            row.entry = None
-            group = row.group
-            if group.unfinished:
-                group.unfinished -= 1
-                if group.unfinished == 0 and group.entry is not None:
-                    entries.append(group.entry)
-                    group.entry = None
+        self._rows = [row for row in self._rows if row.stop_reason is None]
+        entries = [row.entry for row in ended if row.entry is not None]
+        for group in {row.group: None for row in ended}:
+            if group.unfinished == 0 and group.entry is not None:
+                entries.append(group.entry)
+                group.entry = None
         self._cache.remove(entries)
         self._runner.changed()

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rollmill.engines.native.cache import Entry
+from rollmill.models.varlen import Varlen, available
 
 
 @dataclass(slots=True)
@@ -34,6 +35,7 @@ class PrefillContext:
     def __init__(self, segments: list[Segment]) -> None:
         self.segments = segments
         self.layers = 0
+        self._varlen: Varlen | None = None
 
     def positions(self) -> list[int]:
         """Position of each token of the flat row."""
@@ -71,6 +73,10 @@ class PrefillContext:
             store_v[segment.entry.index, :, span] = v[0]
         simple = all(segment.fresh for segment in self.segments) and softcap is None
         if simple and (sliding_window is None or max(lengths) <= sliding_window):
+            if value.dtype in (torch.bfloat16, torch.float16) and available(value.device):
+                self._varlen = self._varlen or Varlen(lengths, [-1] * len(lengths), value.device)
+                q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+                return self._varlen.attend(q, k, v, scaling, None)[None]
             return _fresh(query, key, value, lengths, scaling)
         parts = [
             self._one(segment, layer, q, k, v, scaling, sliding_window, softcap)

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from rollmill.core.errors import EngineError, ModelError
 from rollmill.engines.native.cache import Cache
 from rollmill.engines.native.decode import DecodeContext
+from rollmill.engines.native.graph import GraphedStep
 from rollmill.engines.native.prefill import PrefillContext, Segment
 from rollmill.engines.native.rng import uniforms
 from rollmill.engines.native.sampler import SamplingTensors, sample
 from rollmill.engines.native.sequence import Group, Row
 from rollmill.models.attention import AttentionContext, attending
+from rollmill.models.norms import find_norms, is_fp32_on_cpu, replaced
 
 
 class Runner:
@@ -26,6 +28,10 @@ class Runner:
         self._model = model
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
+        self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
+        self._graphs = self._device.type == "cuda"
+        #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
+        self.slack = 0.25 if self._graphs else 0.0
         self._layers_checked = False
         self.reset(cache)
 
@@ -37,6 +43,7 @@ class Runner:
     def changed(self) -> None:
         """Rows have come or gone: the decode context must be built anew."""
         self._context: DecodeContext | None = None
+        self._graph: GraphedStep | None = None
         self._params: dict[int, SamplingTensors] = {}
 
     # -- prompts -----------------------------------------------------------------------------------------------
@@ -134,9 +141,12 @@ class Runner:
         context = self._context
         if context is None or any(piece.longest >= piece.bucket.capacity for piece in context.own):
             context = self._context = self._arrange(rows)
-        logits = self._forward(
-            context, torch.tensor([[row.tokens[-1] for row in rows]], device=self._device), context.positions_B[None], 0
-        )
+            self._graph = GraphedStep(self._forward, context) if self._graphs else None
+        tokens = torch.tensor([[row.tokens[-1] for row in rows]], device=self._device)
+        if self._graph is not None:
+            logits = self._graph(tokens)
+        else:
+            logits = self._forward(context, tokens, context.positions_B[None], 0)
         context.advance()
         for row in rows:
             assert row.entry is not None
@@ -157,7 +167,8 @@ class Runner:
             return first[id(row.entry.bucket)] + row.entry.index
 
         rows.sort(key=place)
-        return DecodeContext([row.entry for row in rows if row.entry is not None], self._device)
+        entries = [row.entry for row in rows if row.entry is not None]
+        return DecodeContext(entries, self._device, exact=not self._graphs)
 
     def sample(self, rows: list[Row], logits_BV: Tensor) -> tuple[list[int], list[float], list[float]]:
         """Tokens, log-probs and kept log-mass; each row draws at (its seed, its number of tokens so far)."""
@@ -183,13 +194,8 @@ class Runner:
 
     def _forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
         """Logits of the kept rows (0: all)."""
-        training = self._model.training
-        if training:
-            self._model.eval()
-        with attending(self._model, context):
+        with attending(self._model, context), replaced(self._norms):
             output: Any = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
-        if training:
-            self._model.train()
         logits: Tensor = output.logits[0]
         return logits
 

@@ -1,4 +1,4 @@
-"""RMS norms in few passes over memory, put in place of a model's own while it trains in fp32 on a CPU.
+"""RMS norms in few passes over memory, put in place of a model's own while it computes in fp32 on a CPU.
 
 transformers writes RMS norm as six elementwise operations with as many temporaries, and autograd doubles them; on a
 small model that is a tenth of a step. A module is replaced only if it computes the same function, which is measured.
@@ -22,8 +22,7 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+        scale = _scale(x, eps)
         ctx.save_for_backward(x, weight, scale)
         y: Tensor = (x * scale).mul_(weight)
         return y
@@ -42,10 +41,22 @@ class _RMSNorm(torch.autograd.Function):
         return grad_x.view(x.shape), grad_weight, None
 
 
+def _scale(x: Tensor, eps: float) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1]).add_(eps).rsqrt_()
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """RMS norm over the last dimension of float32 or float64 `x`."""
+    if not torch.is_grad_enabled():
+        return (x * _scale(x, eps)).mul_(weight)
     result: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return result
+
+
+def is_fp32_on_cpu(model: nn.Module) -> bool:
+    """Whether `rms_norm` is worth using: on a GPU other kernels are quicker, and lower precisions round elsewhere."""
+    return all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
 
 
 def find_norms(*models: nn.Module) -> Replacements:

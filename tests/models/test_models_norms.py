@@ -1,13 +1,12 @@
-"""The replaced RMS norms are the model's own function, in value and gradient, and only while training."""
+"""The replaced RMS norms are the model's own function, in value and gradient, and only inside `replaced`."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
+from toys import toy_model
 
-from rollmill.trainer.norms import find_norms, replaced, rms_norm
+from rollmill.models.norms import find_norms, replaced, rms_norm
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -24,8 +23,8 @@ def test_rms_norm_equals_the_formula(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(("architecture", "per_layer"), [("qwen3", 4), ("llama", 2), ("gemma", 2), ("gemma2", 4)])
-def test_every_norm_of_a_model_is_found_and_put_back(toy: Any, architecture: str, per_layer: int) -> None:
-    model = toy(architecture)
+def test_every_norm_of_a_model_is_found_and_put_back(architecture: str, per_layer: int) -> None:
+    model = toy_model(architecture)
     ids = torch.arange(2, 12)[None]
     with torch.no_grad():
         for name, parameter in model.named_parameters():
