@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import shutil
 from collections.abc import Sequence
 from importlib import resources
@@ -61,8 +62,9 @@ def _reasoning(out: Path, seed: int, stream: TextIO) -> dict[str, Any] | None:
     _say(stream, _REASONING.format(file=out / FILES[1]))
     folder = out / "reasoning-gym"
     summary = run(out / FILES[1], [f"seed={seed}"], folder, _view(stream))
-    first, last = summary["evaluations"][0], summary["evaluations"][-1]
-    _say(stream, f"Sampled accuracy went from {first['eval/sampled']:.0%} to {last['eval/sampled']:.0%}.")
+    last_stage = [record for record in summary["evaluations"] if record["stage"] == summary["stages"][-1]]
+    first, last = last_stage[0], last_stage[-1]
+    _say(stream, _SHARPER.format(first=first["eval/sampled"], last=last["eval/sampled"]))
     return summary
 
 
@@ -83,8 +85,6 @@ def _show_completions(out: Path, summary: dict[str, Any], stream: TextIO) -> Non
 
 
 def _evaluation(out: Path, step: int) -> dict[str, Experience]:
-    import json
-
     path = out / EVALUATIONS / f"step-{step:06d}.jsonl"
     with path.open() as lines:
         experiences = [decode_experience(json.loads(line)) for line in lines]
@@ -109,6 +109,10 @@ Held-out sums solved (greedy): {before:.1%} before the repair, {after:.1%} after
 _REASONING = """
 Now the same run file with another task, single-digit sums and differences of reasoning-gym, in {file}.
 There is no worked solution to imitate here: stage 1 learns to guess answers, stage 2 keeps the guesses that score."""
+
+_SHARPER = """
+Sampled answers that are right: {first:.1%} before, {last:.1%} after. Reinforcement learning makes good guesses
+likelier; it does not teach a model of this size sums that it never gets right."""
 
 _CLOSING = """
 Both runs took {seconds:.0f} s. What to look at next:
