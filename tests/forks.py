@@ -46,20 +46,24 @@ class Forks:
             start_new_session=True,
         )
         self._answer()
+        self._busy = False
 
     def start(self, *argv: Any, folder: Path, uid: int | None = None) -> int:
         """Start a command in `folder`; returns its process id. Its output goes to files there."""
+        if self._busy:  # a test that failed left it behind
+            send(self.pid)
+            self.wait()
         self._folder = folder
         request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
-        self.pid = int(self._answer())
+        self.pid, self._busy = int(self._answer()), True
         return self.pid
 
     def wait(self) -> Ended:
         """How the command ended."""
-        code = int(self._answer())
+        code, self._busy = int(self._answer()), False
         out, err = ((self._folder / name).read_text(errors="replace") for name in (".stdout", ".stderr"))
         return Ended(code, out, err)
 
@@ -81,6 +85,8 @@ class Forks:
     def close(self) -> None:
         """End the server."""
         assert self._server.stdin is not None
+        if self._busy:
+            send(self.pid)
         self._server.stdin.close()
         self._server.wait(timeout=30)
 

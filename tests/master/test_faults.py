@@ -109,7 +109,8 @@ def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: For
 
 def test_interrupted_while_loading_ends_at_once(server: Forks, tmp_path: Path) -> None:
     (tmp_path / "rows.py").write_text(
-        "import time, pathlib\ndef rows():\n    pathlib.Path('loading').touch()\n    time.sleep(1000)\n"
+        "import time, pathlib\ndef rows():\n    pathlib.Path('loading').touch()\n"
+        "    while True:\n        time.sleep(0.01)\n"
     )
     tiny_run(tmp_path, **ONLY_RL | {"taskset": {"function": "rows.py:rows", "options": None}})
     server.start("run", "run.yaml", folder=tmp_path)

@@ -80,9 +80,9 @@ def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _
         f"taskset {taskset.name}: {len(long)} of {len(taskset.tasks)} {what}s do not fit the model's context of "
         f"{policy.context} tokens"
     )
-    named = "".join(f"\n  {row}" for row in long[:_NAMED]) + (
-        f"\n  and {len(long) - _NAMED} more" * (len(long) > _NAMED)
-    )
+    lines = [str(row) for row in long[:_NAMED]]
+    lines += [f"and {len(long) - _NAMED} more"] if len(long) > _NAMED else []
+    named = "".join(f"\n  {line}" for line in lines)
     if config.on_bad_row == "refuse" or not fit:
         advice = "shorten them or use a model with a longer context"
         advice += "" if not fit else ", or leave them out by taskset.on_bad_row: skip"

@@ -108,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
             log_p, _ = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)
             logprobs.append(log_p.gather(1, target[a:b, None])[:, 0])
             p = log_p.exp()
-            entropies.append(-_row_dot(p, log_p))
+            entropies.append(-torch.linalg.vecdot(p, log_p))
             if len(rows) <= options.chunk and options.softcap is None:
                 kept = p
         entropy = torch.cat(entropies)
@@ -124,6 +124,7 @@ class _TokenLogprobs(torch.autograd.Function):
         options: _Options = ctx.options
         picked = hidden.index_select(0, rows).to(options.dtype)
         cast = weight.to(options.dtype)
+        scaled = options.scale != 1.0 or bool((temperature != 1).any())
         grad_picked = torch.empty_like(picked)
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
@@ -136,7 +137,8 @@ class _TokenLogprobs(torch.autograd.Function):
             else:
                 p, log_p = kept, None
             g = _logit_gradient(p, log_p, grads[0][a:b], grads[1][a:b], entropy[a:b], target[a:b], options)
-            g.div_((temperature[a:b] / options.scale)[:, None])
+            if scaled:
+                g.div_((temperature[a:b] / options.scale)[:, None])
             if slope is not None:
                 g.mul_(slope)
             if bias is not None:
@@ -185,11 +187,6 @@ def _logit_gradient(
     else:
         gradient = p.mul_(-grad_logprob[:, None])
     return gradient.scatter_add_(1, target[:, None], grad_logprob[:, None])
-
-
-def _row_dot(a_CV: Tensor, b_CV: Tensor) -> Tensor:
-    """sum_v a b for each row, without a [C, V] temporary."""
-    return torch.bmm(a_CV[:, None], b_CV[:, :, None])[:, 0, 0]
 
 
 def _logit_scale(config: Any) -> float:
