@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-
 _NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
 
 
