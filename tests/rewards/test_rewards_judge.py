@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,7 @@ from reward_helpers import completion, judged, task
 
 from rollmill.config.reward import ExactReward, FormatReward, MathReward, PythonReward, ReasoningGymReward
 from rollmill.core.errors import ConfigError, RewardError
-from rollmill.rewards import Judge, build_judge
+from rollmill.rewards import Judge, Judgement, build_judge
 from rollmill.rewards.base import checked_value
 from rollmill.rewards.threads import LIMIT, MOST_STUCK
 
@@ -283,3 +284,21 @@ def test_reasoning_gym_scores_its_own_tasks() -> None:
         assert (endless.reward, endless.outcomes) == (0.0, {"reasoning_gym": "timeout"})
         with pytest.raises(RewardError, match="not made by a reasoning-gym generator"):
             judged(judge, None, "Answer: 5")
+
+
+def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_path: Path) -> None:
+    """A training step blocks the event loop for longer than the limit; the reward, quicker than that, is in time."""
+    (tmp_path / "slow.py").write_text(
+        "import asyncio\nasync def slow(task, completion):\n    await asyncio.sleep(0.05)\n    return 0.5\n"
+    )
+    config = PythonReward(name="python", function=f"{tmp_path / 'slow.py'}:slow", time_limit_s=0.3)
+
+    async def main() -> Judgement:
+        with build_judge([config]) as judge:
+            pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
+            await asyncio.sleep(0.01)
+            time.sleep(0.6)
+            return await pending
+
+    judgement = asyncio.run(main())
+    assert (judgement.reward, judgement.outcomes) == (0.5, {"slow": "ok"})

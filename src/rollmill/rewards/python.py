@@ -61,11 +61,11 @@ class PythonGroupFunction:
         return [Verdict(checked_value(value), OK) for value in found]
 
 
-async def _call(config: PythonReward, function: Function, threads: Threads, *args: Any) -> tuple[Any, bool]:
+async def _call(config: PythonReward, function: Function, threads: Threads, *args: Any) -> Any:
     """What the function returned, and whether it did so in time."""
     call = partial(function, *args, **config.options)
     if _is_async(function):
-        return await _within(call(), config.time_limit_s)
+        return await threads.run(_within(call, config.time_limit_s))
     started = asyncio.get_running_loop().time()
     try:
         found = await threads.call(config.function, call, config.time_limit_s)
@@ -74,7 +74,7 @@ async def _call(config: PythonReward, function: Function, threads: Threads, *arg
     if not inspect.isawaitable(found):
         return found, True
     left = config.time_limit_s - (asyncio.get_running_loop().time() - started)
-    return await _within(found, max(left, 0.0))
+    return await threads.run(_within(lambda: found, max(left, 0.0)))
 
 
 def _is_async(function: Function) -> bool:
@@ -82,8 +82,9 @@ def _is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(called)
 
 
-async def _within(work: Awaitable[Any], seconds: float) -> tuple[Any, bool]:
-    task = asyncio.ensure_future(work)
+async def _within(work: Callable[[], Awaitable[Any]], seconds: float) -> Any:
+    """What the awaitable gives, and whether it did so in time."""
+    task = asyncio.ensure_future(work())
     try:
         await asyncio.wait({task}, timeout=seconds)
         if not task.done():

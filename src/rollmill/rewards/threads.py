@@ -1,4 +1,4 @@
-"""Threads for users' plain functions: bounded in number, and left behind when a function does not come back."""
+"""Threads for users' functions: bounded in number, and left behind when a function does not come back."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -42,6 +42,7 @@ class Threads:
         self._running = 0  # threads in service: idle or busy within their limit
         self._idle = 0  # idle threads minus calls that wait for one
         self._stuck: set[_Call] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
         """What `function()` returns; its exception is raised here. The limit counts from when it starts.
@@ -66,9 +67,26 @@ class Threads:
             raise RuntimeError(f"{type(error).__name__}: {error}") from error
         return value
 
+    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine that runs in an event loop of its own, which no training step holds up."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                threading.Thread(target=_serve_loop, args=(self._loop,), name="rollmill-reward", daemon=True).start()
+            ended: Future[None] = Future()
+            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)  # let it clean up
+            raise
+
     def close(self) -> None:
         """Let idle threads end."""
         with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
             for _ in range(self._running):
                 self._calls.put(None)
             self._running = self._idle = 0
@@ -114,3 +132,20 @@ class Threads:
         if stuck > MOST_STUCK:
             raise RewardError(f"{text}; make the function stop by itself, or make it async")
         _log.warning("reward %s", text)
+
+
+def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+async def _signalling(coroutine: Coroutine[Any, Any, Any], ended: Future[None]) -> Any:
+    try:
+        return await coroutine
+    finally:
+        ended.set_result(None)
