@@ -1,0 +1,36 @@
+"""The GSM8K example as published data needs it: every task loads, and a checkpoint folder needs only model.path."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from toys import toy_checkpoint
+
+from rollmill.master import run
+from rollmill.monitor.metrics import read_metrics
+from rollmill.monitor.view import PlainView
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k.yaml"
+SHORT = [
+    "stages.0.steps=1", "stages.0.trainer.warmup_steps=0", "stages.0.evaluation.every=1", "stages.0.algorithm.batch=2",
+    "stages.1.steps=2", "rollout.batch=2", "rollout.group_size=4", "rollout.max_new_tokens=8", "evaluation.limit=4",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+def test_a_checkpoint_folder_needs_only_the_path(
+    architecture: str, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GSM8K", str(data_dir / "gsm8k"))
+    checkpoint = tmp_path / "model"
+    toy_checkpoint(checkpoint, architecture, max_position_embeddings=2048)
+    shown = io.StringIO()
+    summary = run(EXAMPLE, [*SHORT, f"model.path={checkpoint}"], tmp_path / "run", PlainView(shown))
+    assert summary["status"] == "done"
+    assert "sft, 1 steps, 7473 tasks loaded, 0 rejected" in shown.getvalue()
+    steps = read_metrics(tmp_path / "run")
+    assert [row["stage"] for row in steps if row["step"] > 0] == ["imitate", "reinforce", "reinforce"]
+    assert all(key in steps[-1] for key in ("reward/math", "reward/format", "eval/greedy", "eval/sampled"))
+    assert (tmp_path / "run" / "report.html").is_file()
