@@ -13,7 +13,9 @@ import random
 from collections.abc import Iterator
 
 
-def rows(size: int, seed: int = 0, forget: float = 0.0, digits: int = 3) -> Iterator[dict[str, str]]:
+def rows(
+    size: int, seed: int = 0, forget: float = 0.0, digits: int = 3, held_out: bool = False
+) -> Iterator[dict[str, str]]:
     """Rows with prompt, answer (the true sum) and response (the teacher's trace).
 
     Args:
@@ -21,13 +23,17 @@ def rows(size: int, seed: int = 0, forget: float = 0.0, digits: int = 3) -> Iter
         seed: what to draw.
         forget: probability of forgetting a carry.
         digits: digits of each number, leading zeros not written.
+        held_out: draw from the tenth of all pairs that is never drawn otherwise.
     """
     generator = random.Random(seed)
     limit = 10**digits
+    most = int((limit - limit // 10) ** 2 * (0.05 if held_out else 0.8))
+    if size > most:
+        raise ValueError(f"size {size} asks for more different sums than there are to draw from; at most {most}")
     seen: set[tuple[int, int]] = set()
     while len(seen) < size:
         pair = generator.randrange(limit // 10, limit), generator.randrange(limit // 10, limit)
-        if pair in seen:
+        if pair in seen or is_held_out(*pair) != held_out:
             continue
         seen.add(pair)
         yield {
@@ -35,6 +41,11 @@ def rows(size: int, seed: int = 0, forget: float = 0.0, digits: int = 3) -> Iter
             "answer": str(pair[0] + pair[1]),
             "response": trace(*pair, forget=forget, generator=generator, digits=digits),
         }
+
+
+def is_held_out(a: int, b: int) -> bool:
+    """Whether the pair belongs to the held-out tenth, whatever the seed."""
+    return (7 * a + 3 * b) % 10 == 0
 
 
 def trace(a: int, b: int, *, forget: float, generator: random.Random, digits: int = 3) -> str:
