@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -286,3 +287,52 @@ class StepWithoutCapture:
         StepWithoutCapture.calls += 1
         self._context.forget_masks()
         return self._forward(self._context, tokens, self._context.positions_B[None], 0)
+
+
+def test_cancelling_a_request_disturbs_nobody() -> None:
+    """Its entries leave the cache while others wait or decode, and a later prompt takes the place."""
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    greedy = SamplingConfig(temperature=0, max_new_tokens=30)
+    first, queued, later = prompts_of((9, 14, 11))
+    [[alone]] = serve(engine_of(model), [Request(first, greedy)])
+
+    async def main() -> Completion:
+        engine = engine_of(model, max_sequences=2, prefill_tokens=64)
+        waiting = asyncio.ensure_future(engine.generate(Request(queued, SamplingConfig(max_new_tokens=200), n=4)))
+        await asyncio.sleep(0)
+        running = asyncio.ensure_future(engine.generate(Request(first, greedy)))
+        for _ in range(6):
+            await asyncio.sleep(0)
+        waiting.cancel()
+        for _ in range(8):
+            await asyncio.sleep(0)
+        after = asyncio.ensure_future(engine.generate(Request(later, greedy, n=3)))
+        [completion] = await running
+        await after
+        assert engine.cached_entries == 0
+        return completion
+
+    assert asyncio.run(main()).token_ids.tolist() == alone.token_ids.tolist()
+
+
+def test_storage_moves_only_under_a_new_context_and_prompts_wait_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured step reads storage by address; queued prompts that cannot start yet take no memory."""
+    seen: list[tuple[object, list[int]]] = []
+    most = 0
+
+    class Watched(StepWithoutCapture):
+        def __call__(self, tokens: torch.Tensor) -> torch.Tensor:
+            nonlocal most
+            pieces = [*self._context.own, *self._context.prompts]
+            seen.append((self, [piece.bucket.keys[0].data_ptr() for piece in pieces]))
+            most = max(most, sum(len(piece.bucket.entries) for piece in self._context.prompts))
+            return super().__call__(tokens)
+
+    monkeypatch.setattr(runner, "GraphedStep", Watched)
+    engine = engine_of(toy_model("qwen3", vocab_size=VOCAB), max_sequences=16, prefill_tokens=2048)
+    engine._runner._graphs, engine._runner.slack = True, 0.25
+    requests = [Request(p, SamplingConfig(max_new_tokens=20), n=8, seed=i) for i, p in enumerate(prompts_of((9,) * 32))]
+    assert all(len(group) == 8 for group in serve(engine, requests))
+    for (step, before), (next_step, after) in pairwise(seen):
+        assert step is not next_step or before == after
+    assert most <= 4

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
@@ -47,6 +48,11 @@ def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> 
     assert text.startswith(cut)
     assert not any(stop in cut for stop in stops)
     assert cut == text or any(text[len(cut) :].startswith(stop) for stop in stops)
+
+
+def test_an_empty_stop_string_is_refused() -> None:
+    with pytest.raises(ValidationError, match="at least 1 character"):
+        SamplingConfig(stop=["\n", ""])
 
 
 @pytest.mark.parametrize("kind", sorted(TOKENIZERS))

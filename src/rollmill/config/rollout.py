@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field
 
 from rollmill.config.base import Section
@@ -20,7 +22,7 @@ class SamplingConfig(Section):
     """Drop tokens less probable than min_p times the most probable one."""
     max_new_tokens: int = Field(256, ge=1)
     """Longest completion in tokens; the model's context may end it sooner."""
-    stop: list[str] = []
+    stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop strings: the completion ends where one appears; the text ends before it, the tokens keep it."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion, besides all EOS ids of the checkpoint."""

@@ -97,6 +97,8 @@ class Master:
 
     async def _train(self, config: StageConfig, stage: StageRun) -> None:
         state, started = stage.state, time.perf_counter()
+        if state.step == 0 and self.state.stage and _measures(self._stages[self.state.stage - 1]) != _measures(config):
+            self.state.best_value = self.state.best_step = None  # another measure: not comparable
         try:
             if state.step == 0 and config.evaluation is not None and config.evaluation.at_start:
                 await self._evaluate_at_start(config, stage)

@@ -71,8 +71,7 @@ class Trainer:
         if recipe.uses_reference and reference is not None:
             self._reference = reference.to(self.device).requires_grad_(False).eval()
         self._norms = self._find_norms()
-        if config.gradient_checkpointing:
-            _checkpoint_activations(self.model)
+        _checkpoint_activations(self.model, config.gradient_checkpointing)
 
     def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
         """Learn from one batch; `version` is the version of the weights as they are now.
@@ -262,10 +261,13 @@ def _master(model: nn.Module) -> nn.Module:
     return model.float() if narrow else model
 
 
-def _checkpoint_activations(model: Any) -> None:
+def _checkpoint_activations(model: Any, wanted: bool) -> None:
     renamed = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.2x
-    enable = model.activation_checkpointing_enable if renamed else model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
+    if wanted:
+        getattr(model, f"{name}_enable")({"use_reentrant": False})
+    elif getattr(model, f"is_{name}"):  # an earlier stage wanted it
+        getattr(model, f"{name}_disable")()
 
 
 @contextmanager

@@ -42,6 +42,7 @@ class Bucket:
         self.entries: list[Entry] = []
         self.keys: dict[int, Tensor] = {}  # layer -> [E, K, C, D]
         self.values: dict[int, Tensor] = {}
+        self.moves = 0  #: how often entries or storage have changed place
         self._reserved = 0
 
     def add(self, parent: Entry | None) -> Entry:
@@ -58,6 +59,7 @@ class Bucket:
             self._reserve(entries)
 
     def _reserve(self, entries: int) -> None:
+        self.moves += 1
         for store in (self.keys, self.values):
             for layer, old in store.items():
                 new = old.new_zeros(entries, *old.shape[1:])
@@ -75,6 +77,7 @@ class Bucket:
 
     def remove(self, entries: Iterable[Entry]) -> None:
         """Drop entries; the last ones move into the holes."""
+        self.moves += 1
         gone = {entry.index for entry in entries}
         left = len(self.entries) - len(gone)
         holes = sorted(i for i in gone if i < left)
@@ -145,6 +148,11 @@ class Cache:
         """Drop all entries and keep the memory, which the next ones will need: fresh pages cost more than copies."""
         for bucket in (*self._prompts.values(), *self._completions.values()):
             bucket.entries.clear()
+            bucket.moves += 1
+
+    def moves(self) -> int:
+        """Grows whenever an entry or its storage changes place: what was noted of indices and storage is void then."""
+        return sum(bucket.moves for bucket in (*self._prompts.values(), *self._completions.values()))
 
     def entries(self) -> int:
         """How many entries are held."""

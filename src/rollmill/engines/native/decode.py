@@ -63,8 +63,9 @@ class DecodeContext:
     change freely. Without it all shapes stay the same from step to step, as a captured graph needs.
     """
 
-    def __init__(self, entries: list[Entry], device: torch.device, exact: bool = True) -> None:
+    def __init__(self, entries: list[Entry], device: torch.device, last_position: int, exact: bool = True) -> None:
         self.device, self.exact = device, exact
+        self._last_position = last_position  # of the model; only finished rows left in the batch get there
         self.own = _own_pieces(entries, device)
         self.prompts, self.order_B = _prompt_pieces(entries, device)
         self.positions_B = torch.tensor([entry.offset + entry.length for entry in entries], device=device)
@@ -73,11 +74,15 @@ class DecodeContext:
 
     def advance(self) -> None:
         """One token per row has been added."""
-        self.positions_B += 1
+        self.positions_B.add_(1).clamp_(max=self._last_position)
         for piece in self.own:
             piece.lengths_n += 1
             piece.longest += 1
         self.forget_masks()
+
+    def full(self) -> bool:
+        """Whether some bucket has no place for another token."""
+        return any(piece.longest >= piece.bucket.capacity for piece in self.own)
 
     def forget_masks(self) -> None:
         """Masks depend on the lengths: compute them anew at the next use."""

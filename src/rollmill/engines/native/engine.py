@@ -57,7 +57,7 @@ class NativeEngine:
         model.eval()  # the trainer switches to training mode by itself, where it needs it
         self._weights = Weights(model, dtype)
         self._cache = Cache()
-        self._runner = Runner(self._weights.model, self._cache, prefill_tokens)
+        self._runner = Runner(self._weights.model, self._cache, prefill_tokens, context)
         self._queue: deque[Group] = deque()  # not all of their completions have started
         self._rows: list[Row] = []
         self._paused = False
@@ -99,7 +99,7 @@ class NativeEngine:
         self._stale = True
 
     async def drain(self) -> None:
-        """Wait until nothing is running or queued."""
+        """Wait until nothing is running or queued, or the engine has paused."""
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
 
@@ -184,7 +184,7 @@ class NativeEngine:
         """Prefill, start, decode and hand out; called by the driver."""
         if self._stale:
             self._recompute()
-        self._runner.prefill(self._queue)
+        self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
         if self._rows:
             self._absorb(self._rows, self._runner.decode(self._rows))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,14 +22,17 @@ from rollmill.engines.native.sequence import Group, Row
 from rollmill.models.attention import AttentionContext, attending
 from rollmill.models.norms import find_norms, is_fp32_on_cpu, replaced
 
+log = logging.getLogger(__name__)
+
 
 class Runner:
     """Runs the model over cache entries. Rows are kept in the order of the cache's buckets between changes."""
 
-    def __init__(self, model: nn.Module, cache: Cache, prefill_tokens: int) -> None:
+    def __init__(self, model: nn.Module, cache: Cache, prefill_tokens: int, context: int) -> None:
         self._model = model
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
+        self._last_position = context - 1
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
         self._graphs = self._device.type == "cuda"
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
@@ -44,20 +49,25 @@ class Runner:
         """Rows have come or gone: the decode context must be built anew."""
         self._context: DecodeContext | None = None
         self._graph: GraphedStep | None = None
+        self._moves = -1
         self._params: dict[int, SamplingTensors] = {}
 
     # -- prompts -----------------------------------------------------------------------------------------------
 
-    def prefill(self, groups: Iterable[Group]) -> None:
-        """Process waiting prompts, first come first served, up to the token budget of one step."""
+    def prefill(self, groups: Iterable[Group], room: float = math.inf) -> None:
+        """Process waiting prompts, first come first served, up to the token budget of one step.
+
+        `room` is how many completions may start: prompts that none of them could use yet wait, and take no memory.
+        """
         budget = self._prefill_tokens
         work: list[tuple[Group, Segment]] = []
         for group in groups:
             prompt = group.request.prompt_ids
+            if budget == 0 or room <= 0:
+                break
+            room -= len(group.waiting)
             if group.logits_V is not None:
                 continue
-            if budget == 0:
-                break
             if group.entry is None:
                 group.entry = self._cache.prompt(len(prompt))
             take = min(budget, len(prompt) - group.prefilled)
@@ -139,9 +149,8 @@ class Runner:
     def decode(self, rows: list[Row]) -> Tensor:
         """Feed each row's last token; logits [B, V]. Sorts `rows` in place into the order of the buckets."""
         context = self._context
-        if context is None or any(piece.longest >= piece.bucket.capacity for piece in context.own):
-            context = self._context = self._arrange(rows)
-            self._graph = GraphedStep(self._forward, context) if self._graphs else None
+        if context is None or self._moves != self._cache.moves() or context.full():
+            context = self._prepare(rows)
         tokens = torch.tensor([[row.tokens[-1] for row in rows]], device=self._device)
         if self._graph is not None:
             logits = self._graph(tokens)
@@ -152,6 +161,19 @@ class Runner:
             assert row.entry is not None
             row.entry.length += 1
         return logits
+
+    def _prepare(self, rows: list[Row]) -> DecodeContext:
+        """A context for these rows and, on a GPU, the captured step."""
+        self._context, self._graph = self._arrange(rows), None
+        if self._graphs:
+            try:
+                self._graph = GraphedStep(self._forward, self._context)
+            except RuntimeError as error:  # a model that waits for the device inside its forward pass
+                log.warning("decode steps of %s cannot be captured: %s", type(self._model).__name__, error)
+                self._graphs, self.slack = False, 0.0
+                self._context = self._arrange(rows)
+        self._moves = self._cache.moves()
+        return self._context
 
     def _arrange(self, rows: list[Row]) -> DecodeContext:
         self._params.clear()
@@ -168,7 +190,7 @@ class Runner:
 
         rows.sort(key=place)
         entries = [row.entry for row in rows if row.entry is not None]
-        return DecodeContext(entries, self._device, exact=not self._graphs)
+        return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
     def sample(self, rows: list[Row], logits_BV: Tensor) -> tuple[list[int], list[float], list[float]]:
         """Tokens, log-probs and kept log-mass; each row draws at (its seed, its number of tokens so far)."""

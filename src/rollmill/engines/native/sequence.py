@@ -75,9 +75,12 @@ class Row:
     def completion(self, tokenizer: Any) -> Completion:
         """The finished completion."""
         assert self.stop_reason is not None
-        text = "" if tokenizer is None else tokenizer.decode(self.tokens, skip_special_tokens=True)
         if self.stop_reason is StopReason.STOP and self.group.stops is not None:
-            text = self.group.stops.cut(text)
+            text = self.group.stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
+            for special in tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+        else:
+            text = "" if tokenizer is None else tokenizer.decode(self.tokens, skip_special_tokens=True)
         return Completion(
             prompt_ids=np.asarray(self.group.request.prompt_ids, np.int32),
             token_ids=np.asarray(self.tokens, np.int32),

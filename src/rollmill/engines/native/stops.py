@@ -23,7 +23,9 @@ class StopStrings:
 
     def _may_complete_uncached(self, token: int) -> bool:
         text = self._tokenizer.decode([token])
-        return "\ufffd" in text or any(character in text for character in self._last_characters)
+        # a lone token may lose its leading space, so it says nothing of stop strings that end with one
+        vague = "\ufffd" in text or " " in self._last_characters
+        return vague or any(character in text for character in self._last_characters)
 
     def complete(self, tokens: list[int]) -> bool:
         """Whether a stop string ends with or inside the last token."""
