@@ -61,6 +61,7 @@ class Master:
         trainer: dict[str, Any] = {}
         if resumed is not None:
             self.state, trainer = resumed
+            self._prune()
         with self._interrupts.installed():
             while self.state.stage < len(self._stages):
                 await self._stage(self._stages[self.state.stage], trainer)
@@ -174,8 +175,13 @@ class Master:
         self._write(stage.trainer_state())
 
     def _write(self, trainer: dict[str, Any]) -> None:
-        policy, config = self._policy, self._config.checkpoint
+        policy = self._policy
         self._checkpoints.write(self.state.step, policy.model, policy.tokenizer, self.state.to_json(), trainer)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove checkpoints that are not to be kept; a run killed between writing and this does it on resuming."""
+        config = self._config.checkpoint
         best = self.state.best_step if config.keep_best else None
         self._checkpoints.prune(config.keep_last, [] if best is None else [best])
 
