@@ -8,7 +8,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from importlib import import_module
-from importlib.util import find_spec
 from typing import Annotated, Any
 
 import typer
@@ -48,8 +47,7 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     for name, module in COMMANDS.items():
-        if find_spec(module) is not None:
-            app.command(name)(guarded(import_module(module).command))
+        app.command(name)(guarded(import_module(module).command))
     return app
 
 

@@ -6,7 +6,7 @@ out of the denominator: the part of dynamic sampling that needs no new rollouts.
 
 from __future__ import annotations
 
-from rollmill.algorithms import advantages
+import rollmill.algorithms.advantages as advantages
 from rollmill.algorithms.recipe import Advantages, Recipe, RewardInputs
 from rollmill.algorithms.recipes.policy import judged, policy_terms
 from rollmill.config.algorithm import DAPOOptions

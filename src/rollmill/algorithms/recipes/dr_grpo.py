@@ -5,7 +5,7 @@ Loss: sum of all token terms / (max_new_tokens * N): a constant, whatever the co
 
 from __future__ import annotations
 
-from rollmill.algorithms import advantages
+import rollmill.algorithms.advantages as advantages
 from rollmill.algorithms.recipe import Advantages, Recipe, RewardInputs
 from rollmill.algorithms.recipes.policy import judged, policy_terms
 from rollmill.config.algorithm import DrGRPOOptions

@@ -5,7 +5,7 @@ Loss: 1/N sum_i 1/T_i sum_t [-min(rho A, clip(rho) A) + kl * k3], N judged compl
 
 from __future__ import annotations
 
-from rollmill.algorithms import advantages
+import rollmill.algorithms.advantages as advantages
 from rollmill.algorithms.recipe import Advantages, Recipe, RewardInputs
 from rollmill.algorithms.recipes.policy import judged, policy_terms
 from rollmill.config.algorithm import GRPOOptions
