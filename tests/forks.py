@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -47,14 +48,14 @@ class Forks:
         )
         self._answer()
         self._busy = False
+        self._output = tempfile.TemporaryDirectory(prefix="forks-")
 
     def start(self, *argv: Any, folder: Path, uid: int | None = None) -> int:
-        """Start a command in `folder`; returns its process id. Its output goes to files there."""
+        """Start a command in `folder`, which it may be unable to write to; returns its process id."""
         if self._busy:  # a test that failed left it behind
             send(self.pid)
             self.wait()
-        self._folder = folder
-        request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid}
+        request = {"argv": [str(word) for word in argv], "folder": str(folder), "uid": uid, "output": self._output.name}
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps(request) + "\n")
         self._server.stdin.flush()
@@ -64,7 +65,7 @@ class Forks:
     def wait(self) -> Ended:
         """How the command ended."""
         code, self._busy = int(self._answer()), False
-        out, err = ((self._folder / name).read_text(errors="replace") for name in (".stdout", ".stderr"))
+        out, err = (Path(self._output.name, name).read_text(errors="replace") for name in ("stdout", "stderr"))
         return Ended(code, out, err)
 
     def run(self, *argv: Any, folder: Path, uid: int | None = None) -> Ended:
@@ -89,6 +90,7 @@ class Forks:
             send(self.pid)
         self._server.stdin.close()
         self._server.wait(timeout=30)
+        self._output.cleanup()
 
     def _answer(self) -> str:
         assert self._server.stdout is not None
@@ -147,10 +149,10 @@ def _say(text: str) -> None:
 
 def _child(request: dict[str, Any]) -> None:
     """Become the command: its own files for output, its own folder, its own user."""
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(Path(request["output"], name), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644), number)
     os.chdir(request["folder"])
-    for number, name in ((0, os.devnull), (1, ".stdout"), (2, ".stderr")):
-        flags = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT | os.O_TRUNC
-        os.dup2(os.open(name, flags, 0o644), number)
     if request["uid"] is not None:
         os.setgroups([])
         os.setgid(request["uid"])
