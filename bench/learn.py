@@ -25,6 +25,7 @@ from bench.report import Case, finish
 from bench.step import TRL_HOW
 
 RUN_FILE = ROOT / "src" / "rollmill" / "quickstart" / "addition.yaml"
+ADDITION = RUN_FILE.with_suffix(".py")
 TARGET, EVERY, HELD_OUT = 0.92, 5, 500
 
 
@@ -90,7 +91,7 @@ def task_folder(seed: int) -> Path:
     from rollmill.quickstart.addition import rows
 
     text = RUN_FILE.read_text()
-    folder = cache_dir() / f"learn-{hashlib.sha256(text.encode()).hexdigest()[:8]}-{seed}"
+    folder = cache_dir() / f"learn-{hashlib.sha256((text + ADDITION.read_text()).encode()).hexdigest()[:8]}-{seed}"
     if (folder / "settings.json").exists():
         return folder
     note(f"  warm-starting the checkpoint of seed {seed} ...")

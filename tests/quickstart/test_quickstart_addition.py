@@ -36,3 +36,14 @@ def test_held_out_sums_never_occur_in_training() -> None:
     assert not training & held_out
     assert all(is_held_out(*map(int, prompt.split("+"))) for prompt in held_out)
     assert len({row["prompt"] for row in rows(500, seed=1)}) == 500
+
+
+def test_held_out_sums_look_like_the_others() -> None:
+    """Were a pair of last digits, say, held out as a whole, the model would be measured on what it never saw."""
+    columns = [{(a // 10**place % 10, b // 10**place % 10) for a, b in _pairs(held_out=False)} for place in range(3)]
+    for a, b in _pairs(held_out=True):
+        assert all((a // 10**place % 10, b // 10**place % 10) in columns[place] for place in range(3))
+
+
+def _pairs(held_out: bool) -> list[tuple[int, int]]:
+    return [tuple(map(int, row["prompt"].split("+"))) for row in rows(4000, held_out=held_out)]  # type: ignore[misc]
