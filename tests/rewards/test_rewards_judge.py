@@ -96,6 +96,14 @@ def test_format(whole: bool, text: str, reward: float) -> None:
         assert judged(judge, None, text).reward == reward
 
 
+def test_a_pattern_of_exponential_time_ends_at_its_limit() -> None:
+    config = FormatReward(name="format", pattern=r"(a|aa)+$", time_limit_s=0.05)
+    with build_judge([config]) as judge:
+        found = judged(judge, None, "a" * 60 + "b")
+        assert (found.reward, found.outcomes) == (0.0, {"format": "timeout"})
+        assert judged(judge, None, "aaa").reward == 1.0
+
+
 def test_async_functions_are_awaited_and_plain_ones_leave_the_loop_alone(judge_of: Make) -> None:
     async def twenty(judge: Judge) -> list[float | None]:
         found = await asyncio.gather(*(judge.judge(task(i), completion(str(i))) for i in range(20)))

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+import regex
+
 from rollmill.config.algorithm import DAPOOptions, ReinforceOptions, SFTOptions
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.reward import FormatReward, PythonReward, ReasoningGymReward
@@ -57,8 +59,8 @@ def _rewards(stage: StageConfig) -> Iterator[Finding]:
     for index, reward in enumerate(stage.rewards):
         if isinstance(reward, FormatReward):
             try:
-                re.compile(reward.pattern)
-            except re.error as error:
+                regex.compile(reward.pattern)
+            except regex.error as error:
                 yield ("rewards", index, "pattern"), f"not a regular expression: {error}; correct it"
         if isinstance(reward, ReasoningGymReward):
             yield from _ungenerated(stage, index)

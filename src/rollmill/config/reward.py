@@ -43,9 +43,12 @@ class FormatReward(_Reward):
 
     name: Literal["format"]
     pattern: str
-    """Regular expression (Python's `re`, DOTALL) that must match."""
+    """Regular expression (Python's syntax, DOTALL) that must match."""
     whole: bool = False
     """Match the whole completion instead of anywhere in it."""
+    time_limit_s: float = Field(0.2, gt=0)
+    """Hard limit for one completion; some patterns take exponential time. Past it the outcome is `timeout`, the reward
+    0."""
 
 
 class ReasoningGymReward(_Reward):
