@@ -101,6 +101,17 @@ def test_without_a_padding_token_the_end_token_pads(folder: Path) -> None:
     assert load(folder).pad_id == 1
 
 
+def test_a_longrope_context_ends_where_its_frequencies_would_change(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert load(folder).context == 256
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    factors = {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    edit(folder / "config.json", rope_parameters=rope | factors)
+    assert load(folder).context == 64
+    assert "the context is cut from 256 to 64 tokens" in caplog.text
+
+
 def test_dropout_is_removed_and_said_once(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     edit(folder / "config.json", attention_dropout=0.1)
     with caplog.at_level(logging.WARNING):

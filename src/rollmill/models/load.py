@@ -219,7 +219,27 @@ def _context(model: PreTrainedModel, where: str) -> int:
     context = getattr(model.config, "max_position_embeddings", None)
     if context is None:
         raise ModelError(f"{where}: config.json has no max_position_embeddings, the longest sequence; add it")
+    short = _short_context(getattr(model.config, "rope_parameters", None) or {})
+    if short is not None and short < context:
+        log.warning(
+            "%s: the context is cut from %d to %d tokens; beyond that, the model's position frequencies (longrope) "
+            "would depend on the other sequences of a batch",
+            where,
+            context,
+            short,
+        )
+        return short
     return int(context)
+
+
+def _short_context(rope: dict[str, Any]) -> int | None:
+    """Longest sequence for which a longrope model's frequencies are the same for all sequences; None: any.
+
+    (Those of `dynamic` models change only past max_position_embeddings, which is the context anyway.)
+    """
+    kinds = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("rope_type") == "longrope"]
+    limits = [int(each["original_max_position_embeddings"]) for each in kinds]
+    return min(limits, default=None)
 
 
 def _some(names: list[str]) -> str:
