@@ -16,7 +16,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
-from rollmill.engines.native import NativeEngine, runner
+from rollmill.engines.native import NativeEngine, cache, decode, runner
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
 VOCAB = 130
@@ -54,6 +54,13 @@ def reference_logprobs(model: torch.nn.Module, completion: Completion, temperatu
     return (logits / temperature).log_softmax(-1).gather(1, new[:, None])[:, 0]
 
 
+@pytest.fixture(params=[False, True], ids=["parts", "whole"])
+def whole_buckets(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention over whole buckets too, which half precision on a CPU takes, in fp32."""
+    monkeypatch.setattr(decode, "_dense", lambda store: request.param)
+
+
+@pytest.mark.usefixtures("whole_buckets")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_greedy_equals_generate_for_ragged_batches_late_joins_and_shared_prompts(architecture: str) -> None:
     model = toy_model(architecture, vocab_size=VOCAB)
@@ -68,6 +75,7 @@ def test_greedy_equals_generate_for_ragged_batches_late_joins_and_shared_prompts
         assert [c.token_ids.tolist() for c in completions] == [expected] * 3
 
 
+@pytest.mark.usefixtures("whole_buckets")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) -> None:
@@ -78,6 +86,24 @@ def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) ->
         expected = reference_logprobs(model, completion, temperature)
         torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=0)
         assert np.all(completion.kept_logmass == 0)
+
+
+def test_large_capacities_waste_at_most_a_third() -> None:
+    capacities = [cache._capacity(length) for length in range(1, 5000)]
+    assert sorted(set(capacities))[:9] == [32, 64, 96, 128, 192, 256, 384, 512, 768]
+    assert all(length <= capacity <= max(64, 1.5 * length) for length, capacity in enumerate(capacities, 1))
+
+
+def test_bf16_logprobs_are_as_close_to_fp32_as_transformers_own() -> None:
+    model = toy_model("qwen3", vocab_size=VOCAB)
+    sampling = SamplingConfig(max_new_tokens=70)
+    requests = [Request(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))]
+    served = serve(engine_of(model, dtype=torch.bfloat16), requests)
+    completions = [c for group in served for c in group]
+    exact = torch.cat([reference_logprobs(model, c) for c in completions])
+    half = torch.cat([reference_logprobs(model.bfloat16(), c).float() for c in completions])
+    ours = torch.cat([torch.from_numpy(c.logprobs) for c in completions])
+    assert (ours - exact).abs().mean() < 1.2 * (half - exact).abs().mean()
 
 
 def test_truncated_sampling_reports_both_distributions() -> None:

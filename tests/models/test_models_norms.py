@@ -22,6 +22,23 @@ def test_rms_norm_equals_the_formula(dtype: torch.dtype) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_a_half_precision_input_is_summed_in_the_weights_type() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 16).bfloat16().requires_grad_()
+    weight = torch.randn(16, requires_grad=True)
+    wide = x.detach().float().requires_grad_()
+    expected, got = rms_norm(wide, weight, 1e-6), rms_norm(x, weight, 1e-6)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+    upstream = torch.randn_like(expected)
+    wide_grad, *rest = torch.autograd.grad(expected, [wide, weight], upstream)
+    grad, *same = torch.autograd.grad(got, [x, weight], upstream)
+    assert torch.equal(grad, wide_grad.bfloat16())
+    assert torch.equal(*rest, *same)
+    with torch.no_grad():
+        assert torch.equal(rms_norm(x, weight, 1e-6), expected)
+
+
 @pytest.mark.parametrize(("architecture", "per_layer"), [("qwen3", 4), ("llama", 2), ("gemma", 2), ("gemma2", 4)])
 def test_every_norm_of_a_model_is_found_and_put_back(architecture: str, per_layer: int) -> None:
     model = toy_model(architecture)

@@ -22,9 +22,10 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        scale = _scale(x, eps)
+        wide = x.to(weight.dtype)
+        scale = _scale(wide, eps)
         ctx.save_for_backward(x, weight, scale)
-        y: Tensor = (x * scale).mul_(weight)
+        y: Tensor = (wide * scale).mul_(weight)
         return y
 
     @staticmethod
@@ -34,11 +35,12 @@ class _RMSNorm(torch.autograd.Function):
         x, weight, scale = ctx.saved_tensors
         size = x.shape[-1]
         grad, scale = grads[0].reshape(-1, size), scale.reshape(-1, 1)
+        wide = x.reshape(-1, size).to(weight.dtype)
         grad_x, grad_weight, _ = torch.ops.aten.native_layer_norm_backward(
-            grad, x.reshape(-1, size), [size], torch.zeros_like(scale), scale, weight, None, [True, True, False]
+            grad, wide, [size], torch.zeros_like(scale), scale, weight, None, [True, True, False]
         )
         grad_x.addcmul_(torch.mv(grad, weight).div_(size)[:, None], scale)
-        return grad_x.view(x.shape), grad_weight, None
+        return grad_x.view(x.shape).to(x.dtype), grad_weight, None
 
 
 def _scale(x: Tensor, eps: float) -> Tensor:
@@ -47,9 +49,10 @@ def _scale(x: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMS norm over the last dimension of float32 or float64 `x`."""
+    """RMS norm over the last dimension of `x`, computed in the weight's type (float32 or float64), which it returns."""
     if not torch.is_grad_enabled():
-        return (x * _scale(x, eps)).mul_(weight)
+        wide = x.to(weight.dtype)
+        return (wide * _scale(wide, eps)).mul_(weight)
     result: Tensor = _RMSNorm.apply(x, weight, eps)  # type: ignore[no-untyped-call]
     return result
 

@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollmill.models.varlen import Varlen, available
 
+_SHORT = 6_000_000  # scores of a block, in fp32 24 MB: larger ones would take fresh memory at every call
 _PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length
 
 
@@ -79,8 +80,13 @@ class PackedAttention:
             if block.parents is not None:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
-            mask = self._mask(i, sliding_window, dtype, always=softcap is not None)
-            padded = _attention(q_pad, k_pad, v_pad, mask, scaling, softcap)
+            by_products = softcap is not None or _short(q_pad, k_pad)
+            mask = self._mask(i, sliding_window, dtype, always=by_products)
+            if by_products:
+                assert mask is not None
+                padded = _products(q_pad, k_pad, v_pad, mask, scaling, softcap)
+            else:
+                padded = _fused(q_pad, k_pad, v_pad, mask, scaling)
             outputs.append(_unpad(padded, block))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -138,21 +144,35 @@ def _parents(x: Tensor, block: _Block) -> Tensor:
     return distinct.index_select(0, block.parents) if block.m > 1 else distinct.expand(block.n, -1, -1, -1)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+def _short(q: Tensor, k: Tensor) -> bool:
+    """Whether plain products beat the fused kernel: its backward pass is slow in half precision on a CPU."""
+    scores = q.shape[0] * q.shape[1] * q.shape[2] * k.shape[1]
+    return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and scores <= _SHORT
+
+
+def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
-    if softcap is None:
-        output = scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
-        )
-        return output.transpose(1, 2)
-    repeats = q.shape[1] // k.shape[1]
-    k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-    assert mask is not None
-    scores = torch.tanh(q @ k.transpose(2, 3) * (scaling / softcap)) * softcap
-    weights = torch.softmax(scores + mask, dim=-1, dtype=torch.float32).to(v.dtype)
-    return (weights @ v).transpose(1, 2)
+    output = scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=gqa
+    )
+    return output.transpose(1, 2)
+
+
+def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
+    """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]; sums over scores are taken in fp32."""
+    n, longest, heads, _ = q.shape
+    kv_heads, seen = k.shape[2], k.shape[1]
+    queries = q.unflatten(2, (kv_heads, -1)).permute(0, 2, 3, 1, 4).reshape(n * kv_heads, -1, q.shape[3])
+    keys, values = (x.transpose(1, 2).reshape(n * kv_heads, seen, -1) for x in (k, v))
+    scores = torch.bmm(queries, keys.transpose(1, 2)).view(n, kv_heads, -1, longest, seen)
+    scores = scores.double() if scores.dtype == torch.float64 else scores.float()
+    if softcap is not None:
+        scores, scaling = torch.tanh(scores * (scaling / softcap)), softcap
+    weights = torch.softmax(torch.add(mask[:, :, None], scores, alpha=scaling), dim=-1).to(v.dtype)
+    output = torch.bmm(weights.view(n * kv_heads, -1, seen), values).view(n, kv_heads, -1, longest, v.shape[3])
+    return output.permute(0, 3, 1, 2, 4).reshape(n, longest, heads, -1)
 
 
 def _block_mask(block: _Block, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:

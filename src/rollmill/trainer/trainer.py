@@ -126,7 +126,7 @@ class Trainer:
             self._reference.load_state_dict(state["reference"])
 
     def _find_norms(self) -> Replacements:
-        if self.precision != "fp32" or self.device.type != "cpu":
+        if self.device.type != "cpu":
             return []
         return find_norms(*(model for model in (self.model, self._reference) if model is not None))
 

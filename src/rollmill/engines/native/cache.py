@@ -3,7 +3,7 @@
 An entry is a stretch of tokens whose keys and values are stored: a prompt (shared by the completions of its group), or
 what one completion has generated so far (its parent is the prompt's entry). A token attends to its own entry and to its
 ancestors. Entries of similar size lie in one bucket, without holes, so that attention runs over few dense tensors;
-an entry that outgrows its bucket moves to the next one, which costs each token at most one extra copy on average.
+an entry that outgrows its bucket moves to the next one, which costs each token at most two extra copies on average.
 
 Shapes: E entries of a bucket, K key-value heads, C capacity, D head size.
 """
@@ -110,9 +110,9 @@ class Cache:
         return [bucket.add(parent) for parent in parents]
 
     def grow(self, entries: list[Entry]) -> None:
-        """Move full entries of one bucket to the bucket of twice the capacity."""
+        """Move full entries of one bucket to the next larger one."""
         old = entries[0].bucket
-        new = self._bucket(self._completions, 2 * old.capacity)
+        new = self._bucket(self._completions, old.capacity + 1)
         sources: list[int] | slice = [entry.index for entry in entries]
         start = len(new.entries)
         new.reserve(start + len(entries))
@@ -160,10 +160,16 @@ class Cache:
 
     @staticmethod
     def _bucket(buckets: dict[int, Bucket], length: int) -> Bucket:
-        capacity = SMALLEST
-        while capacity < length:
-            capacity *= 2
+        capacity = _capacity(length)
         return buckets.setdefault(capacity, Bucket(capacity))
+
+
+def _capacity(length: int) -> int:
+    """The smallest of 32, 64, 96, 128, 192, 256, 384, ... that holds `length` tokens."""
+    capacity = SMALLEST
+    while capacity < length:
+        capacity += max(SMALLEST, (1 << capacity.bit_length()) // 4)
+    return capacity
 
 
 def indices(entries: list[Entry], device: torch.device) -> Tensor:

@@ -49,7 +49,8 @@ class PromptPiece:
 
 @dataclass(slots=True)
 class Partial:
-    """Unnormalised attention: largest score, sum of exponentials [.., 1], weighted values [.., D]."""
+    """Attention to a part of the tokens: largest score, sum of exponentials [.., 1], weighted mean of values
+    [.., D]."""
 
     top: Tensor
     total: Tensor
@@ -128,7 +129,7 @@ class DecodeContext:
             at = torch.arange(n, device=self.device)
             store_k[at, :, piece.lengths_n] = k_BKD[rows]
             store_v[at, :, piece.lengths_n] = v_BKD[rows]
-        length = piece.longest + 1 if self.exact else piece.bucket.capacity
+        length = piece.longest + 1 if self.exact and not _dense(store_k) else piece.bucket.capacity
         mask = self._own_mask(i, length, window)
         partial = _attend(
             q_BKRD[rows].flatten(0, 1),
@@ -163,7 +164,7 @@ class DecodeContext:
     def _own_mask(self, i: int, length: int, window: int | None) -> Tensor | None:
         """True where hidden, [n, L]; None where nothing is."""
         piece = self.own[i]
-        if self.exact and piece.even and (window is None or length <= window):
+        if self.exact and piece.even and length == piece.longest + 1 and (window is None or length <= window):
             return None
         if (2 * i, window) not in self._masks:
             at = torch.arange(length, device=self.device)
@@ -187,16 +188,26 @@ class DecodeContext:
         return self._masks[2 * i + 1, window]
 
 
+def _dense(store: Tensor) -> bool:
+    """Whether products take only whole tensors: oneDNN, which computes them in half precision on a CPU, would copy the
+    part of a bucket that is in use before every product, which costs more than multiplying all of it."""
+    return store.device.type == "cpu" and store.dtype in (torch.bfloat16, torch.float16)
+
+
 def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> Partial:
-    """q [N, M, D], k and v [N, L, D], hidden [N, M or 1, L]; scores are computed and summed in fp32."""
+    """q [N, M, D], k and v [N, L, D], hidden [N, M or 1, L]; scores are summed in fp32.
+
+    `softmax` and not `exp`, which takes ten times as long where the result underflows (all that is hidden, on a CPU).
+    """
     scores = torch.bmm(q, k.transpose(1, 2)).float()
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if hidden is not None:
-        scores = scores.masked_fill(hidden, NEVER)
+        scores.masked_fill_(hidden, NEVER)
     top = scores.amax(-1, keepdim=True)
-    weights = scores.sub_(top).exp_()
-    return Partial(top, weights.sum(-1, keepdim=True), torch.bmm(weights.to(v.dtype), v).float())
+    weights = torch.softmax(scores, -1)
+    total = weights.amax(-1, keepdim=True).reciprocal_()  # the largest weight is exp(0) / total
+    return Partial(top, total, torch.bmm(weights.to(v.dtype), v).float())
 
 
 def _map(partial: Partial, function: Callable[[Tensor], Tensor]) -> Partial:
@@ -217,9 +228,9 @@ def _reorder(parts: list[Partial], order_B: Tensor | None) -> Partial:
 def _merge(a: Partial, b: Partial) -> Tensor:
     """Attention over both parts, [B, K, R, D]."""
     top = torch.maximum(a.top, b.top)
-    weight_a, weight_b = torch.exp(a.top - top), torch.exp(b.top - top)
-    total = a.total * weight_a + b.total * weight_b
-    return (a.output * (weight_a / total)).addcmul_(b.output, weight_b / total)
+    weight_a, weight_b = a.total * torch.exp(a.top - top), b.total * torch.exp(b.top - top)
+    share_a = weight_a / (weight_a + weight_b)
+    return torch.lerp(b.output, a.output, share_a)
 
 
 def _own_pieces(entries: list[Entry], device: torch.device) -> list[OwnPiece]:

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 BLOCK = 128
-#: Elements handled at a time: the passes over a slice stay in cache.
-SLICE = 1 << 20
+#: Elements handled at a time (four rows at least): the passes over a slice stay in cache, its memory is not new.
+SLICE = 1 << 18
 #: Candidates that top-p looks at before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 512
 
@@ -62,7 +62,7 @@ def sample(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor) -> tup
         tokens [B] int64; log-probs [B] float32 under the distribution sampled from (after temperature and truncation;
         greedy rows report the log-prob at temperature 1); log of the probability mass kept by truncation [B] float32.
     """
-    rows = max(1, SLICE // logits_BV.shape[1])
+    rows = max(4, SLICE // logits_BV.shape[1])
     if logits_BV.shape[0] <= rows or logits_BV.is_cuda:
         return _sample_slice(logits_BV, params, uniform_B)
     parts = []
