@@ -26,7 +26,7 @@ from bench.step import TRL_HOW
 
 RUN_FILE = ROOT / "src" / "rollmill" / "quickstart" / "addition.yaml"
 ADDITION = RUN_FILE.with_suffix(".py")
-TARGET, EVERY, HELD_OUT = 0.92, 5, 500
+TARGET, EVERY, HELD_OUT = 0.92, 5, 2000
 
 
 def main(arguments: list[str], only_json: bool) -> None:
@@ -91,7 +91,7 @@ def task_folder(seed: int) -> Path:
     from rollmill.quickstart.addition import rows
 
     text = RUN_FILE.read_text()
-    folder = cache_dir() / f"learn-{hashlib.sha256((text + ADDITION.read_text()).encode()).hexdigest()[:8]}-{seed}"
+    folder = cache_dir() / f"learn-{_key(text)}-{seed}"
     if (folder / "settings.json").exists():
         return folder
     note(f"  warm-starting the checkpoint of seed {seed} ...")
@@ -127,6 +127,11 @@ def task_folder(seed: int) -> Path:
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     return folder
+
+
+def _key(run_file: str) -> str:
+    made_of = f"{run_file}{ADDITION.read_text()}{HELD_OUT}"
+    return hashlib.sha256(made_of.encode()).hexdigest()[:8]
 
 
 def _write(path: Path, rows: Any) -> None:
