@@ -27,7 +27,6 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from rollmill.config.algorithm import GRPOOptions
     from rollmill.config.reward import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
@@ -36,6 +35,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     from rollmill.master.selection import StageTasks
     from rollmill.master.stage import StageRun
     from rollmill.models.load import Policy
+    from rollmill.recipes import GRPO
     from rollmill.tasks import load_taskset
     from rollmill.trainer import choose_precision
 
@@ -50,7 +50,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
         taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
         rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens),
         rewards=[PythonReward(name="python", function="bench.ours.step:even_ids")],
-        algorithm=GRPOOptions(),
+        algorithm=GRPO(),
         trainer=TrainerConfig(lr=1e-5),
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)

@@ -15,8 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench import models
-from bench.harness import ROOT, BenchError, Side, Worker, run_in_turn, vllm_python
+from bench.harness import ROOT, BenchError, Measured, Side, Worker, run_in_turn, vllm_python
+from bench.ours.experiences import experiences
+from bench.packing import lengths
+from bench.peers.memory import resident, with_peak
+from bench.peers.rollouts import rollouts
 from bench.peers.trl_learn import right
+from bench.prefix import token_ratio
 from bench.report import Case, finish
 from rollmill.config.reward import ExactReward
 from rollmill.core.types import Completion, StopReason, Task
@@ -120,6 +125,49 @@ def test_prompts_are_the_same_every_time_and_in_the_vocabulary() -> None:
     first = models.prompts("m3", 5, 20)
     assert first == models.prompts("m3", 5, 20)
     assert all(len(ids) == 20 and min(ids) > 0 and max(ids) < models.SHAPES["m3"].vocab_size for ids in first)
+
+
+def test_made_up_rollouts_have_the_lengths_that_were_asked_for_and_become_experiences() -> None:
+    made_up = rollouts(50, [(3, [2, 5]), (4, [1])])
+    assert made_up == rollouts(50, [(3, [2, 5]), (4, [1])])
+    assert [(len(prompt), [len(ids) for ids in completions]) for prompt, completions in made_up] == [
+        (3, [2, 5]),
+        (4, [1]),
+    ]
+    batch = experiences(made_up, 50)
+    assert [one.group for one in batch] == ["0", "0", "1"]
+    assert batch[1].token_ids.tolist() == made_up[0][0] + made_up[0][1][1]
+    assert batch[1].action_mask.tolist() == [False] * 3 + [True] * 5
+    assert {int(token) for one in batch for token in one.token_ids} <= set(range(1, 50))
+
+
+def test_lengths_of_packing_are_log_normal_and_capped() -> None:
+    drawn = lengths(4000, 64, 512)
+    completions = [completion for _, (completion,) in drawn]
+    assert np.median(completions) == pytest.approx(64, rel=0.05)
+    assert np.std(np.log(completions)) == pytest.approx(0.8, rel=0.05)
+    assert (max(completions), min(prompt for prompt, _ in drawn), max(prompt for prompt, _ in drawn)) == (512, 8, 64)
+    assert lengths(64, 64, 512) == lengths(64, 64, 512)
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="no /proc")
+def test_peak_memory_is_that_of_the_call() -> None:
+    def use(mib: int) -> int:
+        return int(np.ones(mib * 2**17).sum())
+
+    use(256)
+    before = resident()
+    total, peak = with_peak(lambda: use(64))
+    assert total == 64 * 2**17
+    assert peak - before == pytest.approx(64 * 2**20, abs=8 * 2**20)
+
+
+def test_sides_that_compute_something_else_are_not_compared() -> None:
+    ready, round_ = {"dtype": "fp32"}, {"loss": 2.0, "grad_norm": 1.0, "tokens": 10}
+    ours = Measured("ours", ready, [round_])
+    assert token_ratio(ours, Measured("peer", ready, [{**round_, "tokens": 35}])) == 3.5
+    with pytest.raises(AssertionError, match="grad_norm"):
+        token_ratio(ours, Measured("peer", ready, [{**round_, "grad_norm": 1.1}]))
 
 
 def completion(text: str) -> Completion:

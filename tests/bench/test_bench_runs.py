@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from bench.packing import lengths
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -46,6 +48,47 @@ def test_step_against_trl(tmp_path: Path) -> None:
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"
+
+
+@pytest.mark.slow
+def test_train_step_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "train_step", "--models", "tiny", "--rounds", "1")
+    assert line["unit"] == "s"
+    assert line["peer_name"].startswith("trl")
+    record = json.loads((tmp_path / "train_step.json").read_text())
+    assert len(record["cases"][0]["peer_settings"]) == 4
+    assert {(one["rounds"][0]["tokens"], one["rounds"][0]["learned"]) for one in record["raw"]} == {(4096, 64)}
+
+
+@pytest.mark.slow
+def test_prefix(tmp_path: Path) -> None:
+    options = ("--model", "tiny", "--prompt", "32", "--new-tokens", "8", "--group", "4", "--rounds", "1")
+    line = bench(str(tmp_path), "prefix", *options)
+    assert line["ratio"] == pytest.approx(line["peer"] / line["ours"], rel=1e-2)
+    case = json.loads((tmp_path / "prefix.json").read_text())["cases"][0]
+    assert case["bound"] == round(4 * (32 + 7) / (32 + 4 * 7), 3)
+
+
+@pytest.mark.slow
+def test_packing(tmp_path: Path) -> None:
+    options = ("--model", "tiny", "--completions", "8", "--median", "8", "--longest", "24", "--rounds", "1")
+    line = bench(str(tmp_path), "packing", *options)
+    assert line["peer_name"].startswith("padded")
+    case = json.loads((tmp_path / "packing.json").read_text())["cases"][0]
+    inputs = [prompt + completion - 1 for prompt, (completion,) in lengths(8, 8, 24)]
+    assert case["token_ratio"] == round(8 * max(inputs) / sum(inputs), 3)
+
+
+@pytest.mark.slow
+def test_logprob_at_fewer_tokens(tmp_path: Path) -> None:
+    line = bench(
+        str(tmp_path), "logprob", "--tokens", "128", "--naive-tokens", "64", "--vocab", "5000", "--rounds", "1"
+    )
+    assert line["unit"] == "MiB"
+    assert line["case"] == "64 tokens x 5000"
+    case = json.loads((tmp_path / "logprob.json").read_text())["cases"][0]
+    assert list(case["ours_by_tokens"]) == ["128", "64"]
 
 
 def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:

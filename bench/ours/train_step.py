@@ -1,0 +1,53 @@
+"""Worker: one optimizer step of the trainer per command, on rollouts that are made up beforehand."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from bench.models import SHAPES, model_dir
+from bench.peers.rollouts import rollouts
+from bench.worker import Channel, serve, versions
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("auto", "fp32", "bf16"), default="auto")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    args = parser.parse_args()
+    channel = Channel()
+    began = time.perf_counter()
+
+    import torch
+    from rollmill.algorithms.recipes import build_recipe
+    from transformers import AutoModelForCausalLM
+
+    from bench.ours.experiences import experiences
+    from rollmill.config.algorithm import GRPOOptions
+    from rollmill.config.trainer import TrainerConfig
+    from rollmill.trainer import Trainer
+
+    torch.set_num_threads(1)
+    vocab = SHAPES[args.model].vocab_size
+    model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
+    recipe = build_recipe(GRPOOptions(), max_new_tokens=args.new_tokens)
+    trainer = Trainer(model, recipe, TrainerConfig(lr=1e-5, precision=args.dtype), total_steps=100_000)
+    batch = experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
+
+    def step() -> dict[str, Any]:
+        started, cpu = time.perf_counter(), time.process_time()
+        metrics = trainer.step(batch, 0)
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        learned = sum(bool(experience.advantage.any()) for experience in batch if experience.advantage is not None)
+        return {"seconds": seconds, "cpu_s": cpu_s, "tokens": int(metrics["tokens"]), "learned": learned}
+
+    startup_s = time.perf_counter() - began
+    serve(channel, step, startup_s=startup_s, dtype=trainer.precision, versions=versions("torch", "transformers"))
+
+
+if __name__ == "__main__":
+    main()

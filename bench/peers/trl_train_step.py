@@ -1,0 +1,96 @@
+"""Worker: one optimizer step per command with TRL's GRPOTrainer, on rollouts that are made up beforehand.
+
+TRL gets them as from a rollout function and prepares its tensors and advantages during the warm-up; later steps learn
+from the same tensors. The other settings are those of `bench.peers.trl_step`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+from bench.models import SHAPES, model_dir
+from bench.peers.rollouts import mean_id, rollouts
+from bench.peers.trl_step import settings
+from bench.worker import Channel, versions
+
+
+def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The reward of every completion."""
+    return [mean_id(ids) for ids in completion_ids]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=0, help="completions per forward pass; 0 takes all at once")
+    args = parser.parse_args()
+    args.cache, args.device = None, "cpu"
+    channel = Channel()
+    began = time.perf_counter()
+
+    import torch
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    torch.set_num_threads(1)
+    folder = model_dir(args.model)
+    groups = rollouts(SHAPES[args.model].vocab_size, [(20, [args.new_tokens] * args.group)] * args.prompts)
+    by_prompt = {" ".join(f"w{token}" for token in prompt): (prompt, completions) for prompt, completions in groups}
+
+    def made_up(prompts: list[str], _: Any) -> dict[str, Any]:
+        left = {text: iter(completions) for text, (_, completions) in by_prompt.items()}
+        completion_ids = [next(left[text]) for text in prompts]
+        return {"prompt_ids": [by_prompt[text][0] for text in prompts], "completion_ids": completion_ids,
+                "logprobs": None}  # fmt: skip
+
+    class Prepared(GRPOTrainer):  # type: ignore[misc]
+        """Prepares one batch and learns from it at every step."""
+
+        prepared: dict[str, Any] | None = None
+
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            if self.prepared is None:
+                self.prepared = super()._generate_and_score_completions(inputs)
+            return dict(self.prepared)
+
+    class Pace(TrainerCallback):  # type: ignore[misc]
+        """A step starts when the parent says so."""
+
+        def __init__(self) -> None:
+            self.commands = channel.commands()
+            self.started = self.cpu = 0.0
+
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            if next(self.commands, None) is None:
+                raise SystemExit
+            self.started, self.cpu = time.perf_counter(), time.process_time()
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
+            assert trainer.prepared is not None
+            tokens = int(trainer.prepared["completion_mask"].sum())
+            learned = int((trainer.prepared["advantages"] != 0).sum())
+            channel.say(seconds=seconds, cpu_s=cpu_s, tokens=tokens, learned=learned)
+
+    trainer = Prepared(
+        model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
+        processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
+        reward_funcs=reward,
+        args=GRPOConfig(**settings(args)),
+        train_dataset=Dataset.from_dict({"prompt": list(by_prompt)}),
+        rollout_func=made_up,
+        callbacks=[Pace()],
+    )
+    channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
+    trainer.train()
+
+
+if __name__ == "__main__":
+    main()
