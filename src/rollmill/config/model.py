@@ -45,6 +45,19 @@ class NewModelConfig(Section):
     tokenizer: TokenizerConfig = TokenizerConfig()
 
 
+class LoRAConfig(Section):
+    """Low-rank adapters on a frozen checkpoint (extra `lora`), merged for rollouts."""
+
+    rank: int = Field(16, ge=1)
+    """Rank of the adapters."""
+    alpha: float = Field(32, gt=0)
+    """The adapters' product is scaled by alpha / rank."""
+    targets: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of the layers that are adapted, such as q_proj; all linear layers but the output layer."""
+    rslora: bool = False
+    """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
+
+
 class ModelConfig(Section):
     """The model to train."""
 
@@ -54,3 +67,5 @@ class ModelConfig(Section):
     """Recipe for a new model; used only when `model.path` is `new`."""
     trust_remote_code: bool = False
     """Run model code found in the checkpoint directory."""
+    lora: LoRAConfig | None = None
+    """Train low-rank adapters instead of all weights. Only with a checkpoint folder."""

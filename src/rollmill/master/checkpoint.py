@@ -114,6 +114,9 @@ def _reason(error: BaseException) -> str:
 
 def _flush(folder: Path) -> None:
     for path in folder.iterdir():
+        if path.is_dir():
+            _flush(path)
+            continue
         with path.open("rb") as file:
             os.fsync(file.fileno())
     _flush_directory(folder)

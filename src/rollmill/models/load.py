@@ -21,6 +21,7 @@ from transformers import (
 
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.core.errors import ModelError
+from rollmill.models.lora import add_lora
 from rollmill.models.new import new_model, quiet
 from rollmill.models.tokenizer import train_tokenizer
 
@@ -67,8 +68,27 @@ def load_policy(
     eos_ids = _end_ids(model, tokenizer, where)
     pad_id = [*_as_ids(tokenizer.pad_token_id), *_as_ids(model.config.pad_token_id), *sorted(eos_ids)][0]
     _settle_generation(model, eos_ids, pad_id, where)
+    if config.lora is not None:
+        add_lora(model, config.lora, seed)
     model.to(device)
     return Policy(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
+
+
+def load_teacher(folder: Path, policy: Policy) -> PreTrainedModel:
+    """A frozen model whose next-token distributions can be compared with the policy's.
+
+    Raises:
+        ModelError: the folder is no causal language model, or its tokens are not the policy's.
+    """
+    teacher, tokenizer = _read(folder, trust=False)
+    rows = [model.get_output_embeddings().weight.shape[0] for model in (teacher, policy.model)]
+    if tokenizer.get_vocab() != policy.tokenizer.get_vocab() or rows[0] != rows[1]:
+        raise ModelError(
+            f"algorithm.teacher: {folder} has another vocabulary than the policy ({rows[0]} and {rows[1]} rows), so "
+            "their distributions cannot be compared; choose a teacher of the same family"
+        )
+    frozen: PreTrainedModel = teacher.to(policy.device).requires_grad_(False).eval()
+    return frozen
 
 
 def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

@@ -21,6 +21,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from rollmill.config.model import NewModelConfig
+from rollmill.models.lora import ADAPTER, has_lora, merged_model, save_adapter
 
 _CONFIGS: dict[str, Any] = {"qwen3": Qwen3Config, "qwen2": Qwen2Config, "llama": LlamaConfig, "gemma": GemmaConfig}
 
@@ -39,13 +40,18 @@ def new_model(config: NewModelConfig, tokenizer: PreTrainedTokenizerBase, seed: 
 def save_policy(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Write a Hugging Face directory (safetensors, generation_config.json, tokenizer), which any program can load.
 
+    With LoRA the weights are the merged ones, and `adapter/` holds the adapters alone.
+
     transformers' AutoTokenizer replaces a generic tokenizer (one we trained) by its own for architecture qwen2; there,
     other programs load it as PreTrainedTokenizerFast.
 
     Raises OSError (or safetensors' own error) when the directory cannot be written.
     """
     with quiet():
-        model.save_pretrained(directory)
+        if has_lora(model):
+            save_adapter(model, directory / ADAPTER)
+        plain: Any = merged_model(model) if has_lora(model) else model
+        plain.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 

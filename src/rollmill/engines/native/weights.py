@@ -1,45 +1,63 @@
-"""The parameters the engine decodes with: the trainer's own, or one cast of them per update."""
+"""The parameters the engine decodes with: the trainer's own, or one cast (or merge of adapters) of them per update."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+
+from rollmill.models.lora import adapted_layers, merged_weight, plain_twin
 
 
 class Weights:
     """`model` computes in `dtype`.
 
-    If the trainer's model already has that type, it is that very model: nothing is copied and nothing can differ.
-    Otherwise it is a twin whose parameters are cast once after each update; buffers are shared.
+    If the trainer's model already has that type and no adapters, it is that very model: nothing is copied and nothing
+    can differ. Otherwise it is a twin whose other parameters are cast, or merged, once after each update; buffers and
+    parameters that need neither are shared.
     """
 
     def __init__(self, trained: nn.Module, dtype: torch.dtype) -> None:
-        self._trained = trained
-        self._own = all(p.dtype == dtype for p in trained.parameters())
-        self.model = trained if self._own else _twin(trained, dtype)
-        self._stale = not self._own
+        own = not adapted_layers(trained) and all(p.dtype == dtype for p in trained.parameters())
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._merged: list[tuple[Tensor, Callable[[], Tensor]]] = []
+        self.model = trained if own else self._twin(trained, dtype)
+        self._stale = not own
 
     def updated(self) -> None:
         """The trained parameters changed."""
-        self._stale = not self._own
+        self._stale = bool(self._copies or self._merged)
 
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the twin up to date, if there is one and it is stale."""
         if self._stale:
-            pairs = list(zip(self.model.parameters(), self._trained.parameters(), strict=True))
-            torch._foreach_copy_([twin.data for twin, _ in pairs], [own.data for _, own in pairs])
+            if self._copies:
+                torch._foreach_copy_([twin for twin, _ in self._copies], [own for _, own in self._copies])
+            for twin, merge in self._merged:
+                twin.copy_(merge())
             self._stale = False
 
+    def _twin(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
+        """The same modules without adapters; tied parameters stay tied."""
+        layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values()}
+        memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
+        for parameter in model.parameters():
+            layer = layers.get(id(parameter))
+            if layer is None and parameter.dtype == dtype:
+                memo[id(parameter)] = parameter
+                continue
+            twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
+            memo[id(parameter)] = twin
+            if layer is None:
+                self._copies.append((twin.data, parameter.data))
+            else:
+                self._merged.append((twin.data, _merge_of(layer)))
+        memo[id(model.config)] = copy.deepcopy(model.config)
+        return plain_twin(model, memo)
 
-def _twin(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Same modules, empty parameters of another type (tied ones stay tied), the same buffers."""
-    memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
-    for parameter in model.parameters():
-        empty = torch.empty_like(parameter, dtype=dtype)
-        memo[id(parameter)] = nn.Parameter(empty, requires_grad=False)
-    memo[id(model.config)] = copy.deepcopy(model.config)
-    twin = copy.deepcopy(model, memo)
-    return twin.eval()
+
+def _merge_of(layer: nn.Module) -> Callable[[], Tensor]:
+    return lambda: merged_weight(layer)

@@ -1,0 +1,129 @@
+"""LoRA (arXiv:2106.09685) through peft: adapters inside the model, merged copies of it, and what a checkpoint keeps.
+
+The model keeps its class. Base weights are frozen; without the adapters it is the initial policy, so no reference copy
+is needed.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.config.model import LoRAConfig
+from rollmill.core.errors import ModelError
+
+ADAPTER = "adapter"  #: folder inside a checkpoint, in peft's format
+_NAME = "default"
+
+
+def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
+    """Freeze the model and put adapters into it, which at first change nothing.
+
+    Raises:
+        ModelError: peft is not installed, or finds no layer of the names in `targets`.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise ModelError("model.lora needs the extra `lora`: pip install rollmill[lora]") from error
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        try:
+            model.add_adapter(
+                LoraConfig(
+                    r=config.rank,
+                    lora_alpha=config.alpha,
+                    target_modules=config.targets if isinstance(config.targets, list) else "all-linear",
+                    use_rslora=config.rslora,
+                    lora_dropout=0.0,
+                    task_type="CAUSAL_LM",
+                ),
+                adapter_name=_NAME,
+            )
+        except ValueError as error:
+            raise ModelError(
+                f"model.lora.targets: {error}; use all-linear, or names of the model's linear layers"
+            ) from error
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether `add_lora` was called on the model."""
+    return bool(getattr(model, "_hf_peft_config_loaded", False))
+
+
+@contextmanager
+def without_lora(model: Any) -> Iterator[None]:
+    """Inside, the model is its frozen base."""
+    model.disable_adapters()
+    try:
+        yield
+    finally:
+        model.enable_adapters()
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """Adapted layers by name; each has a `base_layer`."""
+    return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
+
+
+def plain_twin(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """A copy of the model without adapters, made by deepcopy with `memo`; base layers take the adapted ones' places."""
+    twin: Any = copy.deepcopy(model, memo)
+    for name, layer in adapted_layers(twin).items():
+        parent, _, child = name.rpartition(".")
+        setattr(twin.get_submodule(parent), child, layer.base_layer)
+    if has_lora(twin):
+        twin._hf_peft_config_loaded = False
+        del twin.peft_config
+    plain: nn.Module = twin.eval()
+    return plain
+
+
+@torch.no_grad()
+def merged_weight(layer: Any) -> Tensor:
+    """Base weight plus the adapter's product."""
+    merged: Tensor = layer.base_layer.weight + layer.get_delta_weight(_NAME)
+    return merged
+
+
+def merged_model(model: nn.Module) -> nn.Module:
+    """A model without adapters that computes the same. Weights that are not adapted are shared, not copied."""
+    memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
+    for layer in adapted_layers(model).values():
+        memo[id(layer.base_layer.weight)] = nn.Parameter(merged_weight(layer), requires_grad=False)
+    return plain_twin(model, memo)
+
+
+def save_adapter(model: Any, directory: Path) -> None:
+    """Write the adapters alone, in peft's format. Raises OSError (or safetensors' own error)."""
+    model.save_pretrained(directory)
+
+
+def load_adapter(model: Any, directory: Path) -> None:
+    """Give the adapters the weights that `save_adapter` wrote.
+
+    Raises:
+        ModelError: a file is missing or damaged, or was written with another rank or other layers.
+    """
+    from peft import get_peft_model_state_dict, load_peft_weights, set_peft_model_state_dict
+
+    try:
+        read = load_peft_weights(str(directory), device="cpu")
+    except Exception as error:  # peft and safetensors raise errors of their own
+        raise ModelError(f"{directory}: the adapter cannot be read: {error}") from error
+    weights = {name.removeprefix("base_model.model."): weight for name, weight in read.items()}
+    mine = get_peft_model_state_dict(model, adapter_name=_NAME)
+    strange = sorted(k for k in mine.keys() | weights.keys() if _shape(mine.get(k)) != _shape(weights.get(k)))
+    if strange:
+        raise ModelError(f"{directory}: the adapter is of another model.lora: {strange[0]} does not fit")
+    set_peft_model_state_dict(model, weights, _NAME)
+
+
+def _shape(weight: Tensor | None) -> Any:
+    return None if weight is None else weight.shape

@@ -1,0 +1,104 @@
+"""LoRA: adapters that start as nothing, merged copies that compute the same, checkpoints that give them back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from toys import toy_checkpoint
+from transformers import AutoModelForCausalLM
+
+from rollmill.config.model import LoRAConfig, ModelConfig
+from rollmill.core.errors import ModelError
+from rollmill.engines.native.weights import Weights
+from rollmill.models.load import Policy, load_policy
+from rollmill.models.lora import ADAPTER, adapted_layers, load_adapter, merged_model, without_lora
+from rollmill.models.new import save_policy
+
+CPU = torch.device("cpu")
+IDS = torch.arange(2, 12)[None]
+
+
+@pytest.fixture(params=["qwen3", "gemma2"])
+def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return toy_checkpoint(tmp_path / "toy", request.param)
+
+
+def policy_of(folder: Path, seed: int = 0, **keys: Any) -> Policy:
+    config = ModelConfig(path=folder, lora=LoRAConfig(**({"rank": 4} | keys)))
+    return load_policy(config, texts=[], seed=seed, device=CPU)
+
+
+def trained(policy: Policy) -> Policy:
+    """With adapters that do something."""
+    torch.manual_seed(1)
+    for name, parameter in policy.model.named_parameters():
+        if "lora_B" in name:
+            parameter.data.normal_(std=0.1)
+    return policy
+
+
+def test_adapters_start_as_nothing_and_only_they_are_trained(folder: Path) -> None:
+    base = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=CPU).model
+    model = policy_of(folder).model
+    assert type(model) is type(base)
+    assert torch.equal(model(IDS).logits, base(IDS).logits)
+    assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
+    with without_lora(trained(policy_of(folder)).model) as _:
+        pass
+    changed = trained(policy_of(folder)).model
+    assert not torch.equal(changed(IDS).logits, base(IDS).logits)
+    with without_lora(changed):
+        assert torch.equal(changed(IDS).logits, base(IDS).logits)
+
+
+def test_the_merged_model_computes_the_same_and_shares_what_is_not_adapted(folder: Path) -> None:
+    model = trained(policy_of(folder)).model
+    merged = merged_model(model)
+    torch.testing.assert_close(merged(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
+    assert adapted_layers(merged) == {}
+    own = {parameter.data_ptr() for parameter in model.parameters()}
+    adapted = {f"{name}.weight" for name in adapted_layers(model)}
+    copied = {name for name, parameter in merged.named_parameters() if parameter.data_ptr() not in own}
+    assert copied == adapted
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_engine_decodes_with_merged_weights_of_the_moment(folder: Path, dtype: torch.dtype) -> None:
+    model = policy_of(folder).model
+    weights = Weights(model, dtype)
+    weights.refresh()
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(std=0.1)
+    weights.updated()
+    weights.refresh()
+    merged = merged_model(model).to(dtype)
+    for (name, ours), (_, theirs) in zip(weights.model.named_parameters(), merged.named_parameters(), strict=True):
+        assert torch.equal(ours, theirs), name
+    assert weights.model(IDS).logits.dtype == dtype
+
+
+def test_a_checkpoint_is_merged_for_others_and_exact_for_us(folder: Path, tmp_path: Path) -> None:
+    policy = trained(policy_of(folder))
+    expected = policy.model(IDS).logits
+    save_policy(policy.model, policy.tokenizer, tmp_path / "saved")
+    others = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
+    torch.testing.assert_close(others(IDS).logits, expected, rtol=1e-4, atol=1e-4)
+    again = policy_of(folder, seed=7)
+    load_adapter(again.model, tmp_path / "saved" / ADAPTER)
+    assert torch.equal(again.model(IDS).logits, expected)
+    with pytest.raises(ModelError, match=r"of another model\.lora"):
+        load_adapter(policy_of(folder, rank=2).model, tmp_path / "saved" / ADAPTER)
+    (tmp_path / "saved" / ADAPTER / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match="the adapter cannot be read"):
+        load_adapter(again.model, tmp_path / "saved" / ADAPTER)
+
+
+def test_named_targets_and_wrong_ones(folder: Path) -> None:
+    names = adapted_layers(policy_of(folder, targets=["q_proj", "down_proj"], rslora=True).model)
+    assert {name.rpartition(".")[2] for name in names} == {"q_proj", "down_proj"}
+    with pytest.raises(ModelError, match=r"model\.lora\.targets: Target modules .*nope.* use all-linear"):
+        policy_of(folder, targets=["nope"])
