@@ -9,11 +9,11 @@ from rollmill.algorithms.advantages import (
     uniform_groups,
 )
 from rollmill.algorithms.aggregation import constant, sequence_mean, sequence_sum_mean, token_mean
+from rollmill.algorithms.build import build_recipe
 from rollmill.algorithms.corrections import truncated_importance
 from rollmill.algorithms.kl import k1, k2, k3
 from rollmill.algorithms.losses import clipped, negative_log_likelihood, ppo_clip
 from rollmill.algorithms.recipe import Advantages, LossTerm, Recipe, RewardInputs, TermInputs
-from rollmill.algorithms.recipes import build_recipe
 
 dr_grpo = mean_baseline
 dapo = grpo

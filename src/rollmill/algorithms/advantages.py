@@ -1,12 +1,13 @@
 """Advantages: from one reward per experience to one advantage per experience.
 
-Shapes: N experiences. `rewards` is [N] with NaN where the reward is missing; `groups` is [N] of integers, equal for
-experiences that are compared with each other, in any order. A missing reward is left out of every baseline and gets
-advantage 0; a group whose rewards are all equal, or that has one judged experience, gets exactly 0.
+Shapes: N experiences, K parts of a reward. `rewards` is [N] with NaN where the reward is missing; `groups` is [N] of
+integers, equal for experiences that are compared with each other, in any order. A missing reward is left out of every
+baseline and gets advantage 0; a group whose rewards are all equal, or that has one judged experience, gets exactly 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -92,6 +93,138 @@ def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "no
     if baseline == "batch":
         return mean_baseline(rewards, torch.zeros_like(groups))
     return torch.nan_to_num(_floating(rewards), nan=0.0)
+
+
+def reinforce_plus_plus(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    baseline: Literal["none", "group"] = "none",
+    lengths: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """(A - mean_batch(A)) / (std_batch(A) + eps) (REINFORCE++, arXiv:2501.03262).
+
+    A is the reward, or with `baseline="group"` r - mean(r) within the group (REINFORCE++-baseline); then uniform groups
+    get exactly 0. With a KL penalty inside the token rewards, `whiten` the tokens' `discounted_returns` instead.
+
+    Args:
+        lengths: [N] action tokens. Given, every experience counts once per token in the batch's mean and deviation, as
+            in implementations that normalise per token; None: every experience counts once.
+        ddof: 0 population, 1 sample standard deviation.
+    """
+    judged = ~rewards.isnan()
+    if baseline == "none":
+        return whiten(rewards, judged, weights=lengths, ddof=ddof, eps=eps)
+    centred = mean_baseline(rewards.double(), groups)
+    scaled = whiten(centred, judged, weights=lengths, ddof=ddof, eps=eps)
+    return _finish(scaled, uniform_groups(rewards, groups), rewards)
+
+
+def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
+    """r - r(greedy completion of the same prompt) (ReMax, arXiv:2310.10505): an unbiased gradient estimate.
+
+    `greedy_rewards` is [N]: each experience's baseline, NaN where missing. Missing either gives 0.
+    """
+    difference = rewards.double() - greedy_rewards.double()
+    return _finish(difference, difference.isnan(), rewards)
+
+
+def opmd(
+    rewards: Tensor, groups: Tensor, *, baseline: Literal["mean", "logavgexp"] = "mean", tau: float = 1.0
+) -> Tensor:
+    """r minus the group's baseline (OPMD, Trinity-RFT, arXiv:2505.17826; Kimi k1.5, arXiv:2501.12599).
+
+    Args:
+        baseline: the mean, or tau log(mean(exp(r / tau))): the policy's tau log Z estimated from the group, which is
+            the mean + variance / (2 tau) + O(1 / tau^2).
+        tau: temperature of mirror descent; a small one moves logavgexp towards the best reward.
+    """
+    if baseline == "mean":
+        return mean_baseline(rewards, groups)
+    s = group_statistics(rewards, groups)
+    index, scaled = s.index[s.judged], s.rewards[s.judged] / tau
+    high = scaled.new_full((len(rewards),), -torch.inf).scatter_reduce_(0, index, scaled, "amax")
+    summed = scaled.new_zeros(len(rewards)).index_add_(0, index, (scaled - high[index]).exp())
+    log_mean = (high + summed.log())[s.index] - s.count.log()
+    return _finish(s.rewards - tau * log_mean, ~s.judged | s.uniform, rewards)
+
+
+def asymre(rewards: Tensor, groups: Tensor, *, beta: float = 0.1, keep_uniform: bool = False) -> Tensor:
+    """r - (mean(r) - beta) (AsymRE, arXiv:2506.20520): a lowered baseline weighs successes more than failures.
+
+    Args:
+        beta: how far the baseline lies below the group's mean.
+        keep_uniform: uniform groups and groups of one get beta, as the formula says, instead of 0.
+    """
+    s = group_statistics(rewards, groups)
+    centred = torch.where(s.uniform, 0, s.rewards - s.mean)
+    zero = ~s.judged if keep_uniform else ~s.judged | s.uniform
+    return _finish(centred + beta, zero, rewards)
+
+
+def gdpo(
+    rewards_NK: Tensor,
+    groups: Tensor,
+    *,
+    weights: Sequence[float] | None = None,
+    ddof: int = 1,
+    eps: float = 1e-6,
+    whitened: bool = True,
+) -> Tensor:
+    """Several rewards, each normalised on its own (GDPO, arXiv:2601.05242). [N].
+
+    Each part is normalised within the group as in GRPO, the weighted sum is taken, and normalised over the batch.
+
+    Args:
+        rewards_NK: [N, K], NaN where missing. An experience that lacks a part is left out of all of them.
+        weights: of the K parts; None: all 1. A group that is uniform in every part of weight other than 0 gets 0.
+        ddof: 0 population, 1 sample standard deviation, both in the group and over the batch.
+        whitened: False leaves out the normalisation over the batch.
+    """
+    judged = ~rewards_NK.isnan().any(dim=1)
+    parts = torch.where(judged[:, None], rewards_NK.double(), torch.nan).unbind(dim=1)
+    weight = [1.0] * len(parts) if weights is None else weights
+    total = torch.zeros_like(groups, dtype=torch.float64)
+    uniform = torch.ones_like(judged)
+    for part, w in zip(parts, weight, strict=True):
+        if w:
+            total = total + w * grpo(part, groups, ddof=ddof, eps=eps)
+            uniform = uniform & uniform_groups(part, groups)
+    if whitened:
+        total = whiten(total, judged, ddof=ddof, eps=eps)
+    return _finish(total, ~judged | uniform, rewards_NK)
+
+
+def whiten(
+    values: Tensor,
+    counted: Tensor | None = None,
+    *,
+    weights: Tensor | None = None,
+    ddof: int = 1,
+    eps: float = 1e-8,
+) -> Tensor:
+    """(x - mean) / (std + eps) over the counted values: PPO's normalisation of advantages.
+
+    Args:
+        values: [n], experiences or tokens.
+        counted: bool [n]; the others get 0 and play no part. None: all count.
+        weights: [n], how many times a value counts (a frequency, such as a length). None: once.
+        ddof: 0 population, 1 sample standard deviation.
+
+    Returns:
+        [n]; exactly 0 if all counted values are equal.
+    """
+    counted = torch.ones_like(values, dtype=torch.bool) if counted is None else counted
+    x = values[counted].double()
+    times = torch.ones_like(x) if weights is None else weights[counted].double()
+    result = torch.zeros_like(values, dtype=torch.float64)
+    if not bool((x == x[:1]).all()):
+        centred = x - (times * x).sum() / times.sum()
+        deviation = ((times * centred**2).sum() / (times.sum() - ddof).clamp(min=1)).sqrt()
+        result[counted] = centred / (deviation + eps)
+    return result.to(_floating(values).dtype)
 
 
 def overlong_penalty(lengths: Tensor, max_length: int, buffer: int) -> Tensor:

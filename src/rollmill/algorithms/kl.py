@@ -1,13 +1,18 @@
 """KL estimators from samples of the policy pi, x = reference / pi (Schulman, "Approximating KL divergence").
 
 As a loss (gradient through pi, on-policy) k1's gradient is 0 in expectation, k2's is that of KL(pi || ref) and k3's
-that of KL(ref || pi).
+that of KL(ref || pi). `unbiased` has the value of KL(pi || ref) and its gradient, also off-policy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Literal
+
 import torch
 from torch import Tensor
+
+KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "unbiased"]
 
 
 def k1(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
@@ -24,3 +29,65 @@ def k3(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
     """x - 1 - log x: unbiased, never negative; exactly 0 where the two are equal. [tokens]."""
     log_x = reference_logprob - logprob
     return torch.expm1(log_x) - log_x
+
+
+def absolute(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
+    """|log x|: biased, never negative; grows only linearly. [tokens]."""
+    return (logprob - reference_logprob).abs()
+
+
+def unbiased(logprob: Tensor, reference_logprob: Tensor, old_logprob: Tensor) -> Tensor:
+    """(pi / pi_old) k3, for samples of pi_old (DeepSeek-V3.2, arXiv:2512.02556, eq. 7). [tokens].
+
+    The ratio is differentiated, so value and gradient are unbiased for KL(pi || ref). On-policy the ratio is 1.
+    """
+    return torch.exp(logprob - old_logprob.detach()) * k3(logprob, reference_logprob)
+
+
+_ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "none": lambda logprob, reference, old: torch.zeros_like(logprob),
+    "k1": lambda logprob, reference, old: k1(logprob, reference),
+    "k2": lambda logprob, reference, old: k2(logprob, reference),
+    "k3": lambda logprob, reference, old: k3(logprob, reference),
+    "abs": lambda logprob, reference, old: absolute(logprob, reference),
+    "unbiased": unbiased,
+}
+
+
+def estimator(name: KLEstimator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """The estimator a run file names: (logprob, reference_logprob, old_logprob) -> [tokens]. "none" is 0."""
+    return _ESTIMATORS[name]
+
+
+class AdaptiveKL:
+    """A KL coefficient that follows a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
+
+    Each update multiplies it by 1 + e min(n / horizon, 1), where e is the relative error KL / target - 1 clipped to
+    +-max_error. The bound on n / horizon keeps the coefficient positive for any batch size.
+
+    Args:
+        coefficient: the first one.
+        target: KL to aim for, in nats, in the unit of the KL given to `update`; above 0.
+        horizon: samples in which an error of e changes the coefficient by about a factor of exp(e).
+        max_error: at most this relative error counts; below 1.
+    """
+
+    def __init__(self, coefficient: float, *, target: float, horizon: float, max_error: float = 0.2) -> None:
+        self.coefficient = coefficient
+        self.target = target
+        self.horizon = horizon
+        self.max_error = max_error
+
+    def update(self, kl: float, samples: int) -> float:
+        """The new coefficient, after a batch of `samples` completions with mean `kl`."""
+        error = min(max(kl / self.target - 1, -self.max_error), self.max_error)
+        self.coefficient *= 1 + error * min(samples / self.horizon, 1)
+        return self.coefficient
+
+    def state_dict(self) -> dict[str, float]:
+        """What a checkpoint keeps; target and horizon belong to the configuration."""
+        return {"coefficient": self.coefficient}
+
+    def load_state_dict(self, state: dict[str, float]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.coefficient = state["coefficient"]

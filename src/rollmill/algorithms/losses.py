@@ -6,6 +6,8 @@ temperature. Masks and denominators are not their business: see `aggregation`.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -41,3 +43,65 @@ def clipped(
 def negative_log_likelihood(logprob: Tensor) -> Tensor:
     """-log p of demonstrated tokens: supervised fine-tuning. [tokens]."""
     return -logprob
+
+
+def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
+    """-A log pi, without a ratio (REINFORCE, Williams 1992). [tokens].
+
+    With sequence-sum-mean it is also AsymRE (arXiv:2506.20520), which lowers the baseline. With token-mean it is GPG
+    (arXiv:2504.02546), whose factor B / (B - M) comes from leaving uniform groups out of the denominator.
+    """
+    return -advantage * logprob
+
+
+def raft(logprob: Tensor, reward: Tensor) -> Tensor:
+    """-log pi where the reward is positive, 0 elsewhere: learning from the accepted samples alone (RAFT,
+    arXiv:2304.06767; with a 0/1 reward as in arXiv:2504.11343). `reward`, without a baseline, is [tokens].
+
+    With token-mean, as in supervised fine-tuning. RAFT++ is `ppo_clip` with advantage 1 where the reward is positive
+    and 0 elsewhere.
+    """
+    return torch.where(reward > 0, -logprob, 0)
+
+
+def opmd(logprob: Tensor, advantage: Tensor, *, tau: float = 1.0) -> Tensor:
+    """-A log pi / (1 + tau): online policy mirror descent as Trinity-RFT (arXiv:2505.17826) simplifies it. [tokens].
+
+    A is r minus the group's mean. With token-mean, as in their code.
+    """
+    return -advantage * logprob / (1 + tau)
+
+
+def cispo(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float = 1.0, clip_high: float = 4.0
+) -> Tensor:
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, arXiv:2506.13585, eq. 4). [tokens].
+
+    The weight is clipped, not the update: every token keeps a gradient. Published with token-mean, without a lower
+    bound (`clip_low` 1) and without a value of the upper one. Default: a weight of 5 at most, as in ScaleRL
+    (arXiv:2510.13786).
+    """
+    weight = torch.exp((logprob - old_logprob).detach()).clamp(1 - clip_low, 1 + clip_high)
+    return -weight * advantage * logprob
+
+
+def sapo(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, tau_positive: float = 1.0, tau_negative: float = 1.05
+) -> Tensor:
+    """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of clipping (SAPO, arXiv:2511.20347). [tokens].
+
+    tau is `tau_positive` where A > 0, else `tau_negative`. The gradient is that of -rho A times 4 g (1 - g), g the
+    sigmoid: a factor of 1 at rho = 1. Published with sequence-mean.
+    """
+    ratio = torch.exp(logprob - old_logprob)
+    tau = torch.full_like(ratio, tau_negative).masked_fill(advantage > 0, tau_positive)
+    return -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+
+
+def softmax_ppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip: float = 0.3) -> Tensor:
+    """-A log clip(rho, 1 / (1 + clip), 1 + clip) (sPPO, arXiv:2108.05828; Trinity-RFT's `sppo`). [tokens].
+
+    No gradient outside of the bounds, whatever the sign of A. With token-mean, as in Trinity-RFT.
+    """
+    bound = math.log1p(clip)
+    return -advantage * (logprob - old_logprob).clamp(-bound, bound)

@@ -1,25 +1,35 @@
 """A recipe: everything the trainer needs to know about an algorithm, as data.
 
-The trainer computes log-probs and sums terms; it never asks for an algorithm's name.
+The trainer computes log-probs and sums terms; it never asks for an algorithm's name. Shapes: N experiences, A tokens of
+all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+from rollmill.algorithms.token_advantages import ValueTargets
+from rollmill.config.algorithm import CriticOptions, KLOptions
 from rollmill.core.types import Source
+from rollmill.recipes.distill import Distill
+
+Proximal = Literal["rollout", "recompute", "interpolate"]
 
 
 class RewardInputs(NamedTuple):
-    """What an advantage function sees: one entry per usual experience, [N]."""
+    """What an advantage function sees: one entry per usual experience, [N] unless said otherwise."""
 
     rewards: Tensor  #: float64, NaN where missing
     groups: Tensor  #: int64 group ids
     lengths: Tensor  #: int64, action tokens
+    episodes: Tensor  #: int64, which episode of several steps the experience belongs to; by default its own
+    anchors: Tensor  #: int64, the state the step was taken in; by default the group's
+    greedy_rewards: Tensor  #: float64, of the greedy completion of the same prompt, NaN where there is none
+    parts: dict[str, Tensor]  #: float64 [N] each, the parts of the reward by name, NaN where missing
 
 
 class Advantages(NamedTuple):
@@ -32,16 +42,21 @@ class Advantages(NamedTuple):
 class TermInputs(NamedTuple):
     """What a loss term sees: the action tokens of one source in one micro-batch, [tokens] each.
 
-    Experiences are never cut, so per-sequence quantities can be formed with `sequence`.
+    Experiences are never cut, so per-sequence quantities can be formed with `sequence`. Groups are cut, unless the
+    recipe keeps them whole.
     """
 
     logprob: Tensor  #: of the policy being trained, with gradient
     old_logprob: Tensor  #: of the policy the update is proximal to
     rollout_logprob: Tensor  #: as recorded by the rollout engine
     advantage: Tensor
+    reward: Tensor  #: of the token's experience; NaN where missing
     entropy: Tensor  #: of the policy's next-token distribution; with gradient only if a term asks for it
-    reference_logprob: Tensor | None  #: of the frozen initial policy, if a term asks for it
+    reference_logprob: Tensor | None  #: of the frozen reference policy, if a term asks for it
+    staleness: Tensor  #: float, updates between the weights that sampled the token and those at the start of the step
     sequence: Tensor  #: int64, which experience of the micro-batch the token belongs to
+    group: Tensor  #: int64, which group of the micro-batch
+    divergence: Tensor | None = None  #: from the teacher, with gradient, if the recipe distils
 
 
 @dataclass(frozen=True)
@@ -52,27 +67,43 @@ class LossTerm:
     fn: Callable[[TermInputs], Tensor]
     aggregate: Callable[[Tensor], Tensor]  #: token counts [N] -> weight of each token of the experience [N]
     source: Source = Source.USUAL
-    weight: float = 1.0
+    weight: float | Callable[[int], float] = 1.0  #: a number, or a function of the training step, counted from 0
     uses_advantage: bool = False  #: the term is 0, and so is its gradient, where the advantage is 0
     uses_reference: bool = False
     uses_entropy: bool = False
+    is_kl: bool = False  #: its weight is multiplied by the KL coefficient of the moment
+
+    def weight_at(self, step: int) -> float:
+        """The weight at a training step."""
+        return self.weight(step) if callable(self.weight) else self.weight
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """An algorithm: advantage function, loss terms and off-policy correction."""
+    """An algorithm: advantage function, loss terms, KL penalty, off-policy correction and batch strategy."""
 
     name: str
     terms: tuple[LossTerm, ...]
-    advantage: Callable[[RewardInputs], Advantages] | None = None  #: None: nothing is compared (SFT)
-    importance_cap: float | None = None  #: cap of the token-level truncated importance weights; None: off
-    clip_low: float = float("inf")  #: bounds of the ratio, for the clip-fraction metric
-    clip_high: float = float("inf")
+    advantage: Callable[[RewardInputs], Advantages] | None = None  #: None: nothing is compared, or a critic does it
+    critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
+    """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
+    critic: CriticOptions | None = None
+    distill: Distill | None = None
+    kl: KLOptions = field(default_factory=KLOptions)
+    proximal: Proximal = "rollout"  #: where old log-probs come from when they are not the policy's own
+    keeps_groups: bool = False  #: a group is never cut between micro-batches
+    reset_optimizer: bool = False
+    dropped: Callable[[TermInputs], Tensor] | None = None  #: bool [tokens], where clipping takes the gradient away
 
     @property
     def uses_reference(self) -> bool:
         """Whether a frozen reference model is needed."""
-        return any(term.uses_reference for term in self.terms)
+        return any(term.uses_reference for term in self.terms) or self.kl_in_reward
+
+    @property
+    def kl_in_reward(self) -> bool:
+        """Whether the KL penalty is taken off the reward."""
+        return self.kl.coefficient > 0 and self.kl.where == "reward"
 
     @property
     def uses_entropy(self) -> bool:

@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "rollmill.cli.evaluate",
     "show": "rollmill.cli.show",
     "grade": "rollmill.cli.grade",
+    "algorithms": "rollmill.cli.algorithms",
+    "merge": "rollmill.cli.merge",
 }
 """Command name -> module."""
 

@@ -13,7 +13,7 @@ from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.reward import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import ConfigError, TasksetError
-from rollmill.core.registry import import_file, reward_function
+from rollmill.core.registry import reward_function
 
 
 def command(
@@ -22,7 +22,7 @@ def command(
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
-    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets, plugins and reward functions.")] = True,
+    data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved run file.")] = False,
 ) -> None:
@@ -40,12 +40,10 @@ def command(
 
 
 def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
-    """Import plugins and reward functions and count the tasks and rejected rows of every taskset.
+    """Import reward functions and count the tasks and rejected rows of every taskset.
 
     Raises ConfigError naming the stage when something cannot be loaded.
     """
-    for plugin in run.config.plugins:
-        import_file(plugin)
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     loaded: dict[str, tuple[int, int]] = {}
     for stage in run.stages:

@@ -1,12 +1,16 @@
-"""`algorithm`: the learning rule by name, and the parameters that rule honours."""
+"""`algorithm`: what every learning rule consists of. The rules themselves are in `rollmill.recipes`, one file each."""
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
+from rollmill.config.advantage import Advantage, AdvantageConfig, GroupNormalised
 from rollmill.config.base import Section
+from rollmill.config.correction import CorrectionConfig
+from rollmill.config.loss import Loss, LossConfig, PPOClip
+from rollmill.config.parts import over_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 
@@ -16,99 +20,108 @@ class AlgorithmOptions(Section):
 
     uses_rollouts: ClassVar[bool] = True
     uses_experts: ClassVar[bool] = False
+    uses_pairs: ClassVar[bool] = False
+    needs_rewards: ClassVar[bool] = True  #: of an algorithm that rolls out
+    source: ClassVar[str] = ""  #: paper, or whose implementation
+
+    name: str
+
+
+class DemonstrationOptions(AlgorithmOptions):
+    """Base of algorithms that learn from a file and roll nothing out."""
+
+    uses_rollouts: ClassVar[bool] = False
+
+    batch: int = Field(32, ge=1)
+    """Demonstrations (pairs) per step."""
+
+
+class KLOptions(Section):
+    """A KL penalty to the initial policy. A number alone is its `coefficient`."""
+
+    coefficient: float = Field(0.0, ge=0)
+    """Weight of the penalty. 0 keeps no reference model."""
+    estimator: Literal["k1", "k2", "k3", "abs", "unbiased"] = "k3"
+    """How KL(policy || reference) is estimated per token. `unbiased` is k3 times the ratio, right off policy, too."""
+    where: Literal["loss", "reward"] = "loss"
+    """A term of the loss, or taken off the reward before advantages are formed."""
+    target: float | None = Field(None, gt=0)
+    """KL in nats per token that the coefficient is steered towards. Default: the coefficient stays."""
+    horizon: int = Field(10_000, ge=1)
+    """Completions in which the coefficient follows the target. Only with `target`."""
+    refresh_every: int | None = Field(None, ge=1)
+    """Steps after which the policy of the moment becomes the reference. Default: the initial policy stays it."""
+
+
+class CriticOptions(Section):
+    """The value model: the policy's network with one output, and an optimizer of its own. Only for advantage `gae`."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Its learning rate at its highest; schedule and warm-up are the trainer's."""
+    value_clip: float | None = Field(0.2, gt=0)
+    """How far a value may move from its old one before moving on brings no gain; null: no bound."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps at the start in which only the critic learns (value pretraining)."""
 
 
 class PolicyGradientOptions(AlgorithmOptions):
-    """What all policy-gradient algorithms share."""
+    """What all policy-gradient algorithms consist of."""
 
-    clip_low: float = Field(0.2, ge=0)
-    """Ratios below 1 - clip_low bring no further gain."""
-    clip_high: float = Field(0.2, ge=0)
-    """Ratios above 1 + clip_high bring no further gain."""
-    dual_clip: float | None = Field(None, gt=1)
-    """Upper bound c on the loss of tokens with negative advantage: max(.., c A)."""
-    aggregation: Aggregation = "token-mean"
-    """How per-token terms become one number; each has one denominator for the whole optimizer step."""
-    kl: float = Field(0.0, ge=0)
-    """Weight of the k3 KL penalty to the initial policy, as a loss term. 0 keeps no reference model."""
+    advantage: AdvantageConfig = GroupNormalised()
+    """How rewards become advantages: a name, or a section."""
+    loss: LossConfig = PPOClip()
+    """The per-token loss: a name, or a section."""
+    kl: KLOptions = KLOptions()
+    """The KL penalty: its coefficient, or a section."""
     entropy: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
-    importance_cap: float | None = Field(None, gt=0)
-    """Token-level truncated importance sampling: weight min(pi_old / pi_rollout, cap). Default off."""
-
-
-class GRPOOptions(PolicyGradientOptions):
-    """Group-relative policy optimisation (arXiv:2402.03300): (r - mean) / (std + eps) within a group."""
-
-    name: Literal["grpo"] = "grpo"
-    scale: Literal["group", "batch", "none"] = "group"
-    """Standard deviation that divides the advantage."""
-    ddof: Literal[0, 1] = 1
-    """0: population, 1: sample standard deviation."""
-    aggregation: Aggregation = "sequence-mean"
-
-
-class DrGRPOOptions(PolicyGradientOptions):
-    """Dr. GRPO (arXiv:2503.20783): r - mean, no length normalisation, constant denominator."""
-
-    name: Literal["dr_grpo"]
-    aggregation: Aggregation = "constant"
-
-
-class DAPOOptions(PolicyGradientOptions):
-    """DAPO (arXiv:2503.14476): asymmetric clipping, token mean, groups with differing rewards, overlong penalty."""
-
-    name: Literal["dapo"]
-    clip_high: float = Field(0.28, ge=0)
-    """Ratios above 1 + clip_high bring no further gain."""
-    ddof: Literal[0, 1] = 1
-    """0: population, 1: sample standard deviation."""
+    aggregation: Aggregation = "token-mean"
+    """How per-token terms become one number; each has one denominator for the whole optimizer step."""
+    corrections: list[CorrectionConfig] = []
+    """Weights for tokens that another policy than the old one sampled; several are multiplied."""
+    proximal: Literal["auto", "rollout", "recompute", "interpolate"] = "auto"
+    """Log-probs of the old policy: recorded by the rollout, recomputed before the first update, or interpolated between
+    rollout and policy. `auto` recomputes where there are corrections."""
     overlong_buffer: int = Field(0, ge=0)
     """L_c: completions longer than max_new_tokens - L_c lose up to 1 reward, linearly. 0 turns it off."""
-    drop_uniform_groups: bool = True
+    drop_uniform_groups: bool = False
     """Leave groups whose rewards are all equal out of the denominator."""
+    reset_optimizer: bool = False
+    """Forget the optimizer's moments at the start of every training step."""
+    critic: CriticOptions = CriticOptions()
+    """The value model. Only for advantage `gae`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_algorithms_own(cls, data: Any) -> Any:
+        """A part that names no other component keeps the values of this algorithm that it does not set."""
+        if not isinstance(data, dict):
+            return data
+        data = dict(data)
+        if isinstance(data.get("kl"), int | float) and not isinstance(data["kl"], bool):
+            data["kl"] = {"coefficient": data["kl"]}
+        for key in ("advantage", "loss", "kl", "critic"):
+            if key in data:
+                data[key] = over_default(cls.model_fields[key].default, data[key])
+        return data
+
+    @field_validator("corrections", mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        return (
+            [{"name": each} if isinstance(each, str) else each for each in value] if isinstance(value, list) else value
+        )
 
 
-class ReinforceOptions(PolicyGradientOptions):
-    """REINFORCE with the batch mean as baseline."""
-
-    name: Literal["reinforce"]
-    baseline: Literal["batch", "none"] = "batch"
-    """What is taken off the reward: the mean of the whole batch, or nothing."""
-
-
-class RLOOOptions(PolicyGradientOptions):
-    """RLOO (arXiv:2402.14740): r_i minus the mean of the other rewards of its group."""
-
-    name: Literal["rloo"]
-
-
-class SFTOptions(AlgorithmOptions):
-    """Supervised fine-tuning on the tasks' worked solutions."""
-
-    uses_rollouts: ClassVar[bool] = False
-    uses_experts: ClassVar[bool] = True
-
-    name: Literal["sft"]
-    batch: int = Field(32, ge=1)
-    """Demonstrations per step."""
-    aggregation: Aggregation = "token-mean"
-    """How per-token terms become one number."""
-
-
-class MIXOptions(GRPOOptions):
-    """Trinity-RFT's MIX: (1 - mu) L_grpo(usual) + mu L_sft(expert), each with its own denominator."""
-
-    uses_experts: ClassVar[bool] = True
-
-    name: Literal["mix"]  # type: ignore[assignment]
-    mu: float = Field(0.1, ge=0, le=1)
-    """Weight of the SFT term."""
-    expert_ratio: float = Field(0.25, gt=0, lt=1)
-    """Expert share: ceil(expert_ratio x rollout.batch x rollout.group_size) demonstrations join each step."""
-
-
-AlgorithmConfig = Annotated[
-    GRPOOptions | DrGRPOOptions | DAPOOptions | ReinforceOptions | RLOOOptions | SFTOptions | MIXOptions,
-    Field(discriminator="name"),
+__all__ = [
+    "Advantage",
+    "AdvantageConfig",
+    "Aggregation",
+    "AlgorithmOptions",
+    "CriticOptions",
+    "DemonstrationOptions",
+    "KLOptions",
+    "Loss",
+    "LossConfig",
+    "PolicyGradientOptions",
 ]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from rollmill.config.algorithm import GRPOOptions
+from rollmill.config.advantage import GroupNormalised, MirrorBaseline
+from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import contradictions, model_contradictions
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
+from rollmill.recipes import Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = ("max_new_tokens", "max_sequences", "prefill_tokens", "stop", "stop_token_ids", "deadline_s")
@@ -29,7 +31,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys that no component of this stage honours, each with who would."""
     keys: dict[KeyPath, str] = {}
     algorithm, evaluation = stage.algorithm, stage.evaluation
-    learner = f"algorithm `{algorithm.name}` learns from worked solutions and rolls nothing out"
+    data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
+    learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
         for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
@@ -48,15 +51,41 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
     if stage.trainer.schedule == "constant":
         keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
-    if isinstance(algorithm, GRPOOptions) and algorithm.scale == "none":
-        keys["algorithm", "ddof"] = "not honoured with scale `none`; it is with `group` and `batch`"
+    return keys | unhonoured_parts(algorithm)
+
+
+def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
+    """Keys of the section `algorithm` that its choice of parts does not honour, each with who would."""
+    keys: dict[KeyPath, str] = {}
+    if isinstance(algorithm, Distill):
+        if algorithm.divergence != "jsd":
+            keys["algorithm", "beta"] = f"not honoured by divergence `{algorithm.divergence}`; it is by `jsd`"
+        if algorithm.divergence == "sampled":
+            keys["algorithm", "temperature"] = "not honoured by divergence `sampled`; it is by the others"
+    if not isinstance(algorithm, PolicyGradientOptions):
+        return keys
+    advantage, kl = algorithm.advantage, algorithm.kl
+    if isinstance(advantage, GroupNormalised) and advantage.scale == "none":
+        keys["algorithm", "advantage", "ddof"] = "not honoured with scale `none`; it is with `group` and `batch`"
+    if isinstance(advantage, MirrorBaseline) and advantage.baseline == "mean":
+        keys["algorithm", "advantage", "tau"] = "not honoured with baseline `mean`; it is with `logavgexp`"
+    if not advantage.uses_critic:
+        keys["algorithm", "critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
+    else:
+        keys["algorithm", "overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
+        keys["algorithm", "drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
+    if kl.coefficient == 0:
+        for key in ("estimator", "where", "target", "horizon", "refresh_every"):
+            keys["algorithm", "kl", key] = "not honoured with coefficient 0; give kl.coefficient or remove it"
+    elif kl.target is None:
+        keys["algorithm", "kl", "horizon"] = "not honoured without kl.target; give a target or remove it"
     return keys
 
 
 def _instead(key: KeyPath) -> str:
     if key == ("rollout", "batch"):
         return "demonstrations per step are `algorithm.batch`"
-    return "grpo, dr_grpo, dapo, rloo, reinforce and mix honour it"
+    return "algorithms that roll out honour it, such as grpo"
 
 
 def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPath, str]:
@@ -72,6 +101,7 @@ def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyP
         keys["model", "new", "tokenizer", "vocab_size"] = text
     if config.model.path == "new":
         keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
+        keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
     return keys
 
 

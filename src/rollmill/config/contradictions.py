@@ -8,12 +8,14 @@ from pathlib import Path
 
 import regex
 
-from rollmill.config.algorithm import DAPOOptions, ReinforceOptions, SFTOptions
+from rollmill.config.advantage import BatchBaseline
+from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.reward import FormatReward, PythonReward, ReasoningGymReward
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.tree import KeyPath
+from rollmill.recipes import Distill
 
 Finding = tuple[KeyPath, str]
 
@@ -38,19 +40,29 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if rollout.temperature == 0:
         text = "training needs differing completions, but 0 always picks the same; give a value above 0, usually 1"
         yield ("rollout", "temperature"), text
-    if isinstance(algorithm, ReinforceOptions):
-        if algorithm.baseline == "batch" and rollout.batch * rollout.group_size == 1:
+    if isinstance(algorithm, Distill):
+        if algorithm.teacher is None:
+            yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
+        return
+    assert isinstance(algorithm, PolicyGradientOptions)
+    advantage = algorithm.advantage
+    if isinstance(advantage, BatchBaseline):
+        if advantage.baseline == "batch" and rollout.batch * rollout.group_size == 1:
             yield ("rollout", "batch"), "one completion per step equals its own baseline; raise batch or group_size"
-    elif rollout.group_size == 1:
-        text = f"`{algorithm.name}` compares completions of a group, and 1 leaves nothing to compare"
+    elif rollout.group_size == 1 and advantage.compares_groups:
+        text = f"advantage `{advantage.name}` compares completions of a group, and 1 leaves nothing to compare"
         yield ("rollout", "group_size"), f"{text}; give at least 2, or use algorithm `reinforce`"
-    if isinstance(algorithm, DAPOOptions) and algorithm.overlong_buffer >= rollout.max_new_tokens:
+    if advantage.uses_parts and algorithm.kl.coefficient and algorithm.kl.where == "reward":
+        text = f"advantage `{advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
+        yield ("algorithm", "kl", "where"), text
+    if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
 
 
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
-    users = [f"algorithm `{stage.algorithm.name}`"] if stage.algorithm.uses_rollouts else []
+    learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
+    users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if stage.evaluation is not None else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
@@ -81,7 +93,7 @@ def _ungenerated(stage: StageConfig, index: int) -> Iterator[Finding]:
 def _training(stage: StageConfig) -> Iterator[Finding]:
     algorithm, trainer = stage.algorithm, stage.trainer
     key, batch = "rollout.batch", stage.rollout.batch
-    if isinstance(algorithm, SFTOptions):
+    if isinstance(algorithm, DemonstrationOptions):
         key, batch = "algorithm.batch", algorithm.batch
     if trainer.updates_per_batch > batch:
         text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-from rollmill.config.algorithm import SFTOptions
+from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.base import Section
 from rollmill.config.capability import unhonoured
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.parts_in_words import parts_in_words, value_in_words
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 
@@ -68,11 +68,12 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"
         yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
     else:
-        assert isinstance(algorithm, SFTOptions)
-        yield "steps", f"{stage.steps}, each {algorithm.batch} demonstrations"
+        assert isinstance(algorithm, DemonstrationOptions)
+        yield "steps", f"{stage.steps}, each {algorithm.batch} {'pairs' if algorithm.uses_pairs else 'demonstrations'}"
     for index, reward in enumerate(stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
-    yield "algorithm", f"{algorithm.name}: {_options(algorithm, skip={'name', 'batch'})}"
+    words = "; ".join(f"{part} {text}" for part, text in parts_in_words(algorithm))
+    yield "algorithm", f"{algorithm.name}: {words}"
     unused = {str(path[-1]) for path in unhonoured(stage) if path[0] == "trainer"}
     yield "trainer", _options(stage.trainer, skip=unused)
     if evaluation is None:
@@ -104,16 +105,7 @@ def _bracketed(section: Section) -> str:
 def _options(section: Section, skip: set[str] | None = None, changed: bool = False) -> str:
     """`key value` pairs; unset ones are left out, and with `changed` those at their default."""
     shown = section.model_dump(mode="json", exclude=skip, exclude_none=True, exclude_defaults=changed)
-    return ", ".join(f"{key} {_value(value)}" for key, value in shown.items() if value not in ([], {}))
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float):
-        return f"{value:g}"
-    text = str(value).replace("\n", "\\n")
-    return f"'{text}'" if isinstance(value, str) and (" " in text or not text) else text
+    return ", ".join(f"{key} {value_in_words(value)}" for key, value in shown.items() if value not in ([], {}))
 
 
 def _wrapped(indent: str, label: str, text: str) -> str:

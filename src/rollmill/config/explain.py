@@ -11,6 +11,7 @@ from pydantic_core import ErrorDetails
 
 from rollmill.config.base import Section
 from rollmill.config.hints import did_you_mean, nearest, quoted, sections_of, tag_of, unknown_key, unwrap
+from rollmill.config.parts import registered
 from rollmill.config.tree import KeyPath, Node, Problem, locate
 
 _EXPECTED: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
@@ -61,7 +62,8 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
     for segment in loc:
         sections, inner = sections_of(spot), unwrap(spot)
         if len(sections) > 1:
-            owner = spot = next(section for section in sections if tag_of(section) == segment)
+            kind = str(path[-1])
+            owner = spot = next(each for each in [*sections, *registered(kind)] if tag_of(each) == segment)
         elif sections:
             owner = sections[0]
             path.append(segment)
@@ -85,12 +87,13 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
     if kind == "union_tag_not_found":
         return "is required; it says which component the other keys are for"
     if kind == "union_tag_invalid":
-        return _unknown_name(str(context["tag"]), str(context["expected_tags"]))
+        users = [tag_of(each) for each in registered(str(path[-2]))]
+        return _unknown_name(str(context["tag"]), str(context["expected_tags"]), users)
     return _expected([details])
 
 
-def _unknown_name(name: str, expected: str) -> str:
-    names = re.findall(r"'([^']*)'", expected)
+def _unknown_name(name: str, expected: str, users: list[str]) -> str:
+    names = [*re.findall(r"'([^']*)'", expected), *users]
     return f"`{name}` is not known{did_you_mean(name, names) or ';'} valid: {', '.join(names)}"
 
 

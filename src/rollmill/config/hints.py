@@ -14,8 +14,10 @@ from rollmill.config.run import RunConfig
 ELSEWHERE = {
     "batch_size": "rollout.batch",
     "beta": "algorithm.kl",
-    "epsilon": "algorithm.clip_low",
-    "epsilon_high": "algorithm.clip_high",
+    "clip_ratio": "algorithm.loss.clip_low",
+    "epsilon": "algorithm.loss.clip_low",
+    "epsilon_high": "algorithm.loss.clip_high",
+    "importance_cap": "algorithm.corrections",
     "kl_coef": "algorithm.kl",
     "learning_rate": "trainer.lr",
     "max_completion_length": "rollout.max_new_tokens",
@@ -27,7 +29,13 @@ ELSEWHERE = {
 }
 """Names that other tools give to our keys."""
 
-_NOUNS = {"rewards": "reward", "algorithm": "algorithm"}
+_NOUNS = {
+    "rewards": "reward",
+    "algorithm": "algorithm",
+    "algorithm.advantage": "advantage",
+    "algorithm.loss": "loss",
+    "algorithm.corrections": "correction",
+}
 
 
 @dataclass(frozen=True)
@@ -125,5 +133,5 @@ def unknown_key(key: str, owner: type[Section]) -> str:
 
 def _full(home: Home, key: str) -> str:
     tagged = f" ({_NOUNS[home.prefix]} {home.tag})" if home.tag else ""
-    prefix = "rewards.N" if home.prefix == "rewards" else home.prefix
+    prefix = f"{home.prefix}.N" if home.prefix in ("rewards", "algorithm.corrections") else home.prefix
     return f"{prefix}.{key}".lstrip(".") + tagged

@@ -12,9 +12,10 @@ from rollmill.config.overrides import override
 from rollmill.config.paths import settle_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import Node, Problem, overlay, refuse
+from rollmill.config.tree import Node, Problem, find, overlay, refuse
 from rollmill.config.yaml_file import read_yaml, write_yaml
 from rollmill.core.errors import ConfigError
+from rollmill.core.registry import import_file
 
 
 @dataclass(frozen=True)
@@ -64,11 +65,21 @@ def load_run(
         root = override(root, assignment, path.parent, problems)
     root = settle_paths(root, problems, required=require_files)
     refuse(problems)
+    _import_plugins(root)
     resolved = resolve(root)
     refuse(check_capabilities(resolved))
     stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
     first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
+
+
+def _import_plugins(root: Node) -> None:
+    """Before the sections are checked, because plugins register what those name."""
+    listed = find(root, ("plugins",))
+    entries = listed.value if listed is not None and isinstance(listed.value, list) else []
+    for entry in entries:
+        if isinstance(entry.value, str) and Path(entry.value).is_file():
+            import_file(Path(entry.value))
 
 
 def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...]) -> Node:

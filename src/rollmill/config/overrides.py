@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmill.config.tree import Key, Node, Origin, Problem, dotted
+from rollmill.config.tree import Key, Node, Origin, Problem, dotted, in_full
 from rollmill.config.yaml_file import read_value
 
 
@@ -25,6 +25,7 @@ def _assign(
     if not keys:
         return read_value(text, origin.place, origin.folder, done, problems)
     head, rest = keys[0], keys[1:]
+    node = in_full(done[-1], node) if done else node
     if isinstance(node.value, list):
         if not head.isdecimal() or int(head) >= len(node.value):
             problems.append(Problem(origin.place, dotted((*done, head)), _no_entry(dotted(done), node.value)))

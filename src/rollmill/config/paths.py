@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"]]
+_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"]]
 _STAGE_CODE = [["taskset", "function"], ["evaluation", "taskset", "function"], ["rewards", "*", "function"]]
 
 

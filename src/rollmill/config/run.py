@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from rollmill.config.algorithm import AlgorithmConfig, GRPOOptions
 from rollmill.config.base import Section
 from rollmill.config.model import ModelConfig
 from rollmill.config.reward import RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.trainer import TrainerConfig
+from rollmill.recipes import GRPO, AlgorithmConfig
 
 
 class EvaluationConfig(Section):
@@ -87,7 +87,7 @@ class StageConfig(Section):
     taskset: TasksetConfig
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
-    algorithm: AlgorithmConfig = GRPOOptions()
+    algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
@@ -105,7 +105,8 @@ class RunConfig(StageConfig):
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
     plugins: list[Path] = []
-    """Python files imported before the run; functions they decorate with `@rollmill.reward` are found by name."""
+    """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
+    `@rollmill.advantage`, `@rollmill.algorithm`) is found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

@@ -31,7 +31,10 @@ class FieldsConfig(Section):
     answer: str | None = None
     """Column with the reference answer that rewards compare with. Default: `answer` when such a column exists."""
     response: str | None = None
-    """Column with a worked solution, which SFT and MIX imitate. Default: `response` when such a column exists."""
+    """Column with a worked solution, which SFT and MIX imitate and DPO prefers. Default: `response`, or `chosen`, when
+    such a column exists."""
+    rejected: str | None = None
+    """Column with a worse solution, for preference pairs. Default: `rejected` when such a column exists."""
     id: str | None = None
     """Column with a unique id. Default: the row number."""
 

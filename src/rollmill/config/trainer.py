@@ -34,8 +34,8 @@ class TrainerConfig(Section):
     """How often a batch is learned from."""
     micro_batch_tokens: int = Field(8192, ge=1)
     """Tokens per forward and backward pass; the gradient does not depend on it."""
-    logprob_chunk: int = Field(1024, ge=1)
-    """Rows of [rows, vocabulary] logits that exist at a time."""
+    logprob_chunk: int | None = Field(None, ge=1)
+    """Rows of [rows, vocabulary] logits that exist at a time. Default: as many as take 256 MiB, at most 1024."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"

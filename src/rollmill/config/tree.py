@@ -12,6 +12,13 @@ from rollmill.core.errors import ConfigError
 Key = str | int
 KeyPath = tuple[Key, ...]
 
+_SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
+    "advantage": ("name", str),
+    "loss": ("name", str),
+    "kl": ("coefficient", (int, float)),
+}
+"""Sections that may be written as one value, and the key of that value."""
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -116,8 +123,11 @@ def overlay(base: Node, top: Node, key: str = "") -> Node:
     """`top` over `base`: mappings merge, everything else replaces.
 
     A mapping that names another component replaces as a whole, because the other one's keys mean nothing to it: an
-    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator or function.
+    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator or function. A name or
+    number that stands for a section (`loss: gspo`, `kl: 0.1`) merges as that section.
     """
+    if isinstance(base.value, dict) or isinstance(top.value, dict):
+        base, top = in_full(key, base), in_full(key, top)
     if not isinstance(base.value, dict) or not isinstance(top.value, dict) or _another(key, base, top):
         return top
     merged = dict(base.value)
@@ -126,9 +136,19 @@ def overlay(base: Node, top: Node, key: str = "") -> Node:
     return Node(merged, top.origin, top.path)
 
 
+def in_full(key: Key, node: Node) -> Node:
+    """A name or number that stands for a section, as that section; every other node as it is."""
+    short = _SHORT.get(str(key))
+    if short is None or not isinstance(node.value, short[1]) or isinstance(node.value, bool):
+        return node
+    return Node({short[0]: Node(node.value, node.origin, (*node.path, short[0]))}, node.origin, node.path)
+
+
 def _another(key: str, base: Node, top: Node) -> bool:
     identities: dict[str, list[KeyPath]] = {
         "algorithm": [("name",)],
+        "advantage": [("name",)],
+        "loss": [("name",)],
         "generator": [("name",)],
         "taskset": [("path",), ("generator", "name"), ("function",)],
     }

@@ -85,6 +85,8 @@ def import_file(path: Path) -> ModuleType:
         spec.loader.exec_module(module)
     except Exception as error:
         del sys.modules[name]
+        if isinstance(error, ConfigError):  # of a decorator: it says where and what
+            raise
         raise ConfigError(_import_failure(path, error)) from error
     return module
 

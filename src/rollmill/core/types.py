@@ -35,6 +35,7 @@ class Source(StrEnum):
 
     USUAL = "usual"  #: rolled out by the policy
     EXPERT = "expert"  #: a demonstration to imitate
+    PREFERENCE = "preference"  #: one of a pair that is its group; the chosen one has the greater reward
 
 
 @dataclass(slots=True)
@@ -42,7 +43,7 @@ class Task:
     """One problem of a taskset.
 
     `prompt` is the text or the chat messages shown to the policy (templates already applied, chat template not yet);
-    `response` is a worked solution, if the taskset has one: what SFT and MIX imitate.
+    `response` is a worked solution, if the taskset has one: what SFT and MIX imitate, and DPO prefers to `rejected`.
     """
 
     id: str
@@ -51,6 +52,7 @@ class Task:
     response: str | None = None
     metadata: dict[str, Any] = field(default_factory=dict)
     taskset: str = ""
+    rejected: str | None = None
 
 
 @dataclass(slots=True)

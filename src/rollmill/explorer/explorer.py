@@ -23,6 +23,19 @@ class Explorer:
         self._judge = judge
         self._tokenizer = tokenizer
 
+    async def rollout_with_greedy(
+        self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str
+    ) -> list[Experience]:
+        """As `rollout`; each experience's info has the reward of the prompt's greedy completion, `greedy_reward`."""
+        greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
+        experiences, [baseline] = await asyncio.gather(
+            self.rollout(task, sampling, n=n, seed=seed, group=group),
+            self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy"),
+        )
+        for experience in experiences:
+            experience.info["greedy_reward"] = baseline.reward
+        return experiences
+
     async def rollout(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
         """n judged experiences of one task, ordered by index.
 

@@ -18,7 +18,6 @@ from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
-from rollmill.core.registry import import_file
 from rollmill.core.types import Task
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.interrupt import Interrupted
@@ -28,6 +27,7 @@ from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
 from rollmill.models.load import Policy, load_policy
+from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
@@ -179,16 +179,17 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
-    for plugin in config.plugins:
-        import_file(plugin)
     for stage in loaded.stages:
         build_judge(stage.rewards).close()  # a missing function of the last stage shows before the first has run
     tasksets = _load_tasksets(loaded.stages)
     device = _device(config.device)
-    model = config.model if step is None else ModelConfig(path=Checkpoints(run_dir).path(step))
+    adapted = config.model.lora is not None
+    model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages]
     try:
         policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+        if step is not None and adapted:
+            load_adapter(policy.model, Checkpoints(run_dir).path(step) / ADAPTER)
     except ModelError as error:
         if step is None:
             raise

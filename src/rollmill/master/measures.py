@@ -10,7 +10,7 @@ from rollmill.core.types import Experience, Source, StopReason
 
 def require_rewards(experiences: list[Experience], where: str) -> None:
     """Raises RewardError when completions were judged and no reward applied to any of them."""
-    usual = [e for e in experiences if e.source is Source.USUAL]
+    usual = [e for e in experiences if e.source is Source.USUAL and e.reward_parts]
     if usual and all(e.reward is None for e in usual):
         names = ", ".join(dict.fromkeys(part for e in usual for part in e.reward_parts))
         raise RewardError(

@@ -39,6 +39,8 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     experts = None
     if algorithm.uses_experts:
         experts = _fitting(_worked(training, algorithm.name), config.taskset, policy, _demonstration, notes)
+    if algorithm.uses_pairs:
+        experts = _fitting(_paired(training, algorithm.name), config.taskset, policy, _pair, notes)
     if algorithm.uses_rollouts:
         training = _fitting(training, config.taskset, policy, _prompt, notes)
     elif experts is not None:
@@ -60,6 +62,13 @@ def _prompt(task: Task, policy: Policy) -> tuple[str, int, int]:
 
 def _demonstration(task: Task, policy: Policy) -> tuple[str, int, int]:
     return "demonstration", len(encode_demonstration(task, policy.tokenizer, 0)[0]), policy.context
+
+
+def _pair(task: Task, policy: Policy) -> tuple[str, int, int]:
+    longer = max(
+        len(encode_demonstration(task, policy.tokenizer, 0, solution)[0]) for solution in (task.response, task.rejected)
+    )
+    return "pair", longer, policy.context
 
 
 def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _Measure, notes: list[str]) -> Taskset:
@@ -98,7 +107,8 @@ def _surely_fits(task: Task, context: int) -> bool:
     """
     if not isinstance(task.prompt, str):
         return False
-    return len(task.prompt.encode()) + len((task.response or "").encode()) + _ADDED < context
+    longest = max(len((text or "").encode()) for text in (task.response, task.rejected))
+    return len(task.prompt.encode()) + longest + _ADDED < context
 
 
 def _worked(tasks: Taskset, algorithm: str) -> Taskset:
@@ -109,3 +119,13 @@ def _worked(tasks: Taskset, algorithm: str) -> Taskset:
             "the column that holds them: taskset.fields.response, or write taskset.response_template"
         )
     return Taskset(tasks.name, worked, tasks.rejected)
+
+
+def _paired(tasks: Taskset, algorithm: str) -> Taskset:
+    paired = [task for task in tasks.tasks if task.response is not None and task.rejected is not None]
+    if not paired:
+        raise TasksetError(
+            f"algorithm {algorithm} learns from preference pairs, but no task of {tasks.name} has both solutions; name "
+            "their columns: taskset.fields.response (the better) and taskset.fields.rejected"
+        )
+    return Taskset(tasks.name, paired, tasks.rejected)

@@ -18,7 +18,7 @@ import torch
 
 from rollmill.algorithms import build_recipe
 from rollmill.buffer import GroupQueue
-from rollmill.config.algorithm import MIXOptions, SFTOptions
+from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience
@@ -30,11 +30,13 @@ from rollmill.master.measures import batch_metrics, require_rewards
 from rollmill.master.pacing import Pacing
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
-from rollmill.models.load import Policy
+from rollmill.models.load import Policy, load_teacher
 from rollmill.monitor.codec import decode_experience, encode_experience
+from rollmill.recipes.distill import Distill
+from rollmill.recipes.mix import Mixed
 from rollmill.rewards import Judge, build_judge
 from rollmill.sync import InPlace
-from rollmill.tasks import Sampler, expert_experience
+from rollmill.tasks import Sampler, expert_experience, preference_pair
 from rollmill.trainer import Trainer
 
 EXPERT_STREAM = 0xE4
@@ -71,18 +73,23 @@ class StageRun:
         self._seed = fold(seed, index)
         self._first_version = first_version
         self._uses_rollouts = config.algorithm.uses_rollouts
+        advantage = getattr(config.algorithm, "advantage", None)
+        self._uses_greedy = advantage is not None and advantage.uses_greedy
         order = config.taskset.order
         self._sampler = Sampler(tasks.training, order, self._seed)
         self._experts = Sampler(tasks.experts, order, fold(self._seed, EXPERT_STREAM)) if tasks.experts else None
+        judges = bool(config.rewards) or config.algorithm.uses_rollouts
+        self._judge: Judge | None = build_judge(config.rewards) if judges else None
+        weights = None if self._judge is None else self._judge.weights
         self._trainer = Trainer(
             policy.model,
-            build_recipe(config.algorithm, max_new_tokens=config.rollout.max_new_tokens),
+            build_recipe(config.algorithm, max_new_tokens=config.rollout.max_new_tokens, reward_weights=weights),
             config.trainer.model_copy(update={"precision": precision}),
             total_steps=config.steps,
             device=policy.device,
             seed=self._seed,
+            teacher=_teacher(config, policy),
         )
-        self._judge: Judge | None = build_judge(config.rewards) if config.rewards else None
         self._engine = NativeEngine(
             policy.model,
             policy.tokenizer,
@@ -116,7 +123,7 @@ class StageRun:
         started = time.perf_counter()
         if not self._uses_rollouts:
             assert self._experts is not None
-            assert isinstance(self.config.algorithm, SFTOptions)
+            assert isinstance(self.config.algorithm, DemonstrationOptions)
             return self._demonstrations(self.config.algorithm.batch), {}
         self._admit()
         await asyncio.sleep(0)  # lets what was admitted reach the engine
@@ -125,7 +132,7 @@ class StageRun:
         generated = time.perf_counter()
         experiences = await self._queue.get(self.config.rollout.batch, deadline)
         judged = time.perf_counter()
-        if isinstance(self.config.algorithm, MIXOptions):
+        if isinstance(self.config.algorithm, Mixed):
             usual = self.config.rollout.batch * self.config.rollout.group_size
             experiences += self._demonstrations(math.ceil(self.config.algorithm.expert_ratio * usual))
         return experiences, {"rollout": generated - started, "reward": judged - generated}
@@ -158,7 +165,8 @@ class StageRun:
             number = self._pacing.submitted
             task = self._sampler.next()
             group = f"{self.config.name}-{number:06d}"
-            work = self._explorer.rollout(
+            roll = self._explorer.rollout_with_greedy if self._uses_greedy else self._explorer.rollout
+            work = roll(
                 task, self.config.rollout, n=self.config.rollout.group_size, seed=fold(self._seed, number), group=group
             )
             self._queue.put(f"task {task.id}", asyncio.ensure_future(work))
@@ -168,7 +176,11 @@ class StageRun:
         assert self._experts is not None
         tokenizer = self._policy.tokenizer
         eos_id = min(self._policy.eos_ids) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-        return [expert_experience(self._experts.next(), tokenizer, eos_id) for _ in range(count)]
+        tasks = [self._experts.next() for _ in range(count)]
+        if not self.config.algorithm.uses_pairs:
+            return [expert_experience(task, tokenizer, eos_id) for task in tasks]
+        pairs = [preference_pair(task, tokenizer, eos_id, f"{task.id}/{n}") for n, task in enumerate(tasks)]
+        return [experience for pair in pairs for experience in pair]
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
@@ -211,6 +223,12 @@ class StageRun:
         await self._engine.close()
         if self._judge is not None:
             self._judge.close()
+
+
+def _teacher(config: StageConfig, policy: Policy) -> Any:
+    if not isinstance(config.algorithm, Distill) or config.algorithm.teacher is None:
+        return None
+    return load_teacher(config.algorithm.teacher, policy)
 
 
 async def _within(work: Any, seconds: float, waiter: str, owner: str) -> None:

@@ -51,6 +51,11 @@ class Judge:
         self._graders, self._threads = graders, threads
 
     @property
+    def weights(self) -> dict[str, float]:
+        """Name of every reward -> its factor in the sum."""
+        return dict(self._weights)
+
+    @property
     def groupwise(self) -> bool:
         """Whether some reward sees all completions of a task together: then `finish_group` has to follow."""
         return bool(self._groupwise)

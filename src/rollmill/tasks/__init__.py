@@ -1,6 +1,12 @@
 """Tasksets: reading rows, turning them into tasks, the order of tasks, and prompts as tokens."""
 
-from rollmill.tasks.render import encode_demonstration, encode_prompt, expert_experience, prompt_text
+from rollmill.tasks.render import (
+    encode_demonstration,
+    encode_prompt,
+    expert_experience,
+    preference_pair,
+    prompt_text,
+)
 from rollmill.tasks.sampler import Sampler
 from rollmill.tasks.taskset import RejectedRow, Taskset, load_taskset
 
@@ -12,5 +18,6 @@ __all__ = [
     "encode_prompt",
     "expert_experience",
     "load_taskset",
+    "preference_pair",
     "prompt_text",
 ]

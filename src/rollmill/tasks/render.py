@@ -42,35 +42,53 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     return ids
 
 
-def encode_demonstration(task: Task, tokenizer: Any, eos_id: int) -> tuple[list[int], int]:
-    """Token ids of prompt, worked solution and end, and how many of them are the prompt.
+def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:
+    """Token ids of prompt, worked solution (or another one) and end, and how many of them are the prompt.
 
     Raises TasksetError when the task has no worked solution.
     """
-    if task.response is None:
+    solution = task.response if solution is None else solution
+    if solution is None:
         raise TasksetError(
             f"task {task.id} has no worked solution to imitate; name its column in taskset.fields.response or write "
             "taskset.response_template"
         )
     prompt = encode_prompt(task, tokenizer)
-    response: list[int] = tokenizer.encode(task.response, add_special_tokens=False)
+    response: list[int] = tokenizer.encode(solution, add_special_tokens=False)
     return [*prompt, *response, eos_id], len(prompt)
 
 
 def expert_experience(task: Task, tokenizer: Any, eos_id: int) -> Experience:
     """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
-    ids, n_prompt = encode_demonstration(task, tokenizer, eos_id)
-    prompt, response = prompt_text(task, tokenizer), task.response
+    return _demonstrated(task, task.response, tokenizer, eos_id, name="expert", group=task.id, source=Source.EXPERT)
+
+
+def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list[Experience]:
+    """The task's two solutions as a group of experiences: the chosen one with reward 1, the rejected one with 0."""
+    pair = [
+        _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=Source.PREFERENCE)
+        for name, text in (("chosen", task.response), ("rejected", task.rejected))
+    ]
+    for experience, reward in zip(pair, (1.0, 0.0), strict=True):
+        experience.reward = reward
+    return pair
+
+
+def _demonstrated(
+    task: Task, response: str | None, tokenizer: Any, eos_id: int, *, name: str, group: str, source: Source
+) -> Experience:
+    ids, n_prompt = encode_demonstration(task, tokenizer, eos_id, response)
+    prompt = prompt_text(task, tokenizer)
     assert response is not None
     return Experience(
-        id=f"{task.id}/expert",
+        id=f"{group}/{name}",
         task_id=task.id,
-        group=task.id,
+        group=group,
         token_ids=np.array(ids, np.int32),
         action_mask=np.arange(len(ids)) >= n_prompt,
         logprobs=np.zeros(len(ids), np.float32),
         versions=np.full(len(ids), -1, np.int32),
-        source=Source.EXPERT,
+        source=source,
         stop_reason=StopReason.EOS,
         turns=[Turn("prompt", 0, n_prompt, prompt), Turn("assistant", n_prompt, len(ids), response)],
         prompt=prompt,

@@ -42,16 +42,18 @@ class RowReader:
         row = self._preset(record.row) if self._preset is not None else record.row
         fields = self._config.fields
         answer = _optional(row, fields.answer, "answer")
-        response = self._worked(row)
-        for text in (response, answer):
+        response, rejected = self._worked(row), self._solution(row, fields.rejected, "rejected")
+        for text in (response, rejected, answer):
             _check_unicode(text)
-        parts = {fields.prompt, fields.answer or "answer", fields.response or "response", fields.id}
+        parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
+        parts |= {fields.rejected or "rejected"}
         rest = {column: value for column, value in row.items() if column not in parts}
         return Task(
             id=self._id(row, number),
             prompt=self._prompt(row),
             answer=answer,
             response=response,
+            rejected=rejected,
             metadata=rest if record.metadata is None else record.metadata,
             taskset=self._name,
         )
@@ -89,9 +91,19 @@ class RowReader:
     def _worked(self, row: Row) -> str | None:
         if self._response is not None:
             return self._response.fill(row)
-        value = _optional(row, self._config.fields.response, "response")
+        column = self._config.fields.response
+        return self._solution(row, column, "response" if column is not None else self._usual_response(row))
+
+    @staticmethod
+    def _usual_response(row: Row) -> str:
+        """Where a solution stands unless the run file says: preference sets call it `chosen`."""
+        return "response" if "response" in row or "chosen" not in row else "chosen"
+
+    @staticmethod
+    def _solution(row: Row, column: str | None, default: str) -> str | None:
+        value = _optional(row, column, default)
         if value is not None and not isinstance(value, str):
-            raise BadRowError(f"the response is {kind(value)}, not text")
+            raise BadRowError(f"the {default} is {kind(value)}, not text")
         return value or None
 
 

@@ -41,11 +41,11 @@ class Taskset:
     rejected: list[RejectedRow]
 
     def fingerprint(self) -> str:
-        """Hex digest of ids, prompts, responses and plain answers: equal for equal tasks, also in another process."""
+        """Hex digest of ids, prompts, solutions and plain answers: equal for equal tasks, also in another process."""
         digest = hashlib.sha256()
         for task in self.tasks:
             plain = task.answer if isinstance(task.answer, str | int | float | None) else type(task.answer).__name__
-            digest.update(json.dumps([task.id, task.prompt, task.response, plain]).encode())
+            digest.update(json.dumps([task.id, task.prompt, task.response, task.rejected, plain]).encode())
         return digest.hexdigest()[:16]
 
 

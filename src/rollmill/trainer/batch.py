@@ -7,7 +7,7 @@ the last prediction that counts are left out. Shapes: T tokens of a row, M actio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +18,9 @@ from torch import Tensor
 
 from rollmill.core.types import Experience, Source
 from rollmill.trainer.attention import Layout, PackedAttention
+from rollmill.trainer.packing import pack
 
-_CPU_ROW = 1024
+_CPU_ROW = 2048
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,12 @@ class MicroBatch:
     rows: Tensor  #: int64 [M], place in the row whose hidden state predicts each action token
     tokens: Tensor  #: int64 [M], index of each action token in the batch's TokenTable
     sequence: Tensor  #: int64 [M], which of `experiences` the token belongs to
+    group: Tensor  #: int64 [M], which group of the row
+
+    def of_source(self, source: Source, sources: Sequence[Source]) -> Tensor:
+        """Indices of the tokens whose experience is of `source`; `sources` are those of the batch's experiences."""
+        wanted = torch.tensor([sources[i] is source for i in self.experiences], device=self.sequence.device)
+        return wanted[self.sequence].nonzero()[:, 0]
 
 
 def token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
@@ -86,36 +93,64 @@ def micro_batches(
     device: torch.device,
     *,
     share_prefixes: bool = True,
+    keep_groups: bool = False,
+    ranks: int = 1,
+    rank: int = 0,
 ) -> list[MicroBatch]:
     """Pack the chosen experiences into rows of at most `budget` tokens (more only if one experience is longer).
 
-    On a CPU rows end sooner where that cuts no family: 1024 tokens keep activations near the caches and fewer of them.
+    On a CPU rows end sooner where that cuts no family: 2048 tokens keep activations near the caches and fewer of them.
     Experiences are never cut; those with a common prefix stay together as far as the budget allows. Experiences without
     action tokens are left out.
+
+    Args:
+        keep_groups: the experiences of a group share a row, whatever the budget.
+        ranks: on how many ranks the rows are; all have equally many, some of which may be missing at the end.
+        rank: whose rows are returned.
     """
-    families: dict[bytes, list[int]] = {}
+    atoms: dict[object, list[int]] = {}
     for i in chosen:
         if len(table.positions[i]):
-            prefix = experiences[i].token_ids[: table.positions[i][0]].tobytes()
-            families.setdefault(prefix if share_prefixes else b"%d" % i, []).append(i)
-    rows: list[list[list[int]]] = [[]]
-    used = 0
-    for members in sorted(families.values(), key=lambda m: -max(_suffix(table, i) for i in m)):
-        family: list[int] = []
-        whole = _prefix(table, members[0]) + sum(_suffix(table, i) for i in members)
-        if used and device.type == "cpu" and used + whole > _CPU_ROW:
-            rows.append([])
-            used = 0
-        for i in sorted(members, key=lambda i: -_suffix(table, i)):
-            cost = _suffix(table, i) + (0 if family else _prefix(table, i))
-            if used and used + cost > budget:
-                rows[-1].append(family)
-                rows.append([])
-                family, used, cost = [], 0, _suffix(table, i) + _prefix(table, i)
-            family.append(i)
-            used += cost
-        rows[-1].append(family)
-    return [_micro_batch(experiences, table, [f for f in row if f], device) for row in rows if any(row)]
+            atoms.setdefault(experiences[i].group if keep_groups else i, []).append(i)
+    families: dict[object, list[list[int]]] = {}
+    for name, atom in atoms.items():
+        families.setdefault(_prefix_ids(experiences, table, atom[0]) if share_prefixes else name, []).append(atom)
+    units: list[list[int]] = []
+    for members in families.values():
+        units.extend(_divided(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
+    costs = [_cost(experiences, table, unit, share_prefixes) for unit in units]
+    rows = pack(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
+    packed = [[i for unit in row for i in units[unit]] for row in rows if row]
+    return [
+        _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device) for row in packed
+    ]
+
+
+def _divided(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:
+    """The atoms of a family in pieces of at most the budget, each of which pays for the prefix."""
+    pieces: list[list[int]] = [[]]
+    for atom in sorted(atoms, key=lambda each: -cost(each)):
+        if pieces[-1] and cost(pieces[-1] + atom) > budget:
+            pieces.append([])
+        pieces[-1] = pieces[-1] + atom
+    return pieces
+
+
+def _cost(experiences: Sequence[Experience], table: TokenTable, members: list[int], share: bool) -> int:
+    """Tokens of a row with these experiences."""
+    families = _families(experiences, table, members, share)
+    return sum(_prefix(table, family[0]) for family in families) + sum(_suffix(table, i) for i in members)
+
+
+def _families(experiences: Sequence[Experience], table: TokenTable, members: list[int], share: bool) -> list[list[int]]:
+    found: dict[object, list[int]] = {}
+    for i in members:
+        found.setdefault(_prefix_ids(experiences, table, i) if share else i, []).append(i)
+    return list(found.values())
+
+
+def _prefix_ids(experiences: Sequence[Experience], table: TokenTable, i: int) -> bytes:
+    return experiences[i].token_ids[: _prefix(table, i)].tobytes()
 
 
 def _prefix(table: TokenTable, i: int) -> int:
@@ -167,6 +202,7 @@ def _micro_batch(
     def tensor(pieces: list[npt.NDArray[Any]]) -> Tensor:
         return torch.from_numpy(np.concatenate(pieces)).to(device, torch.int64)
 
+    groups: dict[str, int] = {}
     layout = Layout(
         tuple(s.length for s in segments), tuple(-1 if s.parent is None else number[id(s.parent)] for s in segments)
     )
@@ -178,6 +214,9 @@ def _micro_batch(
         rows=tensor([_rows(table.positions[i] - 1, *home) for i, home in homes.items()]),
         tokens=tensor([np.arange(table.offsets[i], table.offsets[i + 1]) for i in homes]),
         sequence=tensor([np.full(len(table.positions[i]), n) for n, i in enumerate(homes)]),
+        group=tensor(
+            [np.full(len(table.positions[i]), groups.setdefault(experiences[i].group, len(groups))) for i in homes]
+        ),
     )
 
 

@@ -15,20 +15,29 @@ from torch.nn.functional import linear
 from rollmill.models.attention import attending
 from rollmill.trainer.batch import MicroBatch, TokenTable
 
+CHUNK = 1 << 26  #: logits that exist at a time, unless a number of rows is given
+
 
 def predict(
-    model: Any, micro: MicroBatch, table: TokenTable, *, chunk: int, entropy_gradient: bool = False, bf16: bool = False
+    model: Any,
+    micro: MicroBatch,
+    table: TokenTable,
+    *,
+    hidden_Td: Tensor | None = None,
+    chunk: int | None = None,
+    entropy_gradient: bool = False,
+    bf16: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Log-probs and entropies (nats) of a micro-batch's action tokens at their rollout temperatures: float32 [M] each.
 
     Args:
-        chunk: rows of logits that exist at a time.
+        hidden_Td: what `hidden_states` gave, if it was called before.
+        chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
         entropy_gradient: whether the entropy is differentiable.
         bf16: compute in bfloat16 (logits are turned into float32 before anything is summed).
     """
-    with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
-        output = model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
-        hidden_Td = output.last_hidden_state[0]
+    if hidden_Td is None:
+        hidden_Td = hidden_states(model, micro, bf16=bf16)
     head = model.get_output_embeddings()
     return token_logprobs(
         hidden_Td,
@@ -45,6 +54,23 @@ def predict(
     )
 
 
+def hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
+    """Last hidden states of a micro-batch's row, [T, d]."""
+    with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
+        output = model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+    hidden_Td: Tensor = output.last_hidden_state[0]
+    return hidden_Td
+
+
+def logits_of(model: Any, hidden_Cd: Tensor) -> Tensor:
+    """The model's logits, [C, V], float32 (float64 for float64 models), by plain differentiable operations."""
+    head = model.get_output_embeddings()
+    logits = linear(hidden_Cd.to(head.weight.dtype), head.weight, head.bias) * _logit_scale(model.config)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    softcap = getattr(model.config, "final_logit_softcapping", None)
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
 def attending_to(model: Any, micro: MicroBatch) -> Any:
     """Context in which `predict` and its backward pass must run."""
     return attending(model, micro.attention)
@@ -58,7 +84,7 @@ def token_logprobs(
     target_M: Tensor,
     temperature_M: Tensor,
     *,
-    chunk: int,
+    chunk: int | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
     entropy_gradient: bool = False,
@@ -68,11 +94,12 @@ def token_logprobs(
 
     logits = scale * (hidden W^T + bias), then softcap * tanh(logits / softcap). Sums over the vocabulary are taken in
     float32 (float64 for float64 inputs). Gradients flow into hidden states, weight and bias; backward recomputes the
-    logits chunk by chunk, unless one chunk held them all.
+    logits chunk by chunk, unless one chunk held them all. `chunk` as in `predict`.
 
     Returns:
         log-probs [M] and entropies [M].
     """
+    chunk = chunk or max(1, min(1024, CHUNK // weight_Vd.shape[0]))
     options = _Options(chunk, softcap, scale, entropy_gradient, dtype or hidden_Td.dtype)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_Td, rows_M, weight_Vd, bias_V, target_M, temperature_M, options
@@ -105,12 +132,13 @@ class _TokenLogprobs(torch.autograd.Function):
         logprobs, entropies, kept = [], [], None
         for a in range(0, max(len(rows), 1), options.chunk):
             b = min(a + options.chunk, len(rows))
-            log_p, _ = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)
+            log_p = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)[0]
             logprobs.append(log_p.gather(1, target[a:b, None])[:, 0])
             p = log_p.exp()
             entropies.append(-torch.linalg.vecdot(p, log_p))
             if len(rows) <= options.chunk and options.softcap is None:
                 kept = p
+            del log_p, p  # before the next chunk's are made
         entropy = torch.cat(entropies)
         if not options.entropy_gradient:
             ctx.mark_non_differentiable(entropy)
@@ -130,13 +158,14 @@ class _TokenLogprobs(torch.autograd.Function):
         grad_bias: Tensor | None = None
         for a in range(0, max(len(rows), 1), options.chunk):
             b = min(a + options.chunk, len(rows))
-            slope = None
+            slope, log_p = None, None
             if kept is None:
                 log_p, slope = _log_softmax(picked[a:b], cast, bias, temperature[a:b], options)
-                p = log_p.exp()
+                p = log_p.exp() if options.entropy_gradient else log_p.exp_()
             else:
-                p, log_p = kept, None
+                p = kept
             g = _logit_gradient(p, log_p, grads[0][a:b], grads[1][a:b], entropy[a:b], target[a:b], options)
+            del p, log_p
             if scaled:
                 g.div_((temperature[a:b] / options.scale)[:, None])
             if slope is not None:
@@ -146,10 +175,19 @@ class _TokenLogprobs(torch.autograd.Function):
             g = g.to(options.dtype)
             torch.mm(g, cast, out=grad_picked[a:b])
             if ctx.needs_input_grad[2]:
-                product = torch.mm(g.t(), picked[a:b])
-                grad_weight = product.to(weight.dtype) if grad_weight is None else grad_weight.add_(product)
+                grad_weight = _plus_product(grad_weight, g, picked[a:b], weight.dtype)
+            del g, slope
         grad_hidden = torch.zeros_like(hidden).index_add_(0, rows, grad_picked.to(hidden.dtype))
         return grad_hidden, None, grad_weight, grad_bias, None, None, None
+
+
+def _plus_product(total_Vd: Tensor | None, g_CV: Tensor, hidden_Cd: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + g^T hidden, in `dtype`, without a second [V, d] where the types allow."""
+    if total_Vd is None:
+        return torch.mm(g_CV.t(), hidden_Cd).to(dtype)
+    if g_CV.dtype == dtype:
+        return total_Vd.addmm_(g_CV.t(), hidden_Cd)
+    return total_Vd.add_(torch.mm(g_CV.t(), hidden_Cd))
 
 
 def _log_softmax(

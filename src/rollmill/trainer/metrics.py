@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 
 from rollmill.algorithms.kl import k3
-from rollmill.algorithms.losses import clipped
 from rollmill.algorithms.recipe import Recipe, TermInputs
+from rollmill.trainer.ranks import Ranks
 
 
 class TokenMetrics:
     """Means over the tokens seen in one training step."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        self._recipe = recipe
+    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+        self._recipe, self._ranks = recipe, ranks
         self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
+        self._counts: dict[str, float] = {}
         self._gap_max = 0.0
 
     @torch.no_grad()
@@ -24,14 +24,8 @@ class TokenMetrics:
         """Add rolled-out tokens; `fresh` [tokens] says which were produced by the current weights."""
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
         self._add("ratio/mean", ratio)
-        cut = clipped(
-            inputs.logprob,
-            inputs.old_logprob,
-            inputs.advantage,
-            clip_low=self._recipe.clip_low,
-            clip_high=self._recipe.clip_high,
-        )
-        self._add("ratio/clip_fraction", cut.to(ratio.dtype))
+        if self._recipe.dropped is not None:
+            self._add("ratio/clip_fraction", self._recipe.dropped(inputs).to(ratio.dtype))
         if inputs.reference_logprob is not None:
             self._add("kl_ref", k3(inputs.logprob, inputs.reference_logprob))
         if not first_pass:
@@ -44,17 +38,18 @@ class TokenMetrics:
             self._gap_max = max(self._gap_max, float(gap.max()))
 
     @torch.no_grad()
-    def expert(self, inputs: TermInputs) -> None:
+    def demonstrated(self, inputs: TermInputs) -> None:
         """Add demonstrated tokens of a first pass."""
         self._add("expert_entropy", inputs.entropy)
 
     def result(self) -> dict[str, float]:
         """The means; what was never seen is left out."""
-        means = {name: total / self._counts[name] for name, total in self._sums.items() if self._counts[name]}
+        sums, counts = self._ranks.merged(self._sums), self._ranks.merged(self._counts)
+        means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
         if "expert_entropy" in means and "entropy" not in means:
             means["entropy"] = means["expert_entropy"]
         if "logprob_gap/mean" in means:
-            means["logprob_gap/max"] = self._gap_max
+            means["logprob_gap/max"] = self._ranks.greatest(self._gap_max)
         return means
 
     def _add(self, name: str, values: Tensor) -> None:

@@ -1,6 +1,6 @@
 """The loss of a recipe: terms summed over micro-batches under denominators fixed for the whole optimizer step.
 
-Shapes: N experiences of the batch, M action tokens of a micro-batch.
+Shapes: N experiences of the batch, A action tokens of all, M action tokens of a micro-batch.
 """
 
 from __future__ import annotations
@@ -12,81 +12,179 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmill.algorithms.recipe import Advantages, LossTerm, Recipe, RewardInputs, TermInputs
+from rollmill.algorithms.corrections import interpolated_proximal
+from rollmill.algorithms.kl import estimator
+from rollmill.algorithms.recipe import LossTerm, Recipe, RewardInputs, TermInputs
+from rollmill.algorithms.sequences import sum_by_sequence
+from rollmill.algorithms.token_advantages import at_last_token
 from rollmill.core.types import Experience, Source
 from rollmill.trainer.batch import MicroBatch, TokenTable
 
 
 @dataclass(frozen=True)
-class Judgement:
-    """Advantages of a batch, [N] each."""
+class Scores:
+    """What other models than the trained policy say of all action tokens of the batch, [A] each; None: not needed."""
 
-    advantage: Tensor  #: float32; 0 for experts
-    counted: Tensor  #: bool: enters the denominators
-    expert: Tensor  #: bool
+    old: Tensor | None = None  #: log-probs of the policy the update starts from; None: see `interpolated`
+    reference: Tensor | None = None  #: log-probs of the reference
+    values: Tensor | None = None  #: of the critic
+    interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
 
 
 @dataclass(frozen=True)
-class Scores:
-    """Log-probs of all action tokens of the batch under other policies than the trained one; None: not needed."""
+class Judgement:
+    """What the rewards of a batch come to."""
 
-    old: Tensor | None = None  #: None: the policy's own, detached
-    reference: Tensor | None = None
+    advantage: Tensor  #: float32 [A]; 0 for experts and pairs
+    reward: Tensor  #: float32 [N], NaN where missing
+    counted: Tensor  #: bool [N]: enters the denominators
+    sources: list[Source]  #: [N]
+    returns: Tensor | None = None  #: float32 [A], what the critic should predict
 
 
-def judge(experiences: Sequence[Experience], table: TokenTable, recipe: Recipe) -> Judgement:
-    """Advantages by the recipe's rule, and each experience's `advantage` array filled in."""
-    device = table.target.device
-    expert = torch.tensor([e.source is Source.EXPERT for e in experiences], dtype=torch.bool, device=device)
-    values, counted = torch.zeros(len(experiences), device=device), expert.clone()
-    usual = (~expert).nonzero()[:, 0]
-    if recipe.advantage is not None and len(usual):
-        chosen = [experiences[i] for i in usual.tolist()]
-        names: dict[str, int] = {}
-        result: Advantages = recipe.advantage(
-            RewardInputs(
-                torch.tensor([np.nan if e.reward is None else e.reward for e in chosen], dtype=torch.float64),
-                torch.tensor([names.setdefault(e.group, len(names)) for e in chosen]),
-                table.lengths[usual].cpu(),
-            )
-        )
-        values[usual] = result.values.to(device, torch.float32)
-        counted[usual] = result.counted.to(device)
-    for experience, value in zip(experiences, values.tolist(), strict=True):
-        experience.advantage = np.where(experience.action_mask, np.float32(value), np.float32(0))
-    return Judgement(values, counted, expert)
+def judge(
+    experiences: Sequence[Experience],
+    table: TokenTable,
+    recipe: Recipe,
+    scores: Scores | None = None,
+    *,
+    kl_coefficient: float = 0.0,
+) -> Judgement:
+    """Advantages by the recipe's rule, and each experience's `advantage` array filled in.
+
+    Args:
+        kl_coefficient: weight of the KL penalty that is taken off the reward, where the recipe does that.
+    """
+    scores, device = scores or Scores(), table.target.device
+    sources = [e.source for e in experiences]
+    rewards = torch.tensor([np.nan if e.reward is None else e.reward for e in experiences], dtype=torch.float64)
+    values = torch.zeros(len(table.target))
+    compared = recipe.advantage is not None or recipe.critic_advantage is not None
+    counted = torch.tensor([not compared or source is not Source.USUAL for source in sources])
+    usual = [i for i, source in enumerate(sources) if source is Source.USUAL]
+    returns = None
+    if usual and compared:
+        index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(usual), torch.arange(len(usual)))
+        tokens = (index[table.experience.cpu()] >= 0).nonzero()[:, 0]
+        sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[usual]
+        penalty_A = _penalty(table, recipe, scores, kl_coefficient)[tokens] if recipe.kl_in_reward else None
+        if recipe.critic_advantage is not None:
+            assert scores.values is not None
+            reward_A = at_last_token(reward_U, sequence)
+            reward_A = reward_A if penalty_A is None else reward_A - penalty_A
+            targets = recipe.critic_advantage(scores.values.cpu()[tokens], reward_A, sequence)
+            values[tokens] = targets.advantages.float()
+            returns = torch.zeros_like(values)
+            returns[tokens] = targets.returns.float()
+            counted[usual] = ~reward_U.isnan()
+        else:
+            assert recipe.advantage is not None
+            if penalty_A is not None:
+                reward_U = reward_U - sum_by_sequence(penalty_A, sequence, len(usual))
+            result = recipe.advantage(_reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual]))
+            values[tokens] = result.values.float()[sequence]
+            counted[usual] = result.counted
+    _annotate(experiences, table, values)
+    return Judgement(
+        values.to(device),
+        rewards.float().to(device),
+        counted.to(device),
+        sources,
+        None if returns is None else returns.to(device),
+    )
+
+
+def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tensor) -> RewardInputs:
+    def number(names: list[object]) -> Tensor:
+        known: dict[object, int] = {}
+        return torch.tensor([known.setdefault(name, len(known)) for name in names])
+
+    def column(values: list[float | None]) -> Tensor:
+        return torch.tensor([np.nan if value is None else value for value in values], dtype=torch.float64)
+
+    parts = dict.fromkeys(name for e in experiences for name in e.reward_parts)
+    return RewardInputs(
+        rewards=rewards,
+        groups=number([e.group for e in experiences]),
+        lengths=lengths.cpu(),
+        episodes=number([e.info.get("episode", (i,)) for i, e in enumerate(experiences)]),
+        anchors=number([e.info.get("anchor", (e.group,)) for e in experiences]),
+        greedy_rewards=column([e.info.get("greedy_reward") for e in experiences]),
+        parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},
+    )
+
+
+def _penalty(table: TokenTable, recipe: Recipe, scores: Scores, coefficient: float) -> Tensor:
+    """What the KL to the reference takes off each token's reward: float64 [A]."""
+    assert scores.reference is not None
+    own = table.rollout_logprob if scores.old is None else scores.old
+    return coefficient * estimator(recipe.kl.estimator)(own, scores.reference, own).double().cpu()
+
+
+def _annotate(experiences: Sequence[Experience], table: TokenTable, values: Tensor) -> None:
+    for i, experience in enumerate(experiences):
+        advantage = np.zeros(len(experience.token_ids), np.float32)
+        advantage[table.positions[i]] = values[table.offsets[i] : table.offsets[i + 1]].numpy()
+        experience.advantage = advantage
 
 
 class Objective:
-    """The loss of one optimizer step over the experiences of `part`."""
+    """The loss of one optimizer step over the experiences of `part`.
 
-    def __init__(self, recipe: Recipe, table: TokenTable, judgement: Judgement, scores: Scores, part: list[int]):
+    Args:
+        step: training step, for the weights that follow a schedule.
+        version: of the weights at the start of the training step.
+        kl_coefficient: of the moment.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        table: TokenTable,
+        judgement: Judgement,
+        scores: Scores,
+        part: list[int],
+        *,
+        step: int = 0,
+        version: int = 0,
+        kl_coefficient: float = 0.0,
+    ) -> None:
         self.recipe, self._table, self._judgement, self._scores = recipe, table, judgement, scores
+        self._version = version
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
-        self._weights = [term.aggregate(lengths * self._members(term)) for term in recipe.terms]
-        learned = torch.zeros(len(lengths), dtype=torch.bool, device=lengths.device)
-        for term, weight in zip(recipe.terms, self._weights, strict=True):
-            moves = (judgement.advantage != 0) if term.uses_advantage else torch.ones_like(learned)
-            learned |= moves & (weight != 0) & (term.weight != 0)
+        self._shares = [term.aggregate(lengths * self._members(term)) for term in recipe.terms]
+        self.weights = [term.weight_at(step) * (kl_coefficient if term.is_kl else 1.0) for term in recipe.terms]
+        moves = torch.zeros_like(lengths, dtype=torch.bool)
+        moves[table.experience[judgement.advantage != 0]] = True
+        learned = torch.zeros_like(moves)
+        for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
+            if weight:
+                learned |= (share != 0) & (moves if term.uses_advantage else torch.ones_like(moves))
         self.learned = learned.nonzero()[:, 0].tolist()  #: the experiences that have a gradient
 
-    def inputs(self, micro: MicroBatch, logprob: Tensor, entropy: Tensor, source: Source) -> tuple[TermInputs, Tensor]:
-        """What terms on `source` see of a micro-batch, and which of its M tokens these are (indices)."""
-        table, tokens = self._table, micro.tokens
-        chosen = (table.expert[tokens] == (source is Source.EXPERT)).nonzero()[:, 0]
-        everything = len(chosen) == len(tokens)
+    def inputs(
+        self, micro: MicroBatch, logprob: Tensor, entropy: Tensor, source: Source, divergence: Tensor | None = None
+    ) -> tuple[TermInputs, Tensor]:
+        """What terms on `source` see of a micro-batch, and which tokens of the batch these are (indices)."""
+        table, chosen = self._table, micro.of_source(source, self._judgement.sources)
+        everything = len(chosen) == len(micro.tokens)
         logprob, entropy = (x if everything else x[chosen] for x in (logprob, entropy))
-        tokens = tokens[chosen]
-        old, reference = self._scores.old, self._scores.reference
+        tokens = micro.tokens[chosen]
+        rollout, reference = table.rollout_logprob[tokens], self._scores.reference
+        staleness = (self._version - table.version[tokens]).clamp(min=0).to(logprob.dtype)
         inputs = TermInputs(
             logprob=logprob,
-            old_logprob=logprob.detach() if old is None else old[tokens],
-            rollout_logprob=table.rollout_logprob[tokens],
-            advantage=self._judgement.advantage[table.experience[tokens]],
+            old_logprob=self._old(logprob, rollout, staleness, tokens),
+            rollout_logprob=rollout,
+            advantage=self._judgement.advantage[tokens],
+            reward=self._judgement.reward[table.experience[tokens]],
             entropy=entropy,
             reference_logprob=None if reference is None else reference[tokens],
+            divergence=None if divergence is None else divergence[chosen],
+            staleness=staleness,
             sequence=micro.sequence[chosen],
+            group=micro.group[chosen],
         )
         return inputs, tokens
 
@@ -94,10 +192,18 @@ class Objective:
         """Weight and value (this micro-batch's share of the term) of every term on `source`."""
         experience = self._table.experience[tokens]
         return {
-            term.name: (term.weight, torch.dot(weight[experience].to(inputs.logprob.dtype), term.fn(inputs)))
-            for term, weight in zip(self.recipe.terms, self._weights, strict=True)
-            if term.source is source and len(tokens)
+            term.name: (weight, torch.dot(share[experience].to(inputs.logprob.dtype), term.fn(inputs)))
+            for term, weight, share in zip(self.recipe.terms, self.weights, self._shares, strict=True)
+            if term.source is source and len(tokens) and weight
         }
 
+    def _old(self, logprob: Tensor, rollout: Tensor, staleness: Tensor, tokens: Tensor) -> Tensor:
+        if self._scores.old is not None:
+            return self._scores.old[tokens]
+        if self._scores.interpolated:
+            return interpolated_proximal(logprob, rollout, staleness)
+        return logprob.detach()
+
     def _members(self, term: LossTerm) -> Tensor:
-        return self._judgement.counted & (self._judgement.expert == (term.source is Source.EXPERT))
+        of_source = [source is term.source for source in self._judgement.sources]
+        return self._judgement.counted & torch.tensor(of_source, device=self._judgement.counted.device)

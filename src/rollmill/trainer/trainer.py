@@ -7,34 +7,41 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core.errors import TrainingError
 from rollmill.core.types import Experience, Source
+from rollmill.models.lora import has_lora, without_lora
 from rollmill.models.norms import Replacements, find_norms, replaced
 from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches, token_table
 from rollmill.trainer.calibrate import choose_precision
-from rollmill.trainer.logprobs import attending_to, predict
+from rollmill.trainer.critic import Critic, usual_experiences, value_metrics
+from rollmill.trainer.divergences import token_divergences
+from rollmill.trainer.failure import training_failure
+from rollmill.trainer.logprobs import attending_to, hidden_states, predict
 from rollmill.trainer.metrics import TokenMetrics
-from rollmill.trainer.objective import Objective, Scores, judge
+from rollmill.trainer.objective import Judgement, Objective, Scores, judge
 from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
 from rollmill.trainer.parts import cut
+from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.schedule import learning_rate
+
+Terms = dict[str, tuple[float, Tensor]]
 
 
 class Trainer:
     """Learns from batches of experiences by a recipe, on one device.
 
     Old log-probs (the policy a ratio is taken to): with one optimizer step per batch, and either all tokens made by the
-    current weights or `importance_cap` set, they are the policy's own, detached, so the ratio is exactly 1. Otherwise
-    (several optimizer steps, or stale tokens) they are the log-probs the rollout recorded; with `importance_cap` they
-    are instead recomputed once before the first step, and the recipe weights tokens by min(exp(old - rollout), cap).
+    current weights or old log-probs to be recomputed, they are the policy's own, detached, so the ratio is exactly 1.
+    Otherwise (several optimizer steps, or stale tokens) they are what the recipe's `proximal` says: those the rollout
+    recorded, those recomputed once before the first step, or an interpolation.
 
     An optimizer step in which no token has a gradient (every advantage 0, and no other term) is skipped: the moments of
     Adam would move the weights without any evidence. The metric `skipped` counts them. Experiences without a gradient
@@ -43,7 +50,10 @@ class Trainer:
     Args:
         model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
         total_steps: training steps of the stage, for the schedule.
-        reference: frozen initial policy for the KL term; by default a copy of `model` is made if the recipe needs one.
+        reference: frozen policy for the KL term; by default a copy of `model` is made if the recipe needs one. The base
+            under LoRA adapters serves where there are some.
+        teacher: frozen model with the policy's vocabulary, for a recipe that distils.
+        ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
     """
 
     def __init__(
@@ -56,22 +66,41 @@ class Trainer:
         device: torch.device | str = "cpu",
         seed: int = 0,
         reference: nn.Module | None = None,
+        teacher: nn.Module | None = None,
+        ranks: Ranks | None = None,
     ) -> None:
         self.device = torch.device(device)
         self.model = _master(model.to(self.device))
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
         self.precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
+        self._ranks = ranks or Ranks.of_process()
         self._optimizer = build_optimizer(self.model, config)
         self._generator = torch.Generator().manual_seed(seed)
-        self._own_reference = recipe.uses_reference and reference is None
+        base_serves = has_lora(self.model) and recipe.kl.refresh_every is None
+        self._own_reference = recipe.uses_reference and reference is None and not base_serves
         if self._own_reference:
             reference = copy.deepcopy(self.model)
         self._reference: nn.Module | None = None
         if recipe.uses_reference and reference is not None:
             self._reference = reference.to(self.device).requires_grad_(False).eval()
+        self._teacher = None if teacher is None else teacher.to(self.device).requires_grad_(False).eval()
+        self._critic: Critic | None = None
+        if recipe.critic is not None:
+            bf16 = self.precision == "bf16"
+            self._critic = Critic(
+                self.model, recipe.critic, config, total_steps=total_steps, bf16=bf16, ranks=self._ranks
+            )
+        self._kl: AdaptiveKL | None = None
+        if recipe.kl.target is not None:
+            self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
         self._norms = self._find_norms()
         _checkpoint_activations(self.model, config.gradient_checkpointing)
+
+    @property
+    def kl_coefficient(self) -> float:
+        """Weight of the KL penalty now."""
+        return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
 
     def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
         """Learn from one batch; `version` is the version of the weights as they are now.
@@ -79,32 +108,53 @@ class Trainer:
         Sets each experience's `advantage`. Returns the metrics: loss, loss/<term>, grad_norm and lr (of the last update
         where they differ: lr; means over the updates: the others), entropy, kl (k3 from rollout policy to current),
         kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean and /max (|trainer - rollout| over tokens made by the
-        current weights), tokens (action tokens), updates and skipped.
+        current weights), tokens (action tokens), updates and skipped; weight/<term> where it follows a schedule,
+        kl_coefficient where it adapts, value/... where there is a critic.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
         """
         config, table = self.config, token_table(experiences, self.device)
-        judgement = judge(experiences, table, self.recipe)
+        if self.recipe.reset_optimizer:
+            self._optimizer.state.clear()
+        refresh = self.recipe.kl.refresh_every
+        if self._own_reference and self._reference is not None and refresh and self.steps % refresh == 0:
+            self._reference.load_state_dict(self.model.state_dict())
         lr = learning_rate(config, self.steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
-        metrics = TokenMetrics(self.recipe)
-        totals: dict[str, float] = {"loss": 0.0, "grad_norm": 0.0, "skipped": 0.0}
-        updates = 0
+        metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
+        extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
+        extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
         with _evaluation_mode(self.model), replaced(self._norms):
             scores = self._scores(experiences, table, version)
+            judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
                 for part in cut(experiences, config.updates_per_batch, self._generator if epoch else None):
-                    batch = _Part(experiences, table, Objective(self.recipe, table, judgement, scores, part), part)
-                    for name, value in self._update(batch, metrics, version, first_pass=epoch == 0).items():
-                        totals[name] = totals.get(name, 0.0) + value
+                    objective = Objective(
+                        self.recipe,
+                        table,
+                        judgement,
+                        scores,
+                        part,
+                        step=self.steps,
+                        version=version,
+                        kl_coefficient=self.kl_coefficient,
+                    )
+                    batch = _Part(experiences, table, objective, part)
+                    if not self._critic_only:
+                        totals.add(self._update(batch, metrics, version, first_pass=epoch == 0))
+                    totals.add(self._update_critic(batch, judgement, scores))
                     updates += 1
+        if scores.values is not None and judgement.returns is not None:
+            extra |= value_metrics(scores.values, judgement.returns, judgement.counted[table.experience])
         self.steps += 1
+        found = metrics.result()
+        if self._kl is not None and "kl_ref" in found:
+            self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
         skipped = totals.pop("skipped")
-        means = {name: value / max(updates, 1) for name, value in totals.items()}
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
-        return {**means, **metrics.result(), "lr": lr, **counts}
+        return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed trainer needs besides the model's weights."""
@@ -114,6 +164,8 @@ class Trainer:
             "generator": self._generator.get_state(),
             "precision": self.precision,
             "reference": self._reference.state_dict() if self._own_reference and self._reference else None,
+            "critic": None if self._critic is None else self._critic.state_dict(),
+            "kl": None if self._kl is None else self._kl.state_dict(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,11 +176,20 @@ class Trainer:
         self._norms = self._find_norms()
         if self._own_reference and self._reference is not None:
             self._reference.load_state_dict(state["reference"])
+        if self._critic is not None:
+            self._critic.load_state_dict(state["critic"])
+        if self._kl is not None:
+            self._kl.load_state_dict(state["kl"])
+
+    @property
+    def _critic_only(self) -> bool:
+        return self._critic is not None and self.steps < self._critic.options.warmup_steps
 
     def _find_norms(self) -> Replacements:
         if self.device.type != "cpu":
             return []
-        return find_norms(*(model for model in (self.model, self._reference) if model is not None))
+        critic = None if self._critic is None else self._critic.model
+        return find_norms(*(model for model in (self.model, self._reference, critic) if model is not None))
 
     def _update(self, batch: _Part, metrics: TokenMetrics, version: int, *, first_pass: bool) -> dict[str, float]:
         """One optimizer step over a part of the batch."""
@@ -152,6 +213,7 @@ class Trainer:
             totals["loss"] += loss.item()
             for name, (_, value) in terms.items():
                 totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value.item()
+        self._ranks.add_gradients(list(self.model.parameters()))
         grads = gradients(self._optimizer)
         norm = gradient_norm(grads)
         if not math.isfinite(norm):
@@ -159,64 +221,127 @@ class Trainer:
         clip(grads, norm, self.config.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
-        return {**totals, "grad_norm": norm}
+        return {**self._ranks.merged(totals), "grad_norm": norm}
+
+    def _update_critic(self, batch: _Part, judgement: Judgement, scores: Scores) -> dict[str, float]:
+        if self._critic is None:
+            return {}
+        assert scores.values is not None
+        assert judgement.returns is not None
+        chosen = usual_experiences(batch.experiences, batch.chosen, judgement.counted)
+        if not chosen:
+            return {}
+        counted = torch.zeros_like(judgement.counted)
+        counted[chosen] = True
+        micros = self._micro_batches(batch, chosen)
+        tasks = [batch.experiences[i].task_id for i in chosen]
+        return self._critic.update(micros, batch.table, counted, judgement.returns, scores.values, self.steps, tasks)
 
     def _forward(
         self, batch: _Part, micro: MicroBatch, metrics: TokenMetrics | None, version: int, *, first_pass: bool
-    ) -> dict[str, tuple[float, Tensor]]:
+    ) -> Terms:
         """Weight and share of every loss term of one micro-batch."""
         with attending_to(self.model, micro):
-            logprob, entropy = self._predict(self.model, micro, batch.table)
-        terms: dict[str, tuple[float, Tensor]] = {}
+            hidden_Td = hidden_states(self.model, micro, bf16=self.precision == "bf16")
+            logprob, entropy = self._predict(self.model, micro, batch.table, hidden_Td)
+        divergence = self._divergence(hidden_Td, micro, batch.table)
+        terms: Terms = {}
         for source in Source:
-            inputs, tokens = batch.objective.inputs(micro, logprob, entropy, source)
+            inputs, tokens = batch.objective.inputs(micro, logprob, entropy, source, divergence)
             if not len(tokens):
                 continue
             terms |= batch.objective.terms(inputs, tokens, source)
             if metrics is not None and source is Source.USUAL:
                 metrics.usual(inputs, batch.table.version[tokens] == version, first_pass=first_pass)
             elif metrics is not None and first_pass:
-                metrics.expert(inputs)
+                metrics.demonstrated(inputs)
         return terms
 
-    def _predict(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> tuple[Tensor, Tensor]:
+    def _divergence(self, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable) -> Tensor | None:
+        """From the teacher, of a micro-batch's tokens."""
+        if self.recipe.distill is None:
+            return None
+        assert self._teacher is not None, "a recipe that distils needs a teacher"
+        with torch.no_grad(), attending_to(self._teacher, micro):
+            teacher_Td = hidden_states(self._teacher, micro, bf16=self.precision == "bf16")
+        target_M = table.target[micro.tokens]
+        return token_divergences(
+            self.model,
+            self._teacher,
+            hidden_Td,
+            teacher_Td,
+            micro.rows,
+            target_M,
+            self.recipe.distill,
+            chunk=self.config.logprob_chunk,
+        )
+
+    def _predict(
+        self, model: nn.Module, micro: MicroBatch, table: TokenTable, hidden_Td: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         return predict(
             model,
             micro,
             table,
+            hidden_Td=hidden_Td,
             chunk=self.config.logprob_chunk,
             entropy_gradient=self.recipe.uses_entropy,
             bf16=self.precision == "bf16",
         )
 
     def _micro_batches(self, batch: _Part, chosen: list[int]) -> list[MicroBatch]:
-        budget = self.config.micro_batch_tokens
-        return micro_batches(batch.experiences, batch.table, chosen, budget, self.device)
+        return self._rows(batch.experiences, batch.table, chosen)
+
+    def _rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
+        """This rank's share of the chosen experiences."""
+        return micro_batches(
+            experiences,
+            table,
+            chosen,
+            self.config.micro_batch_tokens,
+            self.device,
+            keep_groups=self.recipe.keeps_groups,
+            ranks=self._ranks.size,
+            rank=self._ranks.rank,
+        )
 
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Scores:
-        """Old and reference log-probs, where this batch needs them."""
+        """Old and reference log-probs and values, where this batch needs them."""
         single = self.config.updates_per_batch * self.config.epochs_per_batch == 1
-        fresh = bool((table.version[~table.expert] == version).all())
-        recompute = self.recipe.importance_cap is not None
+        fresh = bool((table.version[table.version >= 0] == version).all())
+        own = single and (fresh or self.recipe.proximal == "recompute")
         old = None
-        if not (single and (fresh or recompute)):
-            old = self._evaluate(self.model, experiences, table) if recompute else table.rollout_logprob
-        reference = None if self._reference is None else self._evaluate(self._reference, experiences, table)
-        return Scores(old, reference)
+        if self.recipe.proximal == "recompute" and not own:
+            old = self._evaluate(self.model, experiences, table)
+        elif self.recipe.proximal == "rollout" and not own:
+            old = table.rollout_logprob
+        reference = self._reference_logprobs(experiences, table) if self.recipe.uses_reference else None
+        values = None
+        if self._critic is not None:
+            usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
+            values = self._critic.values(self._rows(experiences, table, usual), table)
+        return Scores(old, reference, values, interpolated=self.recipe.proximal == "interpolate" and not own)
+
+    def _reference_logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
+        """Of the frozen model, or of the base under the adapters."""
+        if self._reference is not None:
+            return self._evaluate(self._reference, experiences, table)
+        with without_lora(self.model):
+            return self._evaluate(self.model, experiences, table)
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
-        """Log-probs of all rolled-out action tokens of the batch: float32 [A], 0 for experts."""
+        """Log-probs of all action tokens of the batch but the experts': float32 [A], 0 for experts."""
         result = torch.zeros_like(table.rollout_logprob)
-        usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
-        for micro in micro_batches(experiences, table, usual, self.config.micro_batch_tokens, self.device):
+        judged = [i for i, e in enumerate(experiences) if e.source is not Source.EXPERT]
+        for micro in self._rows(experiences, table, judged):
             with attending_to(model, micro):
                 result[micro.tokens] = self._predict(model, micro, table)[0].float()
-        return result
+        return self._ranks.add(result)
 
-    def _check_loss(self, batch: _Part, micro: MicroBatch, terms: dict[str, tuple[float, Tensor]]) -> None:
+    def _check_loss(self, batch: _Part, micro: MicroBatch, terms: Terms) -> None:
         for name, (_, value) in terms.items():
-            if not math.isfinite(value.item()):
+            if self._ranks.size == 1 and not math.isfinite(value.item()):
                 self._fail(batch, micro, f"loss term {name!r} is {value.item()}")
 
     def _blame_gradient(self, batch: _Part, micros: list[MicroBatch]) -> None:
@@ -229,16 +354,12 @@ class Trainer:
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
                     self._fail(batch, micro, f"the gradient of {name} by loss terms {', '.join(terms)} is not finite")
-        self._fail(batch, micros[-1], "the sum of the micro-batches' gradients is not finite")
+        self._fail(batch, micros[-1] if micros else None, "the sum of the micro-batches' gradients is not finite")
 
-    def _fail(self, batch: _Part, micro: MicroBatch, what: str) -> NoReturn:
+    def _fail(self, batch: _Part, micro: MicroBatch | None, what: str) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        tasks = sorted({batch.experiences[i].task_id for i in micro.experiences})
-        shown = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
-        raise TrainingError(
-            f"training step {self.steps}: {what}, in a micro-batch with tasks {shown}. No weight was changed by this "
-            "update. Lower trainer.lr, use trainer.precision: fp32, or look at the rewards of these tasks."
-        )
+        members = batch.chosen if micro is None else micro.experiences
+        raise training_failure(self.steps, what, [batch.experiences[i].task_id for i in members])
 
 
 @dataclass(frozen=True)
@@ -251,7 +372,24 @@ class _Part:
     chosen: list[int]
 
 
-def _total(terms: dict[str, tuple[float, Tensor]]) -> Tensor:
+class _Totals:
+    """Sums of the updates' numbers."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+
+    def add(self, numbers: dict[str, float]) -> None:
+        for name, value in numbers.items():
+            self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def pop(self, name: str) -> float:
+        return self._sums.pop(name, 0.0)
+
+    def means(self, updates: int) -> dict[str, float]:
+        return {name: value / max(updates, 1) for name, value in self._sums.items()}
+
+
+def _total(terms: Terms) -> Tensor:
     return torch.stack([weight * value for weight, value in terms.values()]).sum()
 
 

@@ -1,0 +1,116 @@
+"""Pure functions to functions of the trainer's inputs: arguments are found by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+from torch import Tensor
+
+import rollmill.algorithms.advantages as advantages
+import rollmill.algorithms.corrections as corrections
+import rollmill.algorithms.losses as losses
+import rollmill.algorithms.sequence_losses as sequences
+import rollmill.algorithms.token_advantages as token_advantages
+import rollmill.algorithms.trust_region as trust_region
+from rollmill.algorithms.recipe import RewardInputs, TermInputs
+from rollmill.config.parts import Part
+from rollmill.core.errors import ConfigError
+
+ADVANTAGES: dict[str, Callable[..., Tensor]] = {
+    "grpo": advantages.grpo,
+    "mean_baseline": advantages.mean_baseline,
+    "rloo": advantages.rloo,
+    "reinforce": advantages.reinforce,
+    "reinforce_plus_plus": advantages.reinforce_plus_plus,
+    "remax": advantages.remax,
+    "opmd": advantages.opmd,
+    "asymre": advantages.asymre,
+    "gdpo": advantages.gdpo,
+    "stepwise": token_advantages.stepwise,
+    "gigpo": token_advantages.gigpo,
+}
+LOSSES: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": losses.ppo_clip,
+    "gspo": sequences.gspo,
+    "gspo_token": sequences.gspo_token,
+    "cispo": losses.cispo,
+    "sapo": losses.sapo,
+    "topr": sequences.topr,
+    "opmd": losses.opmd,
+    "kimi_mirror": sequences.kimi_mirror,
+    "sppo": sequences.sppo,
+    "softmax_ppo": losses.softmax_ppo,
+    "policy_gradient": losses.policy_gradient,
+    "raft": losses.raft,
+    "rec": trust_region.rec,
+    "dppo_tv": trust_region.dppo_tv,
+}
+DROPPED: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": losses.clipped,
+    "gspo": sequences.gspo_clipped,
+    "gspo_token": sequences.gspo_clipped,
+    "rec": trust_region.rec_clipped,
+    "dppo_tv": trust_region.dppo_masked,
+}
+CORRECTIONS: dict[str, Callable[..., Tensor]] = {
+    "tis": corrections.truncated_importance,
+    "sequence_tis": corrections.sequence_truncated_importance,
+    "mis": corrections.masked_importance,
+    "sequence_mis": corrections.sequence_masked_importance,
+    "geometric": corrections.geometric_rejection,
+    "k3": corrections.k3_rejection,
+    "decoupled": corrections.decoupled_importance,
+    "off_policy_mask": corrections.off_policy_sequence_mask,
+}
+
+
+def advantage_function(part: Part) -> Callable[[RewardInputs], Tensor]:
+    """The function an advantage part names, of everything it may look at."""
+    return bind(part.function or ADVANTAGES[part.name], part, RewardInputs._fields)
+
+
+def loss_function(part: Part) -> Callable[[TermInputs], Tensor]:
+    """The function a loss part names."""
+    return bind(part.function or LOSSES[part.name], part, TermInputs._fields)
+
+
+def dropped_function(part: Part) -> Callable[[TermInputs], Tensor] | None:
+    """Where the loss drops tokens, if it does."""
+    function = DROPPED.get(part.name) if part.function is None else None
+    return None if function is None else bind(function, part, TermInputs._fields)
+
+
+def correction_function(part: Part) -> Callable[[TermInputs], Tensor]:
+    """The weights a correction part names."""
+    return bind(CORRECTIONS[part.name], part, TermInputs._fields)
+
+
+def bind(function: Callable[..., Tensor], part: Part, fields: tuple[str, ...]) -> Callable[[Any], Tensor]:
+    """`function` with the part's options, of one named tuple whose fields are its positional parameters.
+
+    A function with one parameter that is no field gets the whole tuple.
+
+    Raises ConfigError when one of several parameters is no field.
+    """
+    names, accepted = _parameters(function)
+    options = {key: value for key, value in part.arguments().items() if key in accepted}
+    names = tuple(name for name in names if name not in options)
+    if len(names) == 1 and names[0] not in fields:
+        return lambda inputs: function(inputs, **options)
+    for name in names:
+        if name not in fields:
+            where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}: {function.__name__}"
+            advice = f"rename it to one of {', '.join(fields)}, or make it keyword-only with a default: an option"
+            raise ConfigError(f"{where}: the parameter `{name}` stands for nothing; {advice}")
+    return lambda inputs: function(*(getattr(inputs, name) for name in names), **options)
+
+
+@cache
+def _parameters(function: Callable[..., Any]) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Names of the parameters without a default, and of all."""
+    parameters = inspect.signature(function).parameters.values()
+    required = tuple(p.name for p in parameters if p.default is inspect.Parameter.empty)
+    return required, frozenset(p.name for p in parameters)

@@ -1,0 +1,196 @@
+"""From the `algorithm` section of a run file to a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import rollmill.algorithms.advantages as advantages
+import rollmill.algorithms.kl as kl
+import rollmill.algorithms.preference as preference
+import rollmill.algorithms.supervised as supervised
+from rollmill.algorithms.aggregation import aggregation
+from rollmill.algorithms.binding import advantage_function, correction_function, dropped_function, loss_function
+from rollmill.algorithms.losses import negative_log_likelihood
+from rollmill.algorithms.recipe import Advantages, LossTerm, Proximal, Recipe, RewardInputs, TermInputs
+from rollmill.algorithms.sequences import spread
+from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adaptive_lambda
+from rollmill.config.advantage import GAE, PartsNormalised
+from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.core.types import Source
+from rollmill.recipes import CHORD, DPO, MIX, SFT, Distill
+
+Weight = float | Callable[[int], float]
+
+
+def build_recipe(
+    options: AlgorithmOptions, *, max_new_tokens: int, reward_weights: Mapping[str, float] | None = None
+) -> Recipe:
+    """Turn the `algorithm` section of a run file into a recipe.
+
+    Args:
+        options: the section, one of the classes of `rollmill.recipes` or a user's.
+        max_new_tokens: longest completion a rollout may have; the `constant` aggregation and the overlong penalty use
+            it.
+        reward_weights: name of every part of the reward -> its weight; only for advantages that see parts.
+    """
+    if isinstance(options, SFT):
+        terms = (
+            _expert_term(negative_log_likelihood, 1.0, aggregation(options.aggregation, max_length=max_new_tokens)),
+        )
+        return Recipe(options.name, terms)
+    if isinstance(options, DPO):
+        return _preference_recipe(options)
+    if isinstance(options, Distill):
+        aggregate = aggregation(options.aggregation, max_length=max_new_tokens)
+        return Recipe(options.name, (LossTerm("distill", _divergence, aggregate),), distill=options)
+    assert isinstance(options, PolicyGradientOptions)
+    share: Weight = 1.0
+    expert: tuple[LossTerm, ...] = ()
+    token_mean = aggregation("token-mean", max_length=max_new_tokens)
+    if isinstance(options, MIX):
+        share = 1 - options.mu
+        expert = (_expert_term(negative_log_likelihood, options.mu, token_mean),)
+    if isinstance(options, CHORD):
+        mu = partial(
+            supervised.chord_mu, warmup=options.warmup, decay=options.decay, peak=options.peak, valley=options.valley
+        )
+        share = lambda step: 1 - mu(step)  # noqa: E731
+        fn = supervised.chord_sft if options.token_weights else negative_log_likelihood
+        expert = (_expert_term(fn, mu, token_mean),)
+    return Recipe(
+        options.name,
+        (*_policy_terms(options, max_new_tokens, share), *expert),
+        advantage=None if isinstance(options.advantage, GAE) else _advantage(options, max_new_tokens, reward_weights),
+        critic_advantage=partial(_gae, options.advantage) if isinstance(options.advantage, GAE) else None,
+        critic=options.critic if isinstance(options.advantage, GAE) else None,
+        kl=options.kl,
+        proximal=_proximal(options),
+        reset_optimizer=options.reset_optimizer,
+        dropped=dropped_function(options.loss),
+    )
+
+
+def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: Weight) -> tuple[LossTerm, ...]:
+    """The policy loss, and KL penalty and entropy bonus where they are on, all multiplied by `share`."""
+    aggregate = aggregation(options.aggregation, max_length=max_new_tokens)
+    loss, weights = loss_function(options.loss), [correction_function(each) for each in options.corrections]
+
+    def policy(inputs: TermInputs) -> Tensor:
+        values = loss(inputs)
+        for weight in weights:
+            values = values * weight(inputs)
+        return values
+
+    estimate = kl.estimator(options.kl.estimator)
+
+    def penalty(inputs: TermInputs) -> Tensor:
+        assert inputs.reference_logprob is not None
+        return estimate(inputs.logprob, inputs.reference_logprob, inputs.old_logprob)
+
+    follows = options.loss.follows_advantage
+    terms = [LossTerm("policy", policy, aggregate, weight=share, uses_advantage=follows)]
+    if options.kl.coefficient and options.kl.where == "loss":
+        terms.append(LossTerm("kl", penalty, aggregate, weight=share, uses_reference=True, is_kl=True))
+    if options.entropy:
+        weight = _times(share, -options.entropy)
+        terms.append(LossTerm("entropy", lambda inputs: inputs.entropy, aggregate, weight=weight, uses_entropy=True))
+    return tuple(terms)
+
+
+def _divergence(inputs: TermInputs) -> Tensor:
+    assert inputs.divergence is not None
+    return inputs.divergence
+
+
+def _expert_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
+    """An imitation term, with its own denominator over the expert experiences."""
+    return LossTerm("sft", lambda inputs: fn(inputs.logprob), aggregate, source=Source.EXPERT, weight=weight)
+
+
+def _times(weight: Weight, factor: float) -> Weight:
+    return (lambda step: weight(step) * factor) if callable(weight) else weight * factor
+
+
+def _proximal(options: PolicyGradientOptions) -> Proximal:
+    if options.proximal == "auto":
+        return "recompute" if options.corrections else "rollout"
+    return options.proximal
+
+
+def _advantage(
+    options: PolicyGradientOptions, max_new_tokens: int, reward_weights: Mapping[str, float] | None
+) -> Callable[[RewardInputs], Advantages]:
+    function: Callable[[RewardInputs], Tensor]
+    if isinstance(options.advantage, PartsNormalised):
+        function = partial(_separately, options.advantage, reward_weights or {})
+    else:
+        function = advantage_function(options.advantage)
+
+    def advantage(inputs: RewardInputs) -> Advantages:
+        rewards = inputs.rewards
+        if options.overlong_buffer:
+            penalty = advantages.overlong_penalty(inputs.lengths, max_new_tokens, options.overlong_buffer)
+            inputs = inputs._replace(rewards=rewards + penalty, parts={**inputs.parts, "overlong": penalty.double()})
+        counted = ~inputs.rewards.isnan()
+        if options.drop_uniform_groups:
+            counted = counted & ~advantages.uniform_groups(inputs.rewards, inputs.groups)
+        return Advantages(function(inputs), counted)
+
+    return advantage
+
+
+def _separately(options: PartsNormalised, reward_weights: Mapping[str, float], inputs: RewardInputs) -> Tensor:
+    """Parts named `reward/key` have the weight of `reward`."""
+    weights = [reward_weights.get(name, reward_weights.get(name.partition("/")[0], 1.0)) for name in inputs.parts]
+    return advantages.gdpo(
+        torch.stack(list(inputs.parts.values()), dim=1),
+        inputs.groups,
+        weights=weights,
+        ddof=options.ddof,
+        whitened=options.whitened,
+    )
+
+
+def _gae(options: GAE, values: Tensor, rewards: Tensor, sequence: Tensor) -> ValueTargets:
+    lam: float | Tensor = options.lam
+    if options.length_alpha is not None:
+        lam = length_adaptive_lambda(torch.bincount(sequence), options.length_alpha)
+    advantage = gae(values, rewards, sequence, gamma=options.gamma, lam=lam).advantages
+    returns = gae(values, rewards, sequence, gamma=options.gamma, lam=options.critic_lam).returns
+    if options.whiten:
+        counted = ~torch.isin(sequence, sequence[rewards.isnan()])
+        advantage = advantages.whiten(advantage, counted)
+    return ValueTargets(advantage, returns)
+
+
+def _preference_recipe(options: DPO) -> Recipe:
+    """Pairs are groups of two; the chosen one has the greater reward. A pair's loss stands on all of its tokens."""
+    loss = (
+        partial(preference.dpo, beta=options.beta, label_smoothing=options.label_smoothing)
+        if options.loss == "sigmoid"
+        else partial(preference.ipo, beta=options.beta)
+    )
+
+    def pairs(inputs: TermInputs) -> Tensor:
+        assert inputs.reference_logprob is not None
+        count = int(inputs.sequence.max()) + 1
+        pair = inputs.group.new_zeros(count).index_copy_(0, inputs.sequence, inputs.group)
+        chosen = (inputs.reward.new_zeros(count).index_copy_(0, inputs.sequence, inputs.reward)) > 0
+        policy, reference = (
+            preference.pair_logprobs(each, inputs.sequence, pair, chosen, mean=options.normalise)
+            for each in (inputs.logprob, inputs.reference_logprob)
+        )
+        return spread(loss(*policy, *reference), inputs.group)
+
+    def imitation(inputs: TermInputs) -> Tensor:
+        return torch.where(inputs.reward > 0, -inputs.logprob, 0)
+
+    mean = aggregation("sequence-mean", max_length=1)
+    terms = [LossTerm("dpo", pairs, mean, source=Source.PREFERENCE, uses_reference=True)]
+    if options.sft:
+        terms.append(LossTerm("sft", imitation, mean, source=Source.PREFERENCE, weight=2 * options.sft))
+    return Recipe(options.name, tuple(terms), keeps_groups=True)

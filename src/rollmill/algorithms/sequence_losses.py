@@ -1,0 +1,92 @@
+"""Policy losses of whole sequences: per-token terms [tokens], to be minimised, formed from each sequence's log-ratio.
+
+`sequence` int64 [tokens] says which sequence a token belongs to; `advantage` [tokens] is constant within a sequence
+unless said otherwise. `logprob` carries the gradient. A value per sequence stands on each of its tokens, so that
+`sequence-mean` gives the mean over sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollmill.algorithms.losses import clipped, ppo_clip
+from rollmill.algorithms.sequences import sequence_average, sequence_sum
+
+
+def gspo(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    sequence: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean_t log rho_t) (GSPO, arXiv:2507.18071, eq. 5).
+
+    [tokens]. The gradient of a sequence is -s A mean_t grad log pi_t. Published with sequence-mean.
+    """
+    log_ratio = sequence_average(logprob - old_logprob, sequence)
+    return ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo_token(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    sequence: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """GSPO with s_t = sg(s) pi / sg(pi), so that A may differ between a sequence's tokens (section 4.3). [tokens].
+
+    Equal to `gspo`, value and gradient, where A does not. Published with sequence-mean.
+    """
+    log_ratio = sequence_average(logprob - old_logprob, sequence).detach() + logprob - logprob.detach()
+    return ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def gspo_clipped(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    sequence: Tensor,
+    *,
+    clip_low: float = 3e-4,
+    clip_high: float = 4e-4,
+) -> Tensor:
+    """bool [tokens]: where GSPO's clipping takes the gradient away, for all tokens of a sequence or none."""
+    log_ratio = sequence_average(logprob - old_logprob, sequence)
+    return clipped(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
+
+
+def topr(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tensor) -> Tensor:
+    """-w A log pi; w = 1 where A >= 0, else sg(min(prod_t rho_t, 1)) (TOPR, arXiv:2503.14286). [tokens].
+
+    `old_logprob` is of the policy that sampled. Published with sequence-sum-mean.
+    """
+    taper = torch.exp(sequence_sum((logprob - old_logprob).detach(), sequence)).clamp(max=1)
+    return -torch.where(advantage < 0, taper, 1) * advantage * logprob
+
+
+def kimi_mirror(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tensor, *, tau: float = 0.1
+) -> Tensor:
+    """(A - tau sum_t log rho_t)^2 (Kimi k1.5's mirror descent, arXiv:2501.12599, section 2.3.2). [tokens].
+
+    A is r minus the group's mean, which stands for tau log Z. The gradient is -2 tau times the published one,
+    A grad log pi(y) - (tau / 2) grad log^2 rho(y). With sequence-mean. The paper gives no value of `tau`. The term is
+    not 0 where A is.
+    """
+    return (advantage - tau * sequence_sum(logprob - old_logprob, sequence)) ** 2
+
+
+def sppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tensor, *, beta: float = 1e-3) -> Tensor:
+    """(sum_t log rho_t - A / beta)^2 (self-play preference optimisation, arXiv:2405.00675). [tokens].
+
+    A is the estimated chance of winning against the old policy, minus 1/2; 1 / beta is the paper's eta. With
+    sequence-mean. The term is not 0 where A is.
+    """
+    return (sequence_sum(logprob - old_logprob, sequence) - advantage / beta) ** 2

@@ -1,0 +1,159 @@
+"""Advantages that differ within an episode: per token (GAE) and per step of a multi-turn episode.
+
+Shapes: T tokens or steps of S sequences, laid end to end or mixed; the rows of one sequence are in the order of time.
+Only action tokens are given: observation tokens have no row, so the recursion passes over them. Sums are in float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from rollmill.algorithms.advantages import grpo
+
+
+class ValueTargets(NamedTuple):
+    """What generalized advantage estimation returns, [T] each, without gradient."""
+
+    advantages: Tensor
+    returns: Tensor  #: advantage + value: what the critic should predict
+
+
+def gae(
+    values: Tensor, rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0, lam: float | Tensor = 1.0
+) -> ValueTargets:
+    """Generalized advantage estimation (arXiv:1506.02438, eq. 16), per token.
+
+    delta_t = r_t + gamma V_{t+1} - V_t and A_t = sum_k (gamma lam)^k delta_{t+k}; the value after the last token is 0.
+    Where the critic has another lambda than the policy (VC-PPO, VAPO), call this twice.
+
+    Args:
+        values: [T], V of the state in which the token was chosen.
+        rewards: [T]; see `at_last_token` for one reward per sequence. A sequence with a NaN gets advantage 0 and
+            returns equal to its values.
+        sequence: int64 [T], which sequence the token belongs to.
+        lam: one number, or [S] with one per sequence, where `sequence` is 0 .. S - 1.
+    """
+    v, r = values.detach().double(), rewards.double()
+    following = _following(sequence)
+    delta = r + gamma * torch.where(following >= 0, v[following], 0) - v
+    factor = gamma * (lam.double()[sequence] if isinstance(lam, Tensor) else torch.full_like(v, lam))
+    advantages = _discounted_sums(delta, factor, following)
+    advantages = torch.where(_any_in(r.isnan(), sequence), 0, advantages)
+    return ValueTargets(advantages.to(values.dtype), (advantages + v).to(values.dtype))
+
+
+def discounted_returns(rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0) -> Tensor:
+    """G_t = sum_k gamma^k r_{t+k} within the sequence. [T] in and out; NaN where a reward still to come is NaN."""
+    r = rewards.double()
+    return _discounted_sums(r, torch.full_like(r, gamma), _following(sequence)).to(rewards.dtype)
+
+
+def at_last_token(rewards_S: Tensor, sequence: Tensor) -> Tensor:
+    """[T]: each sequence's reward on its last token and 0 elsewhere; `sequence` is 0 .. S - 1."""
+    return torch.where(_following(sequence) < 0, rewards_S[sequence], 0)
+
+
+def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
+    """lam = 1 - 1 / (alpha l), not below 0 (VAPO, arXiv:2504.05118). [S] tokens in, float64 [S] out.
+
+    The sum of the weights lam^k is then alpha l: proportional to the length. Lengths up to 1 / alpha get 0.
+    """
+    return (1 - 1 / (alpha * lengths.double())).clamp(min=0)
+
+
+def stepwise(
+    rewards: Tensor,
+    groups: Tensor,
+    episodes: Tensor,
+    *,
+    advantage: Callable[[Tensor, Tensor], Tensor] = grpo,
+    per_step: bool = False,
+) -> Tensor:
+    """One group advantage per episode, given to each of its steps (Trinity-RFT's step-wise GRPO). [T] in and out.
+
+    The baseline counts each episode once, however many steps it has.
+
+    Args:
+        rewards: the episode's reward on any of its steps, or on all; NaN elsewhere. Without one the episode gets 0.
+        groups: ids of the episodes that are compared, the same on all steps of an episode.
+        episodes: ids, no two episodes of the batch alike.
+        advantage: (rewards [E], groups [E]) -> advantages [E], of E episodes.
+        per_step: divides by the number of the episode's steps, so that long episodes weigh no more than short ones.
+    """
+    unique, index, steps = torch.unique(episodes, return_inverse=True, return_counts=True)
+    judged = ~rewards.isnan()
+    reward_E = rewards.new_full((len(unique),), torch.nan)
+    reward_E[index[judged]] = rewards[judged]
+    group_E = groups.new_zeros(len(unique))
+    group_E[index] = groups
+    advantage_E = advantage(reward_E, group_E)
+    return (advantage_E / steps if per_step else advantage_E)[index]
+
+
+def gigpo(
+    rewards: Tensor,
+    groups: Tensor,
+    episodes: Tensor,
+    anchors: Tensor,
+    *,
+    weight: float = 1.0,
+    gamma: float = 0.95,
+    scale: Literal["group", "none"] = "group",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """A^E + weight * A^S (GiGPO, arXiv:2505.10978), per step. [T] in and out.
+
+    A^E compares the episode's undiscounted sum of rewards with the other episodes of its group, each counted once. A^S
+    compares the step's discounted return with those of all steps of the group taken in the same state.
+
+    Args:
+        rewards: of the step. An episode with a NaN is left out and gets 0.
+        groups: ids of the episodes that began alike, the same on all steps of an episode.
+        episodes: ids, no two episodes of the batch alike.
+        anchors: ids of the state in which the step was taken; states of different groups are never compared.
+        scale: "group" divides by the standard deviation of those compared, "none" does not.
+        ddof: 0 population, 1 sample standard deviation.
+    """
+
+    def relative(values: Tensor, ids: Tensor) -> Tensor:
+        return grpo(values, ids, scale=scale, ddof=ddof, eps=eps)
+
+    missing = _any_in(rewards.isnan(), episodes)
+    r = torch.where(missing, torch.nan, rewards.double())
+    episode = torch.unique(episodes, return_inverse=True)[1]
+    total = r.new_zeros(len(r)).index_add_(0, episode, r)[episode]
+    states = torch.unique(torch.stack([groups, anchors]), dim=1, return_inverse=True)[1]
+    step_level = relative(discounted_returns(r, episodes, gamma=gamma), states)
+    return (stepwise(total, groups, episodes, advantage=relative) + weight * step_level).to(rewards.dtype)
+
+
+def _following(sequence: Tensor) -> Tensor:
+    """int64 [T]: the row of the next token of the same sequence, -1 after its last."""
+    order = torch.argsort(sequence, stable=True)
+    ids = sequence[order]
+    following = torch.full_like(order, -1)
+    following[order[:-1]] = torch.where(ids[:-1] == ids[1:], order[1:], -1)
+    return following
+
+
+def _discounted_sums(terms: Tensor, factor: Tensor, following: Tensor) -> Tensor:
+    """[T]: sum over k of factor^k terms_{t+k} along `following`; `factor` [T] is constant within a sequence.
+
+    Each round doubles how far a row has looked ahead, so the rounds are log2 of the longest sequence, on flat rows.
+    """
+    while bool((following >= 0).any()):
+        inside = following >= 0
+        terms = terms + torch.where(inside, factor * terms[following], 0)
+        factor = factor**2
+        following = torch.where(inside, following[following], -1)
+    return terms
+
+
+def _any_in(flag: Tensor, sequence: Tensor) -> Tensor:
+    """bool [T]: whether any token of the same sequence has the flag."""
+    return torch.isin(sequence, sequence[flag])

@@ -1,0 +1,107 @@
+"""Policy losses that drop tokens outside of a trust region: per-token terms [tokens], to be minimised.
+
+Each has a function that tells which tokens are dropped, for metrics.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from rollmill.algorithms.losses import clipped
+
+RecClip = Literal["one-side", "two-side", "ring"]
+
+
+def rec(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip: RecClip = "one-side",
+    importance: bool = False,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    far_low: float = 0.6,
+    far_high: float = 2.0,
+) -> Tensor:
+    """-m w A log pi: the REC family of group-relative REINFORCE (arXiv:2509.24203). [tokens].
+
+    m is 0 where `rec_clipped`. REC-OneSide-IS has PPO's gradient. With token-mean and A = r - mean.
+
+    Args:
+        clip: see `rec_clipped`.
+        importance: w = sg(rho) (the variants called IS) or 1 (NoIS).
+    """
+    dropped = rec_clipped(
+        logprob,
+        old_logprob,
+        advantage,
+        clip=clip,
+        clip_low=clip_low,
+        clip_high=clip_high,
+        far_low=far_low,
+        far_high=far_high,
+    )
+    weight = torch.exp((logprob - old_logprob).detach()) if importance else 1.0
+    return torch.where(dropped, 0, -weight * advantage * logprob)
+
+
+def rec_clipped(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip: RecClip = "one-side",
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    far_low: float = 0.6,
+    far_high: float = 2.0,
+) -> Tensor:
+    """bool [tokens]: the tokens that a member of the REC family drops.
+
+    Args:
+        clip: "one-side": PPO's rule, rho beyond the bound on A's side. "two-side": rho outside of the bounds. "ring":
+            rho outside of the bounds, but not far off on the side that A corrects (A > 0 and rho <= 1 - far_low, or
+            A < 0 and rho >= 1 + far_high).
+    """
+    if clip == "one-side":
+        return clipped(logprob, old_logprob, advantage, clip_low=clip_low, clip_high=clip_high)
+    ratio = torch.exp((logprob - old_logprob).detach())
+    outside = (ratio < 1 - clip_low) | (ratio > 1 + clip_high)
+    if clip == "two-side":
+        return outside
+    corrected = ((advantage > 0) & (ratio <= 1 - far_low)) | ((advantage < 0) & (ratio >= 1 + far_high))
+    return outside & ~corrected
+
+
+def dppo_tv(
+    logprob: Tensor,
+    rollout_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    bound_low: float = 0.2,
+    bound_high: float = 0.2,
+    kl: float = 1e-3,
+) -> Tensor:
+    """-k A rho + kl (log rho)^2, rho = pi / pi_rollout; k is 0 where `dppo_masked` (DPPO-Binary-TV, arXiv:2602.04879;
+    the squared log-ratio as in arXiv:2602.02276). [tokens].
+
+    The default loss of prime-rl, with token-mean and A = r - mean. The term is not 0 where A is.
+    """
+    log_ratio = logprob - rollout_logprob
+    dropped = dppo_masked(logprob, rollout_logprob, advantage, bound_low=bound_low, bound_high=bound_high)
+    return -torch.where(dropped, 0, advantage * torch.exp(log_ratio)) + kl * log_ratio**2
+
+
+def dppo_masked(
+    logprob: Tensor, rollout_logprob: Tensor, advantage: Tensor, *, bound_low: float = 0.2, bound_high: float = 0.2
+) -> Tensor:
+    """bool [tokens]: where the token's probability moved too far already in the direction that A pushes it.
+
+    A > 0 and pi - pi_rollout > bound_high, or A <= 0 and pi - pi_rollout < -bound_low.
+    """
+    moved = (logprob.exp() - rollout_logprob.exp()).detach()
+    return torch.where(advantage > 0, moved > bound_high, moved < -bound_low)

@@ -1,0 +1,111 @@
+"""`rollmill algorithms`: the table of algorithms, or one in full."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import textwrap
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.config.capability import unhonoured_parts
+from rollmill.config.hints import did_you_mean
+from rollmill.config.parts_in_words import parts_in_words
+from rollmill.config.yaml_file import write_yaml
+from rollmill.core.errors import ConfigError
+from rollmill.core.registry import import_file
+from rollmill.recipes import known_algorithms
+
+WIDTH = 120
+
+
+def command(
+    name: Annotated[str | None, typer.Argument(help="One algorithm; without it, the table of all.")] = None,
+    plugins: Annotated[
+        list[Path] | None, typer.Option("--plugin", metavar="FILE.py", help="Import a file first (repeatable).")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Print the algorithms, or one with its formula and resolved parts."""
+    for plugin in plugins or []:
+        import_file(plugin)
+    known = known_algorithms()
+    if name is not None and name not in known:
+        raise ConfigError(f"no algorithm `{name}`{did_you_mean(name, list(known)) or ';'} known: {', '.join(known)}")
+    chosen = known if name is None else {name: known[name]}
+    if as_json:
+        print(json.dumps([_entry(key, section) for key, section in chosen.items()], indent=2, ensure_ascii=False))
+    elif name is None:
+        print("\n".join(_table(known)))
+    else:
+        print(_page(name, known[name]))
+
+
+def _entry(name: str, section: type[AlgorithmOptions]) -> dict[str, Any]:
+    options = section.model_validate({"name": name})
+    return {
+        "name": name,
+        "summary": _summary(section),
+        "source": section.source,
+        "learns_from": _learns_from(section),
+        "definition": _definition(section),
+        "options": options.model_dump(mode="json"),
+    }
+
+
+def _table(known: dict[str, type[AlgorithmOptions]]) -> list[str]:
+    rows = [("name", "advantage", "loss", "aggregation", "source")]
+    for name, section in known.items():
+        options = section.model_validate({"name": name})
+        cells: tuple[str, str, str] = ("", _learns_from(section), str(getattr(options, "aggregation", "")))
+        if isinstance(options, PolicyGradientOptions):
+            cells = (options.advantage.name, options.loss.name, options.aggregation)
+        rows.append((name, *cells, section.source if len(section.source) < 20 else Path(section.source).name))
+    widths = [max(len(row[column]) for row in rows) for column in range(5)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _page(name: str, section: type[AlgorithmOptions]) -> str:
+    options = section.model_validate({"name": name})
+    lines = [*_definition(section).splitlines(), ""]
+    lines += [f"source         {section.source}"] if section.source else []
+    lines += [f"learns from    {_learns_from(section)}", ""]
+    for part, words in parts_in_words(options):
+        start = f"{part:<14} "
+        lines += textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=" " * 15, break_on_hyphens=False)
+    lines += ["", "As a section of a run file, with every key that it honours:", ""]
+    return "\n".join(lines) + "\n" + write_yaml({"algorithm": _honoured(options)}).rstrip()
+
+
+def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
+    keys = options.model_dump(mode="json")
+    for _, *path in unhonoured_parts(options):
+        section = keys
+        for key in path[:-1]:
+            section = section[str(key)]
+        section.pop(str(path[-1]), None)
+    return keys
+
+
+def _definition(section: type[AlgorithmOptions]) -> str:
+    """The docstring of the algorithm's file: formula and source; a user's algorithm has that of its function."""
+    module = sys.modules[section.__module__]
+    ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.user"
+    return (inspect.getdoc(module) if ours else inspect.getdoc(section)) or section.__name__
+
+
+def _summary(section: type[AlgorithmOptions]) -> str:
+    return " ".join((inspect.getdoc(section) or "").split())
+
+
+def _learns_from(section: type[AlgorithmOptions]) -> str:
+    sources = {
+        "rollouts": section.uses_rollouts,
+        "worked solutions": section.uses_experts,
+        "preference pairs": section.uses_pairs,
+    }
+    return " and ".join(name for name, used in sources.items() if used)

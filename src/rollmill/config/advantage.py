@@ -1,0 +1,166 @@
+"""`algorithm.advantage`: how rewards become advantages. Each name is a function of `rollmill.algorithms.advantages`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, SerializeAsAny, WrapValidator
+
+from rollmill.config.parts import Chosen, Part
+
+
+class Advantage(Part):
+    """What every advantage says about itself."""
+
+    compares_groups: ClassVar[bool] = True  #: useless with one completion per group
+    uses_critic: ClassVar[bool] = False
+    uses_greedy: ClassVar[bool] = False  #: needs one greedy completion per task
+    uses_parts: ClassVar[bool] = False  #: sees the parts of a reward instead of their sum
+
+
+class GroupNormalised(Advantage):
+    """(r - mean) / (std + eps) within the group (GRPO)."""
+
+    name: Literal["grpo"] = "grpo"
+    scale: Literal["group", "batch", "none"] = "group"
+    """Standard deviation that divides: the group's, that of all rewards of the batch, or none."""
+    ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
+
+
+class MeanBaseline(Advantage):
+    """r - mean within the group (Dr. GRPO)."""
+
+    name: Literal["mean_baseline"] = "mean_baseline"
+
+
+class LeaveOneOut(Advantage):
+    """r minus the mean of the other rewards of the group (RLOO)."""
+
+    name: Literal["rloo"] = "rloo"
+
+
+class BatchBaseline(Advantage):
+    """r minus the mean of the whole batch, or r itself (REINFORCE)."""
+
+    compares_groups: ClassVar[bool] = False
+
+    name: Literal["reinforce"] = "reinforce"
+    baseline: Literal["batch", "none"] = "batch"
+    """What is taken off the reward: the mean of the whole batch, or nothing."""
+
+
+class BatchNormalised(Advantage):
+    """(A - mean) / (std + eps) over the batch, A the reward or r - mean within the group (REINFORCE++)."""
+
+    compares_groups: ClassVar[bool] = False
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    baseline: Literal["none", "group"] = "none"
+    """What is taken off the reward before the batch is normalised: nothing, or the group's mean."""
+    ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
+
+
+class GreedyBaseline(Advantage):
+    """r minus the reward of the greedy completion of the same prompt (ReMax)."""
+
+    compares_groups: ClassVar[bool] = False
+    uses_greedy: ClassVar[bool] = True
+
+    name: Literal["remax"] = "remax"
+
+
+class MirrorBaseline(Advantage):
+    """r minus the group's mean, or minus tau log(mean(exp(r / tau))) (OPMD, Kimi k1.5)."""
+
+    name: Literal["opmd"] = "opmd"
+    baseline: Literal["mean", "logavgexp"] = "mean"
+    """The mean, or the estimate of tau log Z from the group."""
+    tau: float = Field(1.0, gt=0)
+    """Temperature of `logavgexp`; a small one moves the baseline towards the best reward."""
+
+
+class LoweredBaseline(Advantage):
+    """r - (mean - beta) within the group: successes weigh more than failures (AsymRE)."""
+
+    name: Literal["asymre"] = "asymre"
+    beta: float = 0.1
+    """How far the baseline lies below the group's mean."""
+    keep_uniform: bool = False
+    """Groups with equal rewards get beta, as the formula says, instead of 0."""
+
+
+class PartsNormalised(Advantage):
+    """Every part of the reward normalised within the group on its own, summed, normalised over the batch (GDPO)."""
+
+    uses_parts: ClassVar[bool] = True
+
+    name: Literal["gdpo"] = "gdpo"
+    ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
+    whitened: bool = True
+    """Normalise the sum over the batch."""
+
+
+class Stepwise(Advantage):
+    """GRPO's advantage of an episode, given to each of its steps; an episode counts once in the baseline."""
+
+    name: Literal["stepwise"] = "stepwise"
+    per_step: bool = False
+    """Divide by the number of the episode's steps."""
+
+
+class GroupInGroup(Advantage):
+    """Advantage of the episode plus `weight` times that of the step among steps taken in the same state (GiGPO)."""
+
+    name: Literal["gigpo"] = "gigpo"
+    weight: float = Field(1.0, ge=0)
+    """Weight of the step's advantage."""
+    gamma: float = Field(0.95, ge=0, le=1)
+    """Discount of the rewards that follow a step."""
+    scale: Literal["group", "none"] = "group"
+    """Whether the standard deviation of those compared divides."""
+    ddof: Literal[0, 1] = 1
+    """0: population, 1: sample standard deviation."""
+
+
+class GAE(Advantage):
+    """Generalized advantage estimation per token, from a critic (PPO)."""
+
+    compares_groups: ClassVar[bool] = False
+    uses_critic: ClassVar[bool] = True
+
+    name: Literal["gae"] = "gae"
+    gamma: float = Field(1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the policy's advantages."""
+    critic_lam: float = Field(1.0, ge=0, le=1)
+    """Lambda of the critic's targets."""
+    length_alpha: float | None = Field(None, gt=0)
+    """Lambda 1 - 1 / (alpha l) by length instead of `lam` (VAPO)."""
+    whiten: bool = True
+    """Normalise the advantages over the batch's tokens."""
+
+
+AdvantageConfig = Annotated[
+    SerializeAsAny[
+        Annotated[
+            GroupNormalised
+            | MeanBaseline
+            | LeaveOneOut
+            | BatchBaseline
+            | BatchNormalised
+            | GreedyBaseline
+            | MirrorBaseline
+            | LoweredBaseline
+            | PartsNormalised
+            | Stepwise
+            | GroupInGroup
+            | GAE,
+            Field(discriminator="name"),
+        ]
+    ],
+    WrapValidator(Chosen("advantage")),
+]

@@ -1,0 +1,175 @@
+"""`algorithm.loss`: the per-token policy loss. Each name is a function of `rollmill.algorithms`."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field, SerializeAsAny, WrapValidator
+
+from rollmill.config.parts import Chosen, Part
+
+
+class Loss(Part):
+    """What every loss says about itself."""
+
+    follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
+
+
+class PPOClip(Loss):
+    """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho the ratio to the old policy (PPO)."""
+
+    name: Literal["ppo_clip"] = "ppo_clip"
+    clip_low: float = Field(0.2, ge=0)
+    """Ratios below 1 - clip_low bring no further gain."""
+    clip_high: float = Field(0.2, ge=0)
+    """Ratios above 1 + clip_high bring no further gain."""
+    dual_clip: float | None = Field(None, gt=1)
+    """Upper bound c on the loss of tokens with negative advantage: max(.., c A)."""
+
+
+class GSPOLoss(Loss):
+    """PPO's clipped term with one ratio per completion, the geometric mean of its tokens' (GSPO)."""
+
+    name: Literal["gspo"] = "gspo"
+    clip_low: float = Field(3e-4, ge=0)
+    """Ratios below 1 - clip_low bring no further gain."""
+    clip_high: float = Field(4e-4, ge=0)
+    """Ratios above 1 + clip_high bring no further gain."""
+
+
+class GSPOTokenLoss(GSPOLoss):
+    """GSPO for advantages that differ between a completion's tokens."""
+
+    name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
+
+
+class CISPOLoss(Loss):
+    """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, not the update (CISPO)."""
+
+    name: Literal["cispo"] = "cispo"
+    clip_low: float = Field(1.0, ge=0, le=1)
+    """Weights are at least 1 - clip_low; 1 is no bound."""
+    clip_high: float = Field(4.0, ge=0)
+    """Weights are at most 1 + clip_high."""
+
+
+class SAPOLoss(Loss):
+    """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of clipping (SAPO)."""
+
+    name: Literal["sapo"] = "sapo"
+    tau_positive: float = Field(1.0, gt=0)
+    """Steepness where the advantage is positive."""
+    tau_negative: float = Field(1.05, gt=0)
+    """Steepness elsewhere."""
+
+
+class TOPRLoss(Loss):
+    """-w A log pi, w = 1 for A >= 0, else the completion's ratio, at most 1 (TOPR)."""
+
+    name: Literal["topr"] = "topr"
+
+
+class OPMDLoss(Loss):
+    """-A log pi / (1 + tau) (OPMD)."""
+
+    name: Literal["opmd"] = "opmd"
+    tau: float = Field(1.0, ge=0)
+    """Weight of the KL to the old policy that the update is derived with."""
+
+
+class KimiMirror(Loss):
+    """(A - tau sum_t log rho_t)^2 per completion (Kimi k1.5)."""
+
+    follows_advantage: ClassVar[bool] = False
+
+    name: Literal["kimi_mirror"] = "kimi_mirror"
+    tau: float = Field(0.1, gt=0)
+    """Weight of the KL to the old policy that the update is derived with."""
+
+
+class SPPOLoss(Loss):
+    """(sum_t log rho_t - A / beta)^2 per completion (self-play preference optimisation)."""
+
+    follows_advantage: ClassVar[bool] = False
+
+    name: Literal["sppo"] = "sppo"
+    beta: float = Field(1e-3, gt=0)
+    """Advantages are divided by it: 1 / eta of the paper."""
+
+
+class SoftmaxPPO(Loss):
+    """-A log clip(rho, 1 / (1 + clip), 1 + clip) (sPPO)."""
+
+    name: Literal["softmax_ppo"] = "softmax_ppo"
+    clip: float = Field(0.3, gt=0)
+    """How far the ratio may go."""
+
+
+class PolicyGradientLoss(Loss):
+    """-A log pi, without a ratio (REINFORCE, GPG, AsymRE)."""
+
+    name: Literal["policy_gradient"] = "policy_gradient"
+
+
+class RAFTLoss(Loss):
+    """-log pi of completions with a positive reward (RAFT)."""
+
+    follows_advantage: ClassVar[bool] = False
+
+    name: Literal["raft"] = "raft"
+
+
+class RECLoss(Loss):
+    """-A log pi, with or without the ratio as weight, of tokens within bounds (the REC family)."""
+
+    name: Literal["rec"] = "rec"
+    clip: Literal["one-side", "two-side", "ring"] = "one-side"
+    """Which tokens outside of the bounds are dropped: those on A's side; all; all but the far ones where A corrects."""
+    importance: bool = False
+    """Whether the ratio is a weight."""
+    clip_low: float = Field(0.2, ge=0)
+    """Tokens with a ratio below 1 - clip_low are outside."""
+    clip_high: float = Field(0.2, ge=0)
+    """Tokens with a ratio above 1 + clip_high are outside."""
+    far_low: float = Field(0.6, ge=0)
+    """Of `ring`: ratios up to 1 - far_low are far off."""
+    far_high: float = Field(2.0, ge=0)
+    """Of `ring`: ratios from 1 + far_high are far off."""
+
+
+class DPPOTV(Loss):
+    """-A rho + kl (log rho)^2 of tokens whose probability has not moved too far, rho to the rollout policy (DPPO)."""
+
+    follows_advantage: ClassVar[bool] = False
+
+    name: Literal["dppo_tv"] = "dppo_tv"
+    bound_low: float = Field(0.2, ge=0)
+    """Probability that a token with A <= 0 may have lost."""
+    bound_high: float = Field(0.2, ge=0)
+    """Probability that a token with A > 0 may have gained."""
+    kl: float = Field(1e-3, ge=0)
+    """Weight of the squared log-ratio."""
+
+
+LossConfig = Annotated[
+    SerializeAsAny[
+        Annotated[
+            PPOClip
+            | GSPOLoss
+            | GSPOTokenLoss
+            | CISPOLoss
+            | SAPOLoss
+            | TOPRLoss
+            | OPMDLoss
+            | KimiMirror
+            | SPPOLoss
+            | SoftmaxPPO
+            | PolicyGradientLoss
+            | RAFTLoss
+            | RECLoss
+            | DPPOTV,
+            Field(discriminator="name"),
+        ]
+    ],
+    WrapValidator(Chosen("loss")),
+]

@@ -1,0 +1,111 @@
+"""Parts of a run file that are chosen by name, built in or registered by a user's file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
+
+from pydantic import ValidationError, create_model
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from rollmill.config.base import Section
+from rollmill.core.errors import ConfigError
+
+
+class Part(Section):
+    """A section chosen by its `name`; the other keys are keyword arguments of the function that the name stands for."""
+
+    function: ClassVar[Callable[..., Any] | None] = (
+        None  #: of a registered part; built-in ones are found by their class
+    )
+    name: str
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
+
+
+Kind = TypeVar("Kind", bound=Section)
+
+_registered: dict[tuple[str, str], type[Section]] = {}
+
+
+def register(kind: str, name: str, section: type[Section]) -> None:
+    """Make `name` known as a part of `kind` (advantage, loss, algorithm); a later one of the same name replaces it."""
+    _registered[kind, name] = section
+
+
+def registered(kind: str) -> list[type[Section]]:
+    """The sections that users' files have registered."""
+    return [section for (of, _), section in _registered.items() if of == kind]
+
+
+def part_of(function: Callable[..., Any], base: type[Part]) -> type[Part]:
+    """A section made from a function's keyword-only parameters, which need a type and a default.
+
+    Raises ConfigError naming the parameter that lacks one, or whose default does not have its type.
+    """
+    hints, fields = get_type_hints(function), {}
+    name: str = function.__name__
+    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.default is inspect.Parameter.empty or parameter.name not in hints:
+            text = f"{where}: {name}: the option `{parameter.name}` needs a type and a default, such as"
+            raise ConfigError(f"{text} `{parameter.name}: float = 1.0`")
+        fields[parameter.name] = (hints[parameter.name], parameter.default)
+    section = create_model(  # type: ignore[call-overload]
+        name, __base__=base, __doc__=inspect.getdoc(function) or f"`{name}`.", name=(Literal[name], name), **fields
+    )
+    section.function = staticmethod(function)
+    made: type[Part] = section
+    try:
+        made.model_validate({key: field.default for key, field in made.model_fields.items()})
+    except ValidationError as error:
+        key, text = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+        raise ConfigError(f"{where}: {name}: the default of the option `{key}` is wrong: {text}") from error
+    return made
+
+
+class Chosen:
+    """Annotation of a union of sections told apart by `name`: names that users registered are accepted, too."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        """Validate `value` as the registered section it names, else by `handler`."""
+        name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+        section = _registered.get((self.kind, name)) if isinstance(name, str) else None
+        if section is None or isinstance(value, section):
+            return handler(value) if section is None else value
+        try:
+            return section.model_validate(value)
+        except ValidationError as error:
+            inside = [_inside(str(name), each) for each in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(self.kind, inside) from None
+
+
+def _inside(name: str, details: Any) -> InitErrorDetails:
+    """An error of a registered section, located as those of built-in ones are: under its name."""
+    kind: Any = details["type"]
+    if kind == "value_error":
+        kind = PydanticCustomError("value_error", "{error}", {"error": str(details["ctx"]["error"])})
+    made = InitErrorDetails(type=kind, loc=(name, *details["loc"]), input=details["input"])
+    if "ctx" in details and details["type"] != "value_error":
+        made["ctx"] = details["ctx"]
+    return made
+
+
+def over_default(default: Any, value: Any) -> Any:
+    """What a run file says of a part, over its default: `NAME` alone, or a section; keys that are left out keep the
+    default's values as long as the part is the same.
+    """
+    if isinstance(value, str):
+        value = {"name": value}
+    if not isinstance(value, Mapping) or not isinstance(default, Section):
+        return value
+    named = getattr(default, "name", None)
+    return {**default.model_dump(), **value} if value.get("name", named) == named else value

@@ -1,0 +1,116 @@
+"""One short file per algorithm: formula, source and defaults, as data. `rollmill algorithms NAME` prints one."""
+
+from __future__ import annotations
+
+from typing import Annotated, get_args
+
+from pydantic import Field, SerializeAsAny, WrapValidator
+
+from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.parts import Chosen, registered
+from rollmill.recipes.asymre import AsymRE
+from rollmill.recipes.chord import CHORD
+from rollmill.recipes.cispo import CISPO
+from rollmill.recipes.dapo import DAPO
+from rollmill.recipes.distill import Distill
+from rollmill.recipes.dpo import DPO
+from rollmill.recipes.dppo import DPPO
+from rollmill.recipes.dr_grpo import DrGRPO
+from rollmill.recipes.gdpo import GDPO
+from rollmill.recipes.gigpo import GiGPO
+from rollmill.recipes.gpg import GPG
+from rollmill.recipes.grpo import GRPO
+from rollmill.recipes.gspo import GSPO
+from rollmill.recipes.kimi import Kimi
+from rollmill.recipes.mix import MIX
+from rollmill.recipes.opmd import OPMD
+from rollmill.recipes.ppo import PPO
+from rollmill.recipes.raft import RAFT
+from rollmill.recipes.rec import REC
+from rollmill.recipes.reinforce import Reinforce
+from rollmill.recipes.reinforce_plus_plus import ReinforcePlusPlus
+from rollmill.recipes.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
+from rollmill.recipes.remax import ReMax
+from rollmill.recipes.rloo import RLOO
+from rollmill.recipes.sapo import SAPO
+from rollmill.recipes.sft import SFT
+from rollmill.recipes.sppo import SPPO
+from rollmill.recipes.stepwise_grpo import StepwiseGRPO
+from rollmill.recipes.topr import TOPR
+
+AlgorithmUnion = Annotated[
+    GRPO
+    | DrGRPO
+    | DAPO
+    | RLOO
+    | Reinforce
+    | ReinforcePlusPlus
+    | ReinforcePlusPlusBaseline
+    | ReMax
+    | PPO
+    | GSPO
+    | CISPO
+    | SAPO
+    | TOPR
+    | OPMD
+    | Kimi
+    | AsymRE
+    | REC
+    | SPPO
+    | RAFT
+    | GPG
+    | DPPO
+    | GDPO
+    | StepwiseGRPO
+    | GiGPO
+    | SFT
+    | MIX
+    | CHORD
+    | DPO
+    | Distill,
+    Field(discriminator="name"),
+]
+
+AlgorithmConfig = Annotated[SerializeAsAny[AlgorithmUnion], WrapValidator(Chosen("algorithm"))]
+
+
+def known_algorithms() -> dict[str, type[AlgorithmOptions]]:
+    """Every algorithm by name: the built-in ones in the order of their table, then those that users registered."""
+    built_in = list(get_args(get_args(AlgorithmUnion)[0]))
+    return {str(each.model_fields["name"].default): each for each in (*built_in, *registered("algorithm"))}
+
+
+__all__ = [
+    "CHORD",
+    "CISPO",
+    "DAPO",
+    "DPO",
+    "DPPO",
+    "GDPO",
+    "GPG",
+    "GRPO",
+    "GSPO",
+    "MIX",
+    "OPMD",
+    "PPO",
+    "RAFT",
+    "REC",
+    "RLOO",
+    "SAPO",
+    "SFT",
+    "SPPO",
+    "TOPR",
+    "AlgorithmConfig",
+    "AlgorithmOptions",
+    "AsymRE",
+    "Distill",
+    "DrGRPO",
+    "GiGPO",
+    "Kimi",
+    "ReMax",
+    "Reinforce",
+    "ReinforcePlusPlus",
+    "ReinforcePlusPlusBaseline",
+    "StepwiseGRPO",
+    "known_algorithms",
+]

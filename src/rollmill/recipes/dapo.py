@@ -1,0 +1,24 @@
+"""DAPO: GRPO's advantage, clip bounds .2 and .28, token mean, overlong penalty, uniform groups left out.
+
+L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho, .8, 1.28) A_i)
+
+The penalty (`overlong_buffer`) is taken off the reward before advantages are formed. Groups whose rewards are all equal
+are left out of the denominator: the part of dynamic sampling that needs no new rollouts.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.loss import LossConfig, PPOClip
+
+
+class DAPO(PolicyGradientOptions):
+    """DAPO: asymmetric clipping, token mean, groups with differing rewards, overlong penalty."""
+
+    source: ClassVar[str] = "arXiv:2503.14476"
+
+    name: Literal["dapo"] = "dapo"
+    loss: LossConfig = PPOClip(clip_high=0.28)
+    drop_uniform_groups: bool = True

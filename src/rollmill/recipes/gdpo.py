@@ -1,0 +1,22 @@
+"""GDPO: several rewards, each normalised on its own, so that none drowns in another's spread.
+
+A = whiten(sum_k w_k grpo(r_k)) over the batch, w_k the weights of `rewards`
+L = 1/N sum_i 1/T_i sum_t -min(rho A_i, clip(rho) A_i)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollmill.config.advantage import AdvantageConfig, PartsNormalised
+from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
+
+
+class GDPO(PolicyGradientOptions):
+    """GDPO: the parts of the reward normalised separately within the group."""
+
+    source: ClassVar[str] = "arXiv:2601.05242"
+
+    name: Literal["gdpo"] = "gdpo"
+    advantage: AdvantageConfig = PartsNormalised()
+    aggregation: Aggregation = "sequence-mean"

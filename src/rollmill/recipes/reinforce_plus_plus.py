@@ -1,0 +1,22 @@
+"""REINFORCE++: rewards, less a KL penalty, normalised over the whole batch.
+
+A_i = (r'_i - mean) / (std + eps) over the batch, r'_i = r_i - kl sum_t k1_t
+L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho) A_i)
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollmill.config.advantage import AdvantageConfig, BatchNormalised
+from rollmill.config.algorithm import KLOptions, PolicyGradientOptions
+
+
+class ReinforcePlusPlus(PolicyGradientOptions):
+    """REINFORCE++: the KL penalty inside the reward, advantages normalised over the batch."""
+
+    source: ClassVar[str] = "arXiv:2501.03262"
+
+    name: Literal["reinforce_plus_plus"] = "reinforce_plus_plus"
+    advantage: AdvantageConfig = BatchNormalised()
+    kl: KLOptions = KLOptions(coefficient=0.01, estimator="k1", where="reward")

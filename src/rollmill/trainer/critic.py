@@ -1,0 +1,138 @@
+"""The critic: the policy's network with one output per token, and an optimizer of its own (PPO, arXiv:1707.06347).
+
+Shapes: A action tokens of the batch, M of a micro-batch, T tokens of the row, d hidden size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.algorithms.aggregation import token_mean
+from rollmill.algorithms.value import value_loss
+from rollmill.config.algorithm import CriticOptions
+from rollmill.config.trainer import TrainerConfig
+from rollmill.core.types import Experience
+from rollmill.models.attention import attending
+from rollmill.trainer.batch import MicroBatch, TokenTable
+from rollmill.trainer.failure import training_failure
+from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
+from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.schedule import learning_rate
+
+
+class ValueModel(nn.Module):
+    """V of the state in which each token is chosen. It starts as a copy of the policy's network that says 0."""
+
+    def __init__(self, policy: Any) -> None:
+        super().__init__()
+        self.network = copy.deepcopy(policy.base_model)
+        weight = policy.get_output_embeddings().weight
+        self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
+        """Values [M] of a micro-batch's action tokens; run it inside `attending`."""
+        with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
+            output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+        hidden_Md = output.last_hidden_state[0].index_select(0, micro.rows)
+        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[:, 0]
+        return values
+
+
+class Critic:
+    """A value model that learns from the same batches as the policy."""
+
+    def __init__(
+        self, policy: Any, options: CriticOptions, config: TrainerConfig, *, total_steps: int, bf16: bool, ranks: Ranks
+    ) -> None:
+        self.model = ValueModel(policy)
+        self.options, self._bf16, self._ranks = options, bf16, ranks
+        self._config = config.model_copy(update={"lr": options.lr})
+        self._total_steps = total_steps
+        self._optimizer = build_optimizer(self.model, self._config)
+
+    @torch.no_grad()
+    def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:
+        """Values of the micro-batches' tokens: float32 [A], 0 elsewhere."""
+        result = torch.zeros(len(table.target), device=table.target.device)
+        for micro in micros:
+            with attending(self.model.network, micro.attention):
+                result[micro.tokens] = self.model(micro, bf16=self._bf16).float()
+        return self._ranks.add(result)
+
+    def update(
+        self,
+        micros: Sequence[MicroBatch],
+        table: TokenTable,
+        counted: Tensor,
+        returns: Tensor,
+        old_values: Tensor,
+        step: int,
+        task_ids: Iterable[str],
+    ) -> dict[str, float]:
+        """One optimizer step towards `returns` [A].
+
+        Args:
+            counted: bool [N], which experiences of the part count.
+            old_values: [A], values at the start of the training step.
+            task_ids: of the part, for the error.
+
+        Raises:
+            TrainingError: the gradient is not finite; the critic is as before.
+        """
+        weights = token_mean(table.lengths * counted)[table.experience]
+        lr = learning_rate(self._config, step, self._total_steps)
+        for group in self._optimizer.param_groups:
+            group["lr"] = lr
+        total = torch.zeros((), dtype=torch.float64, device=table.target.device)
+        for micro in micros:
+            with attending(self.model.network, micro.attention):
+                values, tokens = self.model(micro, bf16=self._bf16), micro.tokens
+                losses = value_loss(values, old_values[tokens], returns[tokens], clip=self.options.value_clip)
+                loss = torch.dot(weights[tokens].to(losses.dtype), losses)
+                loss.backward()
+            total += loss.detach()
+        self._ranks.add_gradients(list(self.model.parameters()))
+        grads = gradients(self._optimizer)
+        norm = gradient_norm(grads)
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad(set_to_none=True)
+            raise training_failure(step, "the critic's gradient is not finite", task_ids)
+        clip(grads, norm, self._config.max_grad_norm)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+        return {"value/loss": self._ranks.add(total).item(), "value/grad_norm": norm}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Weights and optimizer."""
+        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where `state_dict` was taken."""
+        self.model.load_state_dict(state["model"])
+        self._optimizer.load_state_dict(state["optimizer"])
+
+
+def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, float]:
+    """Mean value and explained variance 1 - Var(R - V) / Var(R) over `tokens` (bool [A])."""
+    value, target = values[tokens].double(), returns[tokens].double()
+    if len(target) < 2:
+        return {}
+    spread = target.var()
+    found = {"value/mean": float(value.mean())}
+    if float(spread) > 0:
+        found["value/explained_variance"] = float(1 - (target - value).var() / spread)
+    return found
+
+
+def usual_experiences(experiences: Sequence[Experience], part: Sequence[int], counted: Tensor) -> list[int]:
+    """Those of the part that the critic learns from."""
+    return [i for i in part if experiences[i].source == "usual" and bool(counted[i])]
