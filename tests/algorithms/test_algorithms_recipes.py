@@ -7,8 +7,9 @@ import torch
 from pydantic import TypeAdapter
 
 from rollmill.algorithms import RewardInputs, TermInputs, build_recipe
-from rollmill.config.algorithm import AlgorithmConfig
+from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
+from rollmill.recipes import AlgorithmConfig, known_algorithms
 
 
 def _recipe(**options: object) -> object:
@@ -17,7 +18,34 @@ def _recipe(**options: object) -> object:
 
 def _inputs(n: int) -> TermInputs:
     zeros = torch.zeros(n)
-    return TermInputs(zeros - 1, zeros - 1, zeros - 1, zeros + 2, zeros + 0.5, zeros - 1, zeros.long())
+    return TermInputs(
+        logprob=zeros - 1,
+        old_logprob=zeros - 1,
+        rollout_logprob=zeros - 1,
+        advantage=zeros + 2,
+        reward=zeros + 1,
+        entropy=zeros + 0.5,
+        reference_logprob=zeros - 1,
+        staleness=zeros,
+        sequence=zeros.long(),
+        group=zeros.long(),
+    )
+
+
+def _rewards(rewards: list[float], groups: list[int], lengths: list[int]) -> RewardInputs:
+    values, n = torch.tensor(rewards).double(), len(rewards)
+    return RewardInputs(
+        rewards=values,
+        groups=torch.tensor(groups),
+        lengths=torch.tensor(lengths),
+        episodes=torch.arange(n),
+        anchors=torch.tensor(groups),
+        greedy_rewards=torch.full((n,), torch.nan).double(),
+        parts={"exact": values},
+    )
+
+
+ROLLING = [name for name, options in known_algorithms().items() if issubclass(options, PolicyGradientOptions)]
 
 
 @pytest.mark.parametrize("name", ["grpo", "dr_grpo", "dapo", "reinforce", "rloo"])
@@ -28,11 +56,13 @@ def test_policy_gradient_terms(name: str) -> None:
     assert not recipe.uses_reference
     assert not recipe.uses_entropy
     assert recipe.terms[0].source is Source.USUAL
-    full = _recipe(name=name, kl=0.2, entropy=0.01, importance_cap=3)
-    assert {t.name: t.weight for t in full.terms} == {"policy": 1, "kl": 0.2, "entropy": -0.01}
+    full = _recipe(name=name, kl=0.2, entropy=0.01, corrections=["tis"])
+    assert {t.name: t.weight for t in full.terms} == {"policy": 1, "kl": 1, "entropy": -0.01}
+    assert [t.name for t in full.terms if t.is_kl] == ["kl"]
+    assert full.kl.coefficient == 0.2
     assert full.uses_reference
     assert full.uses_entropy
-    assert full.importance_cap == 3
+    assert full.proximal == "recompute"
     assert [t.fn(_inputs(2)).tolist() for t in full.terms] == [[-2, -2], [0, 0], [0.5, 0.5]]
 
 
@@ -47,7 +77,7 @@ def test_default_aggregations(name: str, expected: list[float]) -> None:
 
 def test_mix_is_convex_over_the_whole_grpo_loss() -> None:
     terms = {t.name: t for t in _recipe(name="mix", mu=0.1, kl=0.5).terms}
-    assert {n: t.weight for n, t in terms.items()} == pytest.approx({"policy": 0.9, "kl": 0.45, "sft": 0.1})
+    assert {n: t.weight for n, t in terms.items()} == pytest.approx({"policy": 0.9, "kl": 0.9, "sft": 0.1})
     assert terms["sft"].source is Source.EXPERT
     assert terms["policy"].source is Source.USUAL
 
@@ -60,9 +90,7 @@ def test_sft_needs_no_rewards() -> None:
 
 
 def test_dapo_penalises_length_before_comparing() -> None:
-    inputs = RewardInputs(
-        torch.tensor([1.0, 1.0, 0.0, 0.0]).double(), torch.tensor([0, 0, 1, 1]), torch.tensor([8, 10, 3, 2])
-    )
+    inputs = _rewards([1.0, 1.0, 0.0, 0.0], [0, 0, 1, 1], [8, 10, 3, 2])
     plain = _recipe(name="dapo").advantage(inputs)
     assert plain.values.tolist() == [0, 0, 0, 0]
     assert not plain.counted.any()
@@ -73,8 +101,50 @@ def test_dapo_penalises_length_before_comparing() -> None:
 
 
 def test_unjudged_experiences_are_not_counted() -> None:
-    inputs = RewardInputs(
-        torch.tensor([1.0, float("nan"), 0.0]).double(), torch.zeros(3).long(), torch.tensor([8, 10, 3])
-    )
-    for name in ("grpo", "dr_grpo", "dapo", "reinforce", "rloo", "mix"):
-        assert _recipe(name=name).advantage(inputs).counted.tolist() == [True, False, True]
+    inputs = _rewards([1.0, float("nan"), 0.0], [0, 0, 0], [8, 10, 3])
+    for name in set(ROLLING) - {"ppo"}:
+        result = _recipe(name=name).advantage(inputs)
+        assert result.counted.tolist() == [True, False, True]
+        assert result.values[1] == 0
+        assert result.values.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ROLLING)
+def test_every_algorithm_gives_finite_terms_and_gradients(name: str) -> None:
+    recipe = _recipe(name=name, kl=0.1, entropy=0.01)
+    for term in recipe.terms:
+        inputs = _inputs(5)._replace(logprob=(torch.zeros(5) - 1.1).requires_grad_())
+        values = term.fn(inputs)
+        assert values.shape == (5,)
+        if values.requires_grad:
+            (gradient,) = torch.autograd.grad(values.sum(), inputs.logprob)
+            assert gradient.isfinite().all()
+        assert values.isfinite().all()
+
+
+def test_chords_share_follows_its_schedule() -> None:
+    terms = {t.name: t for t in _recipe(name="chord", warmup=10, decay=100, peak=0.5, valley=0.1).terms}
+    shares = [terms["sft"].weight_at(step) for step in (0, 5, 10, 60, 110, 500)]
+    assert shares == pytest.approx([0, 0.25, 0.5, 0.3, 0.1, 0.1])
+    assert [terms["policy"].weight_at(step) for step in (0, 10)] == [1, 0.5]
+
+
+def test_corrections_multiply_and_leave_other_terms_alone() -> None:
+    inputs = _inputs(2)._replace(rollout_logprob=torch.tensor([-1.5, -4.0]), logprob=torch.tensor([-1.0, -1.0]))
+    corrections = [{"name": "tis", "cap": 2.0}, {"name": "mis", "low": 0.5, "high": 5.0}]
+    plain, corrected = _recipe(name="grpo", kl=0.1), _recipe(name="grpo", kl=0.1, corrections=corrections)
+    factors = corrected.terms[0].fn(inputs) / plain.terms[0].fn(inputs)
+    e = 0.5
+    assert factors.tolist() == pytest.approx([torch.e**e * torch.e**e, 0])
+    assert torch.equal(corrected.terms[1].fn(inputs), plain.terms[1].fn(inputs))
+
+
+def test_parts_are_normalised_with_the_weights_of_their_rewards() -> None:
+    inputs = _rewards([0.0] * 4, [0, 0, 0, 0], [1, 1, 1, 1])
+    a, b = torch.tensor([1.0, 0, 0, 0]).double(), torch.tensor([0, 9.0, 0, 0]).double()
+    inputs = inputs._replace(parts={"math": a, "mine/b": b})
+    options = TypeAdapter(AlgorithmConfig).validate_python({"name": "gdpo", "advantage": {"whitened": False}})
+    recipe = build_recipe(options, max_new_tokens=10, reward_weights={"math": 1.0, "mine": 2.0})
+    assert recipe.advantage is not None
+    values = recipe.advantage(inputs).values
+    assert values.tolist() == pytest.approx([1.5 - 1, -0.5 + 3, -1.5, -1.5], abs=1e-5)

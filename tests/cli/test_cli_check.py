@@ -55,7 +55,7 @@ def test_check_prints_the_run(capsys: pytest.CaptureFixture[str]) -> None:
         "6, each 4 tasks x 2 completions = 8",
         "max_staleness 1",
         "1 x exact",
-        "grpo: clip_low 0.2",
+        "grpo: advantage grpo (scale group, ddof 1); loss ppo_clip (clip_low 0.2,",
         "lr 0.0002",
         "7 tasks (0 rows rejected)",
         "limit 2",
@@ -176,7 +176,7 @@ def test_program_exits_with_the_code() -> None:
 
 def test_every_command_has_its_module() -> None:
     assert {name: module.removeprefix("rollmill.cli.") for name, module in COMMANDS.items() if name != "eval"} == {
-        name: name for name in ("run", "resume", "check", "init", "quickstart", "show", "grade")
+        name: name for name in ("run", "resume", "check", "init", "quickstart", "show", "grade", "merge", "algorithms")
     }
 
 

@@ -32,7 +32,7 @@ CASES = {
     ),
     "key of another section": (
         GOOD + "temperature: 1",
-        "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`; move it there",
+        "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature` and `algorithm.temperature",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",
@@ -141,8 +141,8 @@ CASES = {
         "model.trust_remote_code: not honoured by a new model",
     ),
     "deviation that divides nothing": (
-        GOOD + "algorithm: {name: grpo, scale: none, ddof: 0}",
-        "algorithm.ddof: not honoured with scale `none`; it is with `group` and `batch`",
+        GOOD + "algorithm: {name: grpo, advantage: {scale: none, ddof: 0}}",
+        "algorithm.advantage.ddof: not honoured with scale `none`; it is with `group` and `batch`",
     ),
     "key that every stage replaces": (
         GOOD + "steps: 5\nstages: [{name: a, steps: 1}, {name: b, steps: 2}]",
@@ -233,9 +233,21 @@ OVERRIDES = {
     "below a value": ("model.new.hidden_size.x=1", "is `32` in the run file (run.yaml:1), not a section"),
     "bad YAML": ("rewards=[{name: math]", "--set rewards=[{name: math]: not valid YAML"),
     "another algorithm's key": (
-        "algorithm={name: rloo, ddof: 1}",
-        "honoured by algorithm `grpo`, `dapo` and `mix`, not by",
+        "algorithm={name: rloo, mu: 1}",
+        "honoured by algorithm `mix`, not by `rloo`",
     ),
+    "another part's key": (
+        "algorithm={name: grpo, loss: {name: gspo, dual_clip: 3}}",
+        "algorithm.loss.dual_clip: `dual_clip` is honoured by loss `ppo_clip`, not by `gspo`",
+    ),
+    "unknown part": (
+        "algorithm={name: grpo, loss: gsop}",
+        "algorithm.loss.name: `gsop` is not known; did you mean `gspo`?",
+    ),
+    "another house's name": ("algorithm={name: grpo, epsilon: 1}", "rollmill calls this `algorithm.loss.clip_low`"),
+    "a critic nobody asks": ("algorithm={name: grpo, critic: {lr: 1}}", "advantage `grpo` needs no critic; `gae`"),
+    "a penalty that is off": ("algorithm={name: grpo, kl: {estimator: k1}}", "not honoured with coefficient 0"),
+    "a horizon without a target": ("algorithm={name: grpo, kl: {coefficient: 1, horizon: 5}}", "without kl.target"),
 }
 
 

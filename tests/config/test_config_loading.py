@@ -220,7 +220,7 @@ stages:
         "another source brings its own layout"
     )
     assert (rl.taskset.path, rl.taskset.preset, rl.taskset.limit) == (Path("tasks.jsonl"), "gsm8k", 9)
-    assert rl.algorithm.model_dump(include={"kl", "entropy"}) == {"kl": 0.1, "entropy": 0.01}
+    assert (rl.algorithm.kl.coefficient, rl.algorithm.entropy) == (0.1, 0.01)  # type: ignore[union-attr]
     assert warm.evaluation is not None
     assert rl.evaluation is not None
     assert (warm.evaluation.every, rl.evaluation.every, last.evaluation) == (5, 2, None)
@@ -251,7 +251,7 @@ def test_empty_override_is_null() -> None:
         "steps: 3\nseed: 4\ntrainer: {schedule: linear, min_lr_ratio: 0.1}\n",
         "algorithm: {name: sft}\nevaluation: {taskset: {path: t.jsonl}}\n",
         "rollout: {batch: 2}\nstages:\n- {name: a, algorithm: {name: sft}}\n- {name: b, algorithm: {name: mix}}\n",
-        "algorithm: {name: grpo, scale: none}\nevaluation: {taskset: {path: t.jsonl}, samples: 0}\n"
+        "algorithm: {name: grpo, advantage: {scale: none}}\nevaluation: {taskset: {path: t.jsonl}, samples: 0}\n"
         "early_stop: {metric: eval/greedy, patience: 2}\n",
     ],
 )

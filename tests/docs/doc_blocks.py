@@ -11,6 +11,8 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs
 
 _BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
+_NAME = re.compile(r"# ([\w/]+\.(?:py|yaml))\n")
+
 
 @dataclass
 class Block:
@@ -39,6 +41,12 @@ def blocks(document: Path, *kinds: str) -> list[Block]:
         for found in _BLOCK.finditer(text)
         if found[1] in kinds
     ]
+
+
+def files(document: Path) -> dict[str, str]:
+    """Name -> text of the blocks whose first line is a comment with nothing but a file's name."""
+    named = [(_NAME.match(block.text), block.text) for block in blocks(document, "python", "yaml")]
+    return {found[1]: text for found, text in named if found is not None}
 
 
 def commands(document: Path) -> list[Command]:

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from doc_blocks import DOCUMENTS, ROOT, Command, blocks, commands
+from doc_blocks import DOCUMENTS, ROOT, Command, blocks, commands, files
 
 from rollmill.cli import main
+from rollmill.config import parts
 from rollmill.core import registry
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
@@ -82,11 +83,13 @@ def workspace(prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(registry, "_rewards", {})
+    monkeypatch.setattr(parts, "_registered", {})
     return folder
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_run(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_files(name)
     for command in commands(ROOT / name):
         if command.line not in RUN_ELSEWHERE:
             _run(command, capsys)
@@ -100,6 +103,7 @@ def test_python_blocks_run(name: str, workspace: Path) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write_files(name)
     for block in blocks(ROOT / name, "yaml"):
         keys = yaml.safe_load(block.text).keys()
         whole = {"model", "taskset"} <= keys
@@ -144,6 +148,12 @@ def test_the_quickstart_repairs_the_model(tmp_path: Path, capsys: pytest.Capture
     assert summary["accuracy_before"] < 0.5
     assert summary["accuracy_after"] >= 0.95
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def _write_files(name: str) -> None:
+    """What the document says to write into files."""
+    for path, text in files(ROOT / name).items():
+        Path(path).write_text(text)
 
 
 def _run(command: Command, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Message, Source, Task
-from rollmill.tasks import encode_demonstration, encode_prompt, expert_experience, prompt_text
+from rollmill.tasks import encode_demonstration, encode_prompt, expert_experience, preference_pair, prompt_text
 
 CHAT = [Message(role="system", content="Be brief."), Message(role="user", content="How many?")]
 
@@ -103,3 +103,17 @@ def test_an_expert_experience_learns_response_and_end_only(prompt: str | list[Me
         len(learned) + n_prompt
     }
     assert [(turn.start, turn.end) for turn in experience.turns] == [(0, n_prompt), (n_prompt, n_prompt + len(learned))]
+
+
+@pytest.mark.parametrize("prompt", ["How many?", CHAT])
+def test_a_preference_pair_is_a_group_of_two_with_one_prompt(prompt: str | list[Message]) -> None:
+    task = Task("t:3", prompt, response="twelve", rejected="ten or so")
+    chosen, rejected = preference_pair(task, TOKENIZER, 1, "t:3/0")
+    n_prompt = len(encode_prompt(task, TOKENIZER))
+    for experience, text, reward in ((chosen, "twelve", 1.0), (rejected, "ten or so", 0.0)):
+        assert (experience.source, experience.reward, experience.group) == (Source.PREFERENCE, reward, "t:3/0")
+        assert experience.token_ids[:n_prompt].tolist() == encode_prompt(task, TOKENIZER)
+        assert experience.token_ids[experience.action_mask].tolist() == [*TOKENIZER.encode(text), 1]
+        assert (experience.response, experience.task_id) == (text, "t:3")
+        assert (experience.versions == -1).all()
+    assert [chosen.id, rejected.id] == ["t:3/0/chosen", "t:3/0/rejected"]

@@ -29,6 +29,33 @@ def test_fields_name_the_columns_and_the_rest_is_metadata() -> None:
     assert task_of(ROW, fields=fields) == Task("k1", "1+1", 2, "two", {"extra": [1]}, "rows")
 
 
+@pytest.mark.parametrize(
+    ("row", "fields", "expected"),
+    [
+        ({"chosen": "good", "rejected": "bad"}, {}, ("good", "bad", {})),
+        ({"response": "good", "rejected": "bad"}, {}, ("good", "bad", {})),
+        ({"chosen": "good", "response": "mine", "rejected": "bad"}, {}, ("mine", "bad", {"chosen": "good"})),
+        (
+            {"chosen": "good", "response": "mine", "rejected": "bad"},
+            {"response": "chosen"},
+            ("good", "bad", {"response": "mine"}),
+        ),
+        (
+            {"best": "good", "worst": "bad", "rejected": "x"},
+            {"response": "best", "rejected": "worst"},
+            ("good", "bad", {"rejected": "x"}),
+        ),
+        ({"chosen": "good", "rejected": ""}, {}, ("good", None, {})),
+        ({"chosen": "good"}, {}, ("good", None, {})),
+    ],
+)
+def test_preference_sets_have_a_chosen_and_a_rejected_solution(
+    row: dict[str, Any], fields: dict[str, str], expected: tuple[str, str | None, dict[str, Any]]
+) -> None:
+    task = task_of({"prompt": "1+1"} | row, fields=fields)
+    assert (task.response, task.rejected, task.metadata) == expected
+
+
 def test_templates_make_prompt_and_response_and_values_are_not_templates() -> None:
     task = task_of(
         ROW | {"question": "{gold} {{?"}, template="Q {question}, {{{gold}}}:", response_template="{work}={gold}"
@@ -62,6 +89,10 @@ def test_chat_wraps_text_and_keeps_messages() -> None:
             r"no column gold \(columns: prompt\); .* taskset.fields.answer",
         ),
         ({"prompt": "x"}, {"fields": {"response": "work"}}, "no column work .* taskset.fields.response"),
+        ({"prompt": "x"}, {"fields": {"rejected": "bad"}}, "no column bad .* taskset.fields.rejected"),
+        ({"prompt": "x", "chosen": ["y"]}, {}, "the chosen is a list, not text"),
+        ({"prompt": "x", "rejected": 3}, {}, "the rejected is a number, not text"),
+        ({"prompt": "x", "rejected": "\ud800"}, {}, "not valid Unicode text"),
         ({"prompt": "x"}, {"fields": {"id": "key"}}, "no column key .* taskset.fields.id"),
         ({"prompt": "x", "key": None}, {"fields": {"id": "key"}}, r"column key is empty \(null\), not an id"),
         ({"prompt": "x", "key": ""}, {"fields": {"id": "key"}}, "column key is empty, not an id"),

@@ -17,8 +17,8 @@ Order = Literal["shuffled", "sequential"]
 orders: st.SearchStrategy[Order] = st.sampled_from(["shuffled", "sequential"])
 
 
-def taskset_of(size: int, answer: Any = None) -> Taskset:
-    return Taskset("t", [Task(f"t:{i}", f"{i}?", answer) for i in range(size)], [])
+def taskset_of(size: int, answer: Any = None, rejected: str | None = None) -> Taskset:
+    return Taskset("t", [Task(f"t:{i}", f"{i}?", answer, rejected=rejected) for i in range(size)], [])
 
 
 def ids(sampler: Sampler, count: int) -> list[str]:
@@ -61,6 +61,7 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
     [
         (Sampler(taskset_of(5), "shuffled", 0), r"taskset t changed since the checkpoint \(size was 4, is 5\)"),
         (Sampler(taskset_of(4, answer="x"), "shuffled", 0), "fingerprint was"),
+        (Sampler(taskset_of(4, rejected="x"), "shuffled", 0), "fingerprint was"),
         (Sampler(taskset_of(4), "sequential", 0), "order was shuffled, is sequential"),
         (Sampler(taskset_of(4), "shuffled", 1), "seed was 0, is 1"),
     ],

@@ -100,13 +100,13 @@ def _batch(*, seed: int = 0, groups: int = 3, size: int = 4, experts: int = 0, v
     return [batch[i] for i in order]
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def toy() -> Callable[..., Any]:
     """toy(architecture, seed=, **config): a two-layer causal LM in fp32."""
     return _toy
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch() -> Callable[..., list[Experience]]:
     """make_batch(seed=, groups=, size=, experts=, version=): ragged experiences in shuffled order, shared prompts."""
     return _batch

@@ -10,29 +10,22 @@ import pytest
 import torch
 
 from rollmill.algorithms import build_recipe
-from rollmill.config.algorithm import (
-    DAPOOptions,
-    DrGRPOOptions,
-    GRPOOptions,
-    MIXOptions,
-    ReinforceOptions,
-    RLOOOptions,
-    SFTOptions,
-)
+from rollmill.config.algorithm import KLOptions
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Source, TrainingError
+from rollmill.recipes import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
 from rollmill.trainer import Trainer
 from rollmill.trainer import trainer as trainer_module
 
 LIMIT = 24
 ALGORITHMS = {
-    "grpo": GRPOOptions(kl=0.1, entropy=0.01),
-    "dr_grpo": DrGRPOOptions(name="dr_grpo"),
-    "dapo": DAPOOptions(name="dapo", overlong_buffer=10),
-    "rloo": RLOOOptions(name="rloo", aggregation="sequence-sum-mean"),
-    "reinforce": ReinforceOptions(name="reinforce", importance_cap=2.0, dual_clip=3.0),
-    "sft": SFTOptions(name="sft"),
-    "mix": MIXOptions(name="mix", mu=0.3),
+    "grpo": GRPO(kl=0.1, entropy=0.01),
+    "dr_grpo": DrGRPO(name="dr_grpo"),
+    "dapo": DAPO(name="dapo", overlong_buffer=10),
+    "rloo": RLOO(name="rloo", aggregation="sequence-sum-mean"),
+    "reinforce": Reinforce(name="reinforce", corrections=[{"name": "tis", "cap": 2.0}], loss={"dual_clip": 3.0}),
+    "sft": SFT(name="sft"),
+    "mix": MIX(name="mix", mu=0.3),
 }
 
 
@@ -107,9 +100,9 @@ def test_gradient_equals_the_formula_written_out(
 ) -> None:
     batch = make_batch(experts=3 if algorithm == "mix" else 0)
     options = {
-        "grpo": GRPOOptions(),
-        "dr_grpo": DrGRPOOptions(name="dr_grpo"),
-        "mix": MIXOptions(name="mix", mu=0.3),
+        "grpo": GRPO(),
+        "dr_grpo": DrGRPO(name="dr_grpo"),
+        "mix": MIX(name="mix", mu=0.3),
     }[algorithm]
     model = toy("qwen3")
     by_hand = copy.deepcopy(model)
@@ -142,7 +135,7 @@ def test_gradient_equals_the_formula_written_out(
 
 
 def test_first_step_ratio_is_one_and_kl_to_an_equal_reference_zero(toy: Any, make_batch: Any) -> None:
-    metrics = _trainer(toy("qwen3"), GRPOOptions(kl=0.1)).step(make_batch(), 0)
+    metrics = _trainer(toy("qwen3"), GRPO(kl=0.1)).step(make_batch(), 0)
     assert metrics["ratio/mean"] == 1.0
     assert metrics["ratio/clip_fraction"] == 0.0
     assert metrics["kl_ref"] == 0.0
@@ -151,7 +144,7 @@ def test_first_step_ratio_is_one_and_kl_to_an_equal_reference_zero(toy: Any, mak
 
 
 def test_equal_rewards_move_nothing_even_with_momentum(toy: Any, make_batch: Any) -> None:
-    trainer = _trainer(toy("qwen3"), GRPOOptions())
+    trainer = _trainer(toy("qwen3"), GRPO())
     trainer.step(make_batch(), 0)
     before = _flat(trainer.model)
     batch = make_batch(seed=1)
@@ -167,7 +160,7 @@ def test_equal_rewards_move_nothing_even_with_momentum(toy: Any, make_batch: Any
 
 def test_advantages_are_written_where_the_mask_is(toy: Any, make_batch: Any) -> None:
     batch = make_batch()
-    _trainer(toy("qwen3"), RLOOOptions(name="rloo")).step(batch, 0)
+    _trainer(toy("qwen3"), RLOO(name="rloo")).step(batch, 0)
     for e in batch:
         others = [o.reward for o in batch if o.group == e.group and o is not e]
         assert e.advantage.dtype == np.float32
@@ -179,7 +172,7 @@ def test_advantages_are_written_where_the_mask_is(toy: Any, make_batch: Any) -> 
 def test_missing_rewards_are_as_if_absent(
     toy: Any, make_batch: Any, last_gradient: list[torch.Tensor], algorithm: str
 ) -> None:
-    options = ALGORITHMS[algorithm].model_copy(update={"kl": 0.0, "entropy": 0.0})
+    options = ALGORITHMS[algorithm].model_copy(update={"kl": KLOptions(), "entropy": 0.0})
     batch = make_batch()
     batch[3].reward = batch[7].reward = None
     _trainer(toy("qwen3"), options).step(batch, 0)
@@ -196,14 +189,14 @@ def test_dapo_leaves_uniform_groups_out_of_the_denominator(
         if e.group == "g1":
             e.reward = 1.0
     for drop in (True, False):
-        _trainer(toy("qwen3"), DAPOOptions(name="dapo", drop_uniform_groups=drop)).step(batch, 0)
+        _trainer(toy("qwen3"), DAPO(name="dapo", drop_uniform_groups=drop)).step(batch, 0)
     counted = sum(e.action_tokens for e in batch if e.group != "g1")
     factor = sum(e.action_tokens for e in batch) / counted
     torch.testing.assert_close(last_gradient[0], last_gradient[1] * factor, rtol=1e-4, atol=1e-7)
 
 
 def test_several_updates_use_the_recorded_log_probs(toy: Any, make_batch: Any) -> None:
-    metrics = _trainer(toy("qwen3"), GRPOOptions(), updates_per_batch=2, epochs_per_batch=2).step(make_batch(), 0)
+    metrics = _trainer(toy("qwen3"), GRPO(), updates_per_batch=2, epochs_per_batch=2).step(make_batch(), 0)
     assert metrics["updates"] == 4
     assert metrics["ratio/mean"] != 1.0
     assert metrics["ratio/clip_fraction"] > 0
@@ -211,15 +204,15 @@ def test_several_updates_use_the_recorded_log_probs(toy: Any, make_batch: Any) -
 
 def test_stale_tokens_use_recorded_log_probs_or_the_capped_correction(toy: Any, make_batch: Any) -> None:
     stale = make_batch(version=3)
-    recorded = _trainer(toy("qwen3"), GRPOOptions()).step(stale, 4)
-    capped = _trainer(toy("qwen3"), GRPOOptions(importance_cap=1.5)).step(stale, 4)
+    recorded = _trainer(toy("qwen3"), GRPO()).step(stale, 4)
+    capped = _trainer(toy("qwen3"), GRPO(corrections=[{"name": "tis", "cap": 1.5}])).step(stale, 4)
     assert recorded["ratio/mean"] != 1.0
     assert capped["ratio/mean"] == 1.0
     assert "logprob_gap/mean" not in recorded  # no token is of the current version
 
 
 def test_decoupled_old_log_probs_are_those_before_the_first_update(toy: Any, make_batch: Any) -> None:
-    options = GRPOOptions(importance_cap=1.5)
+    options = GRPO(corrections=[{"name": "tis", "cap": 1.5}])
     metrics = _trainer(toy("qwen3"), options, lr=1e-12, updates_per_batch=3).step(make_batch(), 0)
     assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-5)
 
@@ -228,14 +221,14 @@ def test_importance_weights_multiply_the_gradient(toy: Any, make_batch: Any, las
     batch = make_batch()
     for e in batch:
         e.logprobs = np.where(e.action_mask, -100, 0).astype(np.float32)  # exp(old - rollout) is far over the cap
-    for cap in (None, 1.25):
-        _trainer(toy("qwen3"), GRPOOptions(importance_cap=cap)).step(batch, 0)
+    for cap in ([], [{"name": "tis", "cap": 1.25}]):
+        _trainer(toy("qwen3"), GRPO(corrections=cap)).step(batch, 0)
     torch.testing.assert_close(last_gradient[1], 1.25 * last_gradient[0], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("where", ["loss", "gradient"])
 def test_not_finite_names_the_step_term_and_tasks_and_changes_nothing(toy: Any, make_batch: Any, where: str) -> None:
-    trainer = _trainer(toy("qwen3"), GRPOOptions(), micro_batch_tokens=1)
+    trainer = _trainer(toy("qwen3"), GRPO(), micro_batch_tokens=1)
     batch = make_batch()
     if where == "loss":
         batch[0].temperature = float("nan")
@@ -260,11 +253,11 @@ def test_not_finite_names_the_step_term_and_tasks_and_changes_nothing(toy: Any, 
 
 def test_resume_continues_bit_for_bit(toy: Any, make_batch: Any) -> None:
     config: dict[str, Any] = {"updates_per_batch": 2, "epochs_per_batch": 2, "schedule": "cosine", "weight_decay": 0.1}
-    trainer = _trainer(toy("qwen3"), GRPOOptions(kl=0.1), **config)
+    trainer = _trainer(toy("qwen3"), GRPO(kl=0.1), **config)
     trainer.step(make_batch(), 0)
     saved = copy.deepcopy((trainer.model.state_dict(), trainer.state_dict()))
     expected = trainer.step(make_batch(seed=1), 1)
-    resumed = _trainer(toy("qwen3", seed=9), GRPOOptions(kl=0.1), seed=123, **config)
+    resumed = _trainer(toy("qwen3", seed=9), GRPO(kl=0.1), seed=123, **config)
     resumed.model.load_state_dict(saved[0])
     resumed.load_state_dict(saved[1])
     assert resumed.step(make_batch(seed=1), 1) == expected
@@ -278,20 +271,20 @@ def test_gradient_checkpointing_changes_nothing(
     real = torch.utils.checkpoint.checkpoint
     monkeypatch.setattr("transformers.modeling_utils.checkpoint", lambda *a, **k: calls.append(1) or real(*a, **k))
     for on in (False, True):
-        _trainer(toy("qwen3"), GRPOOptions(), gradient_checkpointing=on).step(make_batch(), 0)
+        _trainer(toy("qwen3"), GRPO(), gradient_checkpointing=on).step(make_batch(), 0)
     assert len(calls) == 2  # one per layer
     torch.testing.assert_close(last_gradient[1], last_gradient[0], rtol=1e-5, atol=1e-7)
 
 
 def test_reference_copy_only_when_needed(toy: Any) -> None:
-    assert _trainer(toy("qwen3"), GRPOOptions())._reference is None
-    assert _trainer(toy("qwen3"), GRPOOptions(kl=0.1))._reference is not None
+    assert _trainer(toy("qwen3"), GRPO())._reference is None
+    assert _trainer(toy("qwen3"), GRPO(kl=0.1))._reference is not None
 
 
 def test_bf16_is_close_to_fp32(toy: Any, make_batch: Any, last_gradient: list[torch.Tensor]) -> None:
     for precision in ("fp32", "bf16"):
         model = toy("qwen3", attn_implementation="sdpa")
-        _trainer(model, DrGRPOOptions(name="dr_grpo"), precision=precision).step(make_batch(), 0)
+        _trainer(model, DrGRPO(name="dr_grpo"), precision=precision).step(make_batch(), 0)
         assert next(model.parameters()).dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(last_gradient[0], last_gradient[1], dim=0) > 0.99
     assert not torch.equal(last_gradient[0], last_gradient[1])
@@ -299,13 +292,13 @@ def test_bf16_is_close_to_fp32(toy: Any, make_batch: Any, last_gradient: list[to
 
 def test_sft_lowers_the_loss(toy: Any, make_batch: Any) -> None:
     batch = [e for e in make_batch(experts=6) if e.source is Source.EXPERT]
-    trainer = _trainer(toy("qwen3"), SFTOptions(name="sft"))
+    trainer = _trainer(toy("qwen3"), SFT(name="sft"))
     losses = [trainer.step(batch, n)["loss"] for n in range(8)]
     assert losses[-1] < 0.7 * losses[0]
 
 
 def test_clipping_bounds_the_gradient(toy: Any, make_batch: Any) -> None:
-    trainer = _trainer(toy("qwen3"), GRPOOptions(), max_grad_norm=1e-3)
+    trainer = _trainer(toy("qwen3"), GRPO(), max_grad_norm=1e-3)
     assert trainer.step(make_batch(), 0)["grad_norm"] > 1e-3
     moments = trainer._optimizer.state_dict()["state"].values()
     norm = torch.stack([m["exp_avg"].norm() for m in moments]).norm() / (1 - 0.9)
@@ -313,6 +306,6 @@ def test_clipping_bounds_the_gradient(toy: Any, make_batch: Any) -> None:
 
 
 def test_only_matrices_decay(toy: Any) -> None:
-    trainer = _trainer(toy("qwen3"), GRPOOptions(), weight_decay=0.1)
+    trainer = _trainer(toy("qwen3"), GRPO(), weight_decay=0.1)
     decays = {p.ndim: g["weight_decay"] for g in trainer._optimizer.param_groups for p in g["params"]}
     assert decays == {2: 0.1, 1: 0.0}

@@ -1,0 +1,147 @@
+"""What each algorithm learns from in the trainer's tests, and plain forward passes to compare with."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from rollmill.algorithms import build_recipe
+from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.trainer import TrainerConfig
+from rollmill.core import Experience, Source
+from rollmill.recipes import known_algorithms
+from rollmill.trainer import Trainer
+from rollmill.trainer import critic as critic_module
+from rollmill.trainer import trainer as trainer_module
+from rollmill.trainer.ranks import Ranks
+
+LIMIT = 24  #: max_new_tokens
+
+
+def options_of(name: str, **keys: Any) -> AlgorithmOptions:
+    """The algorithm's section of a run file."""
+    return known_algorithms()[name].model_validate({"name": name, **keys})
+
+
+def trainer_of(
+    model: Any,
+    options: AlgorithmOptions,
+    *,
+    reference: Any = None,
+    teacher: Any = None,
+    seed: int = 0,
+    ranks: Ranks | None = None,
+    **config: Any,
+) -> Trainer:
+    """A trainer in the model's own precision. A critic's head gets weights: one that says 0 would hide its network."""
+    settings = TrainerConfig(**{"lr": 1e-3, "precision": "fp32", **config})
+    recipe = build_recipe(options, max_new_tokens=LIMIT)
+    if recipe.distill is not None and teacher is None:
+        teacher = copy.deepcopy(model)
+        with torch.no_grad():
+            for parameter in teacher.parameters():
+                parameter.mul_(1.1)
+    others: dict[str, Any] = {"reference": reference, "teacher": teacher, "ranks": ranks}
+    trainer = Trainer(model, recipe, settings, total_steps=10, seed=seed, **others)
+    if trainer._critic is not None:
+        weight = trainer._critic.model.head.weight
+        with torch.no_grad():
+            weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None])
+    return trainer
+
+
+def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions, seed: int = 0) -> Any:
+    """Rollouts with everything that advantages look at, and the demonstrations or pairs that the algorithm needs."""
+    if options.uses_pairs:
+        return _pairs(make_batch(seed=seed, groups=5, size=2))
+    batch = make_batch(seed=seed, experts=3 if options.uses_experts else 0)
+    for e in batch:
+        index = int(e.id.rpartition("-")[2])
+        e.info = {"greedy_reward": 0.25, "episode": f"{e.group}/{index % 2}", "anchor": f"state {index // 2}"}
+        e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
+    return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
+
+
+def _pairs(batch: list[Experience]) -> list[Experience]:
+    for e in batch:
+        e.source, e.temperature = Source.PREFERENCE, 1.0
+        e.logprobs, e.versions = np.zeros_like(e.logprobs), np.full_like(e.versions, -1)
+    return batch
+
+
+def record(model: Any, batch: Sequence[Experience], noise: float, seed: int = 0) -> None:
+    """Rollout log-probs near the model's own: off by a common and by a token's own Gaussian step of size `noise`."""
+    rng = np.random.default_rng(seed)
+    with torch.no_grad():
+        own = plain_logprobs(model, batch)
+    for e, logprob in zip(batch, own, strict=True):
+        if e.source is Source.USUAL:
+            steps = noise * (rng.normal() + rng.normal(size=len(logprob)))
+            e.logprobs[e.action_mask] = logprob.double().numpy() + steps
+
+
+def plain_logprobs(model: Any, batch: Sequence[Experience]) -> list[Tensor]:
+    """Log-probs of each experience's action tokens by transformers alone, one sequence at a time."""
+    return [_picked(model(input_ids=_ids(e)[None], use_cache=False).logits[0], e) for e in batch]
+
+
+def padded_logprobs(model: Any, batch: Sequence[Experience]) -> list[Tensor]:
+    """The same from one padded batch."""
+    longest = max(len(e.token_ids) for e in batch)
+    ids = torch.zeros(len(batch), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, e in enumerate(batch):
+        ids[i, : len(e.token_ids)], mask[i, : len(e.token_ids)] = _ids(e), 1
+    logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+    return [_picked(row, e) for row, e in zip(logits, batch, strict=True)]
+
+
+def _ids(e: Experience) -> Tensor:
+    return torch.from_numpy(e.token_ids).long()
+
+
+def _picked(logits: Tensor, e: Experience) -> Tensor:
+    temperature = 1.0 if e.source is Source.EXPERT else float(np.float32(e.temperature))
+    positions = np.flatnonzero(e.action_mask)
+    return torch.log_softmax(logits / temperature, -1)[positions - 1, _ids(e)[positions]]
+
+
+def flat(model: Any) -> Tensor:
+    """All weights in one vector."""
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def distance(got: Tensor, expected: Tensor) -> float:
+    """Relative to `expected`, which must not vanish."""
+    assert expected.norm() > 1e-4
+    return float((got - expected).norm() / expected.norm())
+
+
+def gradient(loss: Tensor, model: Any) -> Tensor:
+    """By autograd, flat, in the optimizer's order: matrices first."""
+    parameters = sorted(model.parameters(), key=lambda p: p.ndim < 2)
+    return torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+
+def watch_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
+    """From now on the gradients of all optimizer steps before clipping: of the `policy` and of the `critic`."""
+    seen: dict[str, list[Tensor]] = {"policy": [], "critic": []}
+
+    def spy(where: Any, name: str) -> None:
+        original = where.clip
+
+        def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
+            seen[name].append(torch.cat([g.flatten() for g in grads]).clone())
+            original(grads, norm, max_norm)
+
+        monkeypatch.setattr(where, "clip", clip)
+
+    spy(trainer_module, "policy")
+    spy(critic_module, "critic")
+    return seen

@@ -1,0 +1,147 @@
+"""KL penalties in the reward, coefficients that adapt, and the policy that ratios are taken to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from algorithm_batches import (
+    batch_for,
+    distance,
+    flat,
+    gradient,
+    options_of,
+    plain_logprobs,
+    record,
+    trainer_of,
+    watch_gradients,
+)
+from torch import Tensor
+
+from rollmill.core import Experience
+
+PROXIMAL = ["rollout", "recompute", "interpolate"]
+
+
+@pytest.mark.parametrize("name", ["reinforce_plus_plus", "grpo"])
+@pytest.mark.parametrize("proximal", ["rollout", "recompute"])
+def test_kl_in_the_reward_is_taken_off_before_advantages(toy: Any, make_batch: Any, name: str, proximal: str) -> None:
+    """r - coefficient * sum_t k1_t of the old policy: as recorded, or as recomputed before the first update."""
+    kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
+    model, reference, batch = toy("qwen3"), toy("qwen3", seed=5), make_batch()
+    with torch.no_grad():
+        old = plain_logprobs(model, batch)
+        k1 = [float((a - b).sum()) for a, b in zip(old, plain_logprobs(reference, batch), strict=True)]
+    if proximal == "rollout":
+        gaps = zip(batch, old, strict=True)
+        k1 = [k + float((e.logprobs[e.action_mask] - a.numpy()).sum()) for k, (e, a) in zip(k1, gaps, strict=True)]
+    shaped = np.array([e.reward - 0.05 * k for e, k in zip(batch, k1, strict=True)])
+    options = options_of(name, kl=kl, proximal=proximal)
+    trainer_of(model, options, reference=reference, updates_per_batch=2).step(batch, 0)
+    assert np.ptp(shaped - [e.reward for e in batch]) > 0.1
+    for e, r in zip(batch, shaped, strict=True):
+        compared = np.array([s for s, o in zip(shaped, batch, strict=True) if name != "grpo" or o.group == e.group])
+        expected = (r - compared.mean()) / (compared.std(ddof=1) + 1e-6)
+        np.testing.assert_allclose(e.advantage[e.action_mask], expected, rtol=1e-4, atol=1e-5)
+
+
+def test_kl_in_the_reward_stands_on_each_token_for_a_critic(toy: Any, make_batch: Any) -> None:
+    """With gamma and lambda 0 an advantage is the token's reward minus its value."""
+    options = options_of(
+        "ppo",
+        advantage={"gamma": 0.0, "lam": 0.0, "whiten": False},
+        kl={"coefficient": 0.05, "estimator": "k1", "where": "reward"},
+    )
+    model, reference, batch = toy("qwen3"), toy("qwen3", seed=5), make_batch()
+    trainer = trainer_of(model, options, reference=reference)
+    with torch.no_grad():
+        trainer._critic.model.head.weight.zero_()
+        others = plain_logprobs(reference, batch)
+    trainer.step(batch, 1)
+    for e, other in zip(batch, others, strict=True):
+        expected = -0.05 * (e.logprobs[e.action_mask] - other.numpy())
+        expected[-1] += e.reward
+        np.testing.assert_allclose(e.advantage[e.action_mask], expected, atol=1e-5)
+
+
+@pytest.mark.parametrize(("target", "direction"), [(1e-3, 1), (1e3, -1)])
+def test_adaptive_kl_follows_its_target_and_is_kept(toy: Any, make_batch: Any, target: float, direction: int) -> None:
+    options = options_of("grpo", kl={"coefficient": 0.1, "target": target, "horizon": 100})
+    trainer = trainer_of(toy("qwen3"), options, reference=toy("qwen3", seed=5))
+    batch = make_batch()
+    metrics = trainer.step(batch, 0)
+    after = 0.1 * (1 + direction * 0.2 * len(batch) / 100)  # the relative error counts up to .2
+    assert metrics["kl_coefficient"] == 0.1
+    assert (metrics["kl_ref"] - target) * direction > 0
+    assert trainer.kl_coefficient == pytest.approx(after)
+    resumed = trainer_of(toy("qwen3"), options, reference=toy("qwen3", seed=5))
+    resumed.load_state_dict(trainer.state_dict())
+    assert resumed.kl_coefficient == trainer.kl_coefficient
+    metrics = trainer.step(batch, 1)
+    assert metrics["kl_coefficient"] == pytest.approx(after)
+    penalty = metrics["loss"] - metrics["loss/policy"]
+    assert penalty == pytest.approx(after * metrics["loss/kl"], rel=1e-3)
+
+
+def _old(proximal: str, recorded: Tensor, before: Tensor, now: Tensor, versions: Tensor, version: int) -> Tensor:
+    if proximal == "rollout":
+        return recorded
+    if proximal == "recompute":
+        return before
+    d = version - versions
+    return recorded + d / (d + 1) * (now - recorded)
+
+
+def _loss(batch: list[Experience], own: list[Tensor], before: list[Tensor], proximal: str, version: int) -> Tensor:
+    terms = []
+    for e, now, then in zip(batch, own, before, strict=True):
+        recorded, versions = (torch.from_numpy(x[e.action_mask]) for x in (e.logprobs, e.versions))
+        log_ratio = now - _old(proximal, recorded, then, now.detach(), versions, version)
+        advantage = torch.from_numpy(e.advantage[e.action_mask])
+        terms.append(-torch.minimum(log_ratio.exp() * advantage, log_ratio.exp().clamp(0.8, 1.2) * advantage))
+    return torch.cat(terms).mean()
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_ratios_are_taken_to_the_proximal_policy(
+    toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, proximal: str
+) -> None:
+    """Two passes over tokens made by four versions of the weights, the current one among them."""
+    options = options_of("grpo", aggregation="token-mean", proximal=proximal)
+    batch, version = make_batch(), 7
+    record(toy("qwen3"), batch, 0.2)
+    for e in batch:
+        e.versions = np.where(e.action_mask, version - np.arange(len(e.versions)) % 4, -1).astype(np.int32)
+    one, two = (trainer_of(toy("qwen3"), options, lr=3e-3, epochs_per_batch=epochs) for epochs in (1, 2))
+    with torch.no_grad():
+        before = plain_logprobs(one.model, batch)
+    gradients = watch_gradients(monkeypatch)
+    two.step(batch, version)
+    first = gradient(_loss(batch, plain_logprobs(one.model, batch), before, proximal, version), one.model)
+    one.step(batch, version)
+    second = gradient(_loss(batch, plain_logprobs(one.model, batch), before, proximal, version), one.model)
+    assert distance(gradients["policy"][0], first) < 1e-5
+    assert distance(gradients["policy"][1], second) < 1e-5
+    assert torch.equal(gradients["policy"][2], gradients["policy"][0])
+    assert not torch.equal(flat(one.model), flat(two.model))
+
+
+@pytest.mark.parametrize("proximal", PROXIMAL)
+def test_one_update_of_fresh_tokens_has_ratio_one(toy: Any, make_batch: Any, proximal: str) -> None:
+    options = options_of("gspo", proximal=proximal)
+    metrics = trainer_of(toy("qwen3"), options).step(batch_for(make_batch, options), 0)
+    assert metrics["ratio/mean"] == 1.0
+    assert metrics["ratio/clip_fraction"] == 0.0
+
+
+def test_one_update_of_stale_tokens_recomputed_has_ratio_one(toy: Any, make_batch: Any) -> None:
+    options = options_of("grpo", proximal="recompute")
+    assert trainer_of(toy("qwen3"), options).step(make_batch(), 5)["ratio/mean"] == 1.0
+
+
+def test_the_reference_is_refreshed_every_n_steps(toy: Any, make_batch: Any) -> None:
+    trainer = trainer_of(toy("qwen3"), options_of("grpo", kl={"coefficient": 0.1, "refresh_every": 2}), lr=1e-2)
+    found = [trainer.step(make_batch(seed=n), n)["kl_ref"] for n in range(4)]
+    assert [value == 0 for value in found] == [True, False, True, False]
