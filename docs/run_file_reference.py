@@ -29,6 +29,8 @@ Rules that hold everywhere:
 - A key that nothing in the run honours is an error, too. Example: `max_staleness` when the algorithm is `sft`.
 - `include: FILE` (or a list) puts this file over others. Mappings merge, everything else replaces. An `algorithm`, a
   `generator` or a `taskset` that names another component replaces the old section as a whole.
+- A part that is chosen by `name` may be the name alone: `loss: gspo` is `loss: {name: gspo}`. A part of an algorithm
+  whose name is left out, or the same, keeps the algorithm's own values of the keys that are not given.
 - `${env:NAME}` or `${env:NAME:default}` in any text is replaced by an environment variable.
 - `--set section.key=value` on the command line changes one value and comes last; `--set rewards.0.weight=2` reaches
   into a list.
@@ -57,11 +59,11 @@ def _top_level() -> Iterator[str]:
 def _section(home: Home) -> Iterator[str]:
     fields = _fields(home.section)
     shared = _fields(PolicyGradientOptions)
-    if home.tag == "grpo":
-        yield "## `algorithm`: keys of all policy-gradient algorithms"
+    if (home.prefix, home.tag) == ("algorithm", "grpo"):
+        yield "## `algorithm`: keys of all algorithms that roll out"
         yield ""
-        yield "Shared by `grpo`, `dr_grpo`, `dapo`, `reinforce`, `rloo` and `mix`; their own tables list differences."
-        yield from _table(shared)
+        yield "The tables of the algorithms list differences only; `rollmill algorithms NAME` prints one in full."
+        yield from _table({key: field for key, field in shared.items() if key != "name"})
     name = f"{home.prefix}.{home.tag}" if home.tag else home.prefix
     selector = f" (`name: {home.tag}`)" if home.tag else ""
     yield f"## `{home.prefix}`{selector}" if home.tag else f"## `{name}`"
@@ -129,7 +131,15 @@ def _default(field: FieldInfo) -> str:
         return "required"
     value = field.default
     if isinstance(value, Section):
-        return f"`{{name: {value.name}}}`" if hasattr(value, "name") else "its defaults"
+        plain = type(value).model_validate({"name": value.name} if hasattr(value, "name") else {})
+        own = "".join(
+            f", {key}: {json.dumps(each)}"
+            for key, each in value.model_dump(mode="json").items()
+            if key != "name" and each != plain.model_dump(mode="json")[key]
+        )
+        if hasattr(value, "name"):
+            return f"`{{name: {value.name}{own}}}`"
+        return f"`{{{own[2:]}}}`" if own else "its defaults"
     if isinstance(value, Enum | Path):
         value = str(value)
     return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
@@ -142,14 +152,11 @@ def _meaning(key: str, field: FieldInfo) -> str:
         return _words(field.description)
     if len(sections) == 1:
         return _words(sections[0].__doc__)
+    if key in PolicyGradientOptions.model_fields and key != "name":  # a key that an algorithm gives another default
+        return _words(PolicyGradientOptions.model_fields[key].description)
     if sections:
         return f"One section per `name`, see `{key}` below."
-    return {"name": "Name of the run (of the stage, inside `stages`)."}.get(key) or _inherited(key)
-
-
-def _inherited(key: str) -> str:
-    """What a base class says about a key that an algorithm gives another default."""
-    return _words(PolicyGradientOptions.model_fields[key].description)
+    return {"name": "Name of the run (of the stage, inside `stages`)."}[key]
 
 
 def _words(text: str | None) -> str:
