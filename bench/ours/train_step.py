@@ -23,18 +23,18 @@ def main() -> None:
     began = time.perf_counter()
 
     import torch
-    from rollmill.algorithms.recipes import build_recipe
     from transformers import AutoModelForCausalLM
 
     from bench.ours.experiences import experiences
-    from rollmill.config.algorithm import GRPOOptions
+    from rollmill.algorithms import build_recipe
     from rollmill.config.trainer import TrainerConfig
+    from rollmill.recipes import GRPO
     from rollmill.trainer import Trainer
 
     torch.set_num_threads(1)
     vocab = SHAPES[args.model].vocab_size
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
-    recipe = build_recipe(GRPOOptions(), max_new_tokens=args.new_tokens)
+    recipe = build_recipe(GRPO(), max_new_tokens=args.new_tokens)
     trainer = Trainer(model, recipe, TrainerConfig(lr=1e-5, precision=args.dtype), total_steps=100_000)
     batch = experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
 
