@@ -90,7 +90,7 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
 
 def _is_text(section: type[Section], key: str) -> bool:
     """Whether a key takes text, which is not read as YAML: `after=####` would be a comment."""
-    return section.model_fields[key].annotation in (str, str | None)
+    return section.model_fields[key].annotation in (str, str | None, Path)
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:

@@ -11,7 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,19 @@ class Checkpoints:
         """Directory of a step's checkpoint."""
         return self.folder / f"step-{step:06d}"
 
-    def write(self, step: int, model: Any, tokenizer: Any, state: dict[str, Any], trainer: dict[str, Any]) -> Path:
+    def write(
+        self,
+        step: int,
+        model: Any,
+        tokenizer: Any,
+        state: dict[str, Any],
+        trainer: dict[str, Any],
+        export: Callable[[Path], None] | None = None,
+    ) -> Path:
         """Write the checkpoint of a step that has none.
+
+        Args:
+            export: writes into the folder what a stage makes besides the policy.
 
         Raises:
             CheckpointError: the disk is full or not writable; older checkpoints are untouched.
@@ -56,6 +67,8 @@ class Checkpoints:
             self.folder.mkdir(parents=True, exist_ok=True)
             shutil.rmtree(temporary, ignore_errors=True)
             save_policy(model, tokenizer, temporary)
+            if export is not None:
+                export(temporary)
             with (temporary / TRAINER).open("wb") as file:  # Python's files say why they cannot be written
                 torch.save(trainer, file)
             (temporary / STATE).write_text(json.dumps(state, allow_nan=False) + "\n")

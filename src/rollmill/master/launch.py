@@ -26,13 +26,15 @@ from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
+from rollmill.models.classifier import require_classifier
 from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.view import View, make_view
-from rollmill.rewards import build_judge
+from rollmill.recipes import RewardModel
+from rollmill.rewards import Judge, build_judge
 from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision, choose_threads
 
@@ -165,6 +167,7 @@ class _Setup:
     tasks: list[StageTasks]
     precision: str
     threads: int
+    judges: list[Judge]  #: closed; they keep the reward models that the stages share in memory
 
     def describe(self, run_dir: Path) -> str:
         count = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -179,10 +182,12 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
-    for stage in loaded.stages:
-        build_judge(stage.rewards).close()  # a missing function of the last stage shows before the first has run
-    tasksets = _load_tasksets(loaded.stages)
     device = _device(config.device)
+    # what is missing in the last stage's rewards shows before the first has run
+    judges = [build_judge(stage.rewards, device=str(device)) for stage in loaded.stages]
+    for judge in judges:
+        judge.close()
+    tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
     model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages]
@@ -194,10 +199,12 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
         if step is None:
             raise
         raise unreadable(Checkpoints(run_dir).path(step), error) from error
+    if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
+        require_classifier(policy.model)
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     torch.set_num_threads(machine["threads"])
-    return _Setup(policy, tasks, machine["precision"], machine["threads"])
+    return _Setup(policy, tasks, machine["precision"], machine["threads"], judges)
 
 
 def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:

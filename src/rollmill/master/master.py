@@ -113,7 +113,7 @@ class Master:
             raise
         self.state.stage += 1
         self.state.current = StageState()
-        self._write({})  # the next stage starts from these weights, with a fresh optimizer
+        self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
     async def _evaluate_at_start(self, config: StageConfig, stage: StageRun) -> None:
         """Evaluate before the first step, unless the stage before has just done the same."""
@@ -172,11 +172,11 @@ class Master:
 
     async def _checkpoint(self, stage: StageRun) -> None:
         self.state.current = await stage.snapshot()
-        self._write(stage.trainer_state())
+        self._write(stage.trainer_state(), stage)
 
-    def _write(self, trainer: dict[str, Any]) -> None:
-        policy = self._policy
-        self._checkpoints.write(self.state.step, policy.model, policy.tokenizer, self.state.to_json(), trainer)
+    def _write(self, trainer: dict[str, Any], stage: StageRun) -> None:
+        model, tokenizer = self._policy.model, self._policy.tokenizer
+        self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
         self._prune()
 
     def _prune(self) -> None:

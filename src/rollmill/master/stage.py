@@ -12,6 +12,7 @@ import asyncio
 import math
 import time
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from rollmill.algorithms import build_recipe
 from rollmill.buffer import GroupQueue
 from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.run import StageConfig
+from rollmill.config.trainer import TrainerConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience
 from rollmill.engines.native import NativeEngine
@@ -30,14 +32,15 @@ from rollmill.master.measures import batch_metrics, require_rewards
 from rollmill.master.pacing import Pacing
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
+from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy, load_teacher
 from rollmill.monitor.codec import decode_experience, encode_experience
-from rollmill.recipes.distill import Distill
+from rollmill.recipes import Distill, RewardModel
 from rollmill.recipes.mix import Mixed
 from rollmill.rewards import Judge, build_judge
 from rollmill.sync import InPlace
 from rollmill.tasks import Sampler, expert_experience, preference_pair
-from rollmill.trainer import Trainer
+from rollmill.trainer import ScoreTrainer, Trainer
 
 EXPERT_STREAM = 0xE4
 
@@ -78,18 +81,10 @@ class StageRun:
         order = config.taskset.order
         self._sampler = Sampler(tasks.training, order, self._seed)
         self._experts = Sampler(tasks.experts, order, fold(self._seed, EXPERT_STREAM)) if tasks.experts else None
-        judges = bool(config.rewards) or config.algorithm.uses_rollouts
-        self._judge: Judge | None = build_judge(config.rewards) if judges else None
-        weights = None if self._judge is None else self._judge.weights
-        self._trainer = Trainer(
-            policy.model,
-            build_recipe(config.algorithm, max_new_tokens=config.rollout.max_new_tokens, reward_weights=weights),
-            config.trainer.model_copy(update={"precision": precision}),
-            total_steps=config.steps,
-            device=policy.device,
-            seed=self._seed,
-            teacher=_teacher(config, policy),
-        )
+        self._judge: Judge | None = None
+        if config.rewards or config.algorithm.uses_rollouts:
+            self._judge = build_judge(config.rewards, tokenizer=policy.tokenizer, device=str(policy.device))
+        self._trainer = self._make_trainer(config.trainer.model_copy(update={"precision": precision}))
         self._engine = NativeEngine(
             policy.model,
             policy.tokenizer,
@@ -110,6 +105,18 @@ class StageRun:
             self._explorer = Explorer(self._engine, self._judge, policy.tokenizer)
             if config.evaluation is not None:
                 self.evaluator = Evaluator(self._explorer, tasks.held_out, config.evaluation, config.rollout, seed)
+
+    def _make_trainer(self, config: TrainerConfig) -> Trainer | ScoreTrainer:
+        algorithm, policy, steps = self.config.algorithm, self._policy, self.config.steps
+        if isinstance(algorithm, RewardModel):
+            return ScoreTrainer(
+                policy.model, algorithm, config, total_steps=steps, device=policy.device, seed=self._seed
+            )
+        weights = None if self._judge is None else self._judge.weights
+        limit = self.config.rollout.max_new_tokens
+        recipe = build_recipe(algorithm, max_new_tokens=limit, reward_weights=weights)
+        teacher, device = _teacher(self.config, policy), policy.device
+        return Trainer(policy.model, recipe, config, total_steps=steps, device=device, seed=self._seed, teacher=teacher)
 
     @property
     def version(self) -> int:
@@ -175,7 +182,7 @@ class StageRun:
     def _demonstrations(self, count: int) -> list[Experience]:
         assert self._experts is not None
         tokenizer = self._policy.tokenizer
-        eos_id = min(self._policy.eos_ids) if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+        eos_id = self._policy.end_id
         tasks = [self._experts.next() for _ in range(count)]
         if not self.config.algorithm.uses_pairs:
             return [expert_experience(task, tokenizer, eos_id) for task in tasks]
@@ -203,6 +210,15 @@ class StageRun:
     def trainer_state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state."""
         return self._trainer.state_dict()
+
+    def export(self, folder: Path) -> None:
+        """Write into a checkpoint's folder what the stage makes besides the policy."""
+        if isinstance(self._trainer, ScoreTrainer):
+            policy, scored = self._policy, self._trainer.model
+            directory = folder / REWARD_MODEL
+            save_classifier(
+                policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
+            )
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""

@@ -14,6 +14,7 @@ from rollmill.monitor.progress import Progress, Stages
 _SHOWN = {
     "reward/mean": "reward",
     "loss": "loss",
+    "pairs/accuracy": "accuracy",
     "kl": "kl",
     "entropy": "entropy",
     "grad_norm": "grad_norm",

@@ -14,6 +14,7 @@ from rollmill.config.reward import (
     ExactReward,
     FormatReward,
     MathReward,
+    ModelReward,
     PythonReward,
     ReasoningGymReward,
     RewardConfig,
@@ -30,6 +31,7 @@ from rollmill.rewards.reasoning_gym import ReasoningGym
 from rollmill.rewards.threads import Threads
 
 Result = TypeVar("Result")
+_Light = MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,7 @@ class Judge:
     """Judges completions; any number of judgements may be under way, from any event loop in any thread."""
 
     def __init__(self, parts: Sequence[Part], graders: GraderPool, threads: Threads) -> None:
-        self._single = [part for part in parts if hasattr(part.reward, "judge")]
+        self._single = [part for part in parts if not hasattr(part.reward, "judge_group")]
         self._groupwise = [part for part in parts if hasattr(part.reward, "judge_group")]
         self._weights = {part.name: part.weight for part in parts}
         self._graders, self._threads = graders, threads
@@ -64,18 +66,21 @@ class Judge:
         """Judge one completion; never blocks the event loop.
 
         Args:
-            group_follows: the caller will pass this judgement to `finish_group`; needed when `groupwise` is true.
+            group_follows: the caller will pass this judgement to `finish_group`; needed when some reward can judge
+                groups only.
 
         Raises:
             RewardError: a reward raised or gave something that is not a reward. It names the reward, the task and the
                 completion, and has the original exception as its cause.
         """
-        if self._groupwise and not group_follows:
-            names = ", ".join(part.name for part in self._groupwise)
+        parts = self._single if group_follows else [*self._single, *self._groupwise]
+        together = [part.name for part in parts if not hasattr(part.reward, "judge")]
+        if together:
+            names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; judge the whole group")
         started = time.perf_counter()
-        verdicts = await _all([_one(part, task, completion) for part in self._single])
-        named = dict(zip([part.name for part in self._single], verdicts, strict=True))
+        verdicts = await _all([_one(part, task, completion) for part in parts])
+        named = dict(zip([part.name for part in parts], verdicts, strict=True))
         return self._judgement(named, time.perf_counter() - started)
 
     async def finish_group(
@@ -146,11 +151,22 @@ class Judge:
         await self.aclose()
 
 
-def build_judge(configs: Sequence[RewardConfig], *, workers: int = 1) -> Judge:
-    """The judge of a run file's `rewards`. `workers` is how many grader processes all rewards share.
+def build_judge(
+    configs: Sequence[RewardConfig], *, workers: int = 1, tokenizer: Any = None, device: str | None = None
+) -> Judge:
+    """The judge of a run file's `rewards`.
 
     Rewards of one name are told apart as name, name#2, ...; a Python function goes by its own name. Grader processes
-    start when the first answer needs one. Raises ConfigError where a Python function cannot be loaded.
+    start when the first answer needs one.
+
+    Args:
+        workers: how many grader processes all rewards share.
+        tokenizer: what the completions' tokens are of; None where they are text.
+        device: where reward models go; None: a GPU where torch finds one.
+
+    Raises:
+        ConfigError: a Python function cannot be loaded.
+        ModelError: a reward model cannot.
     """
     graders, threads = GraderPool(workers), Threads()
     seen: dict[str, int] = {}
@@ -159,7 +175,13 @@ def build_judge(configs: Sequence[RewardConfig], *, workers: int = 1) -> Judge:
         name = _name(config)
         seen[name] = count = seen.get(name, 0) + 1
         key = name if count == 1 else f"{name}#{count}"
-        parts.append(Part(key, config.weight, _build(config, graders, threads)))
+        if isinstance(config, ModelReward):
+            from rollmill.rewards.model import Model  # the only reward that needs torch
+
+            reward: Reward | GroupReward = Model(config, tokenizer, device)
+        else:
+            reward = _build(config, graders, threads)
+        parts.append(Part(key, config.weight, reward))
     return Judge(parts, graders, threads)
 
 
@@ -173,7 +195,7 @@ def _name(config: RewardConfig) -> str:
     return PurePath(config.function).name.rpartition(":")[2] if isinstance(config, PythonReward) else config.name
 
 
-def _build(config: RewardConfig, graders: GraderPool, threads: Threads) -> Reward | GroupReward:
+def _build(config: _Light, graders: GraderPool, threads: Threads) -> Reward | GroupReward:
     match config:
         case MathReward():
             return Math(config, graders)
