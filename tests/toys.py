@@ -13,12 +13,16 @@ from transformers import (
     GemmaForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rollmill.config.model import TokenizerConfig
@@ -26,6 +30,7 @@ from rollmill.models.new import save_policy
 from rollmill.models.tokenizer import train_tokenizer
 
 CONTEXT = 256
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
 
 
 def toy_model(architecture: str, vocab_size: int = 130, seed: int = 0, **overrides: Any) -> PreTrainedModel:
@@ -49,6 +54,8 @@ def toy_model(architecture: str, vocab_size: int = 130, seed: int = 0, **overrid
         "llama": (LlamaForCausalLM, LlamaConfig, {}),
         "gemma": (GemmaForCausalLM, GemmaConfig, {"head_dim": 16}),
         "gemma2": (Gemma2ForCausalLM, Gemma2Config, {"head_dim": 16, "sliding_window": 8}),
+        "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {"head_dim": 16, "num_experts": 6, **MOE}),
+        "mixtral": (MixtralForCausalLM, MixtralConfig, {"num_local_experts": 4, "num_experts_per_tok": 2}),
     }
     model_class, config_class, special = makers[architecture]
     with torch.random.fork_rng(devices=[]):

@@ -18,7 +18,7 @@ from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine, cache, decode, runner
 
-ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
+ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "mixtral"]
 VOCAB = 130
 
 
@@ -94,8 +94,9 @@ def test_large_capacities_waste_at_most_a_third() -> None:
     assert all(length <= capacity <= max(64, 1.5 * length) for length, capacity in enumerate(capacities, 1))
 
 
-def test_bf16_logprobs_are_as_close_to_fp32_as_transformers_own() -> None:
-    model = toy_model("qwen3", vocab_size=VOCAB)
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_bf16_logprobs_are_as_close_to_fp32_as_transformers_own(architecture: str) -> None:
+    model = toy_model(architecture, vocab_size=VOCAB)
     sampling = SamplingConfig(max_new_tokens=70)
     requests = [Request(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))]
     served = serve(engine_of(model, dtype=torch.bfloat16), requests)
@@ -280,7 +281,7 @@ def test_bf16_decodes_with_one_cast_per_update() -> None:
     assert all(p.dtype == torch.float32 for p in model.parameters())
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe"])
 def test_fixed_shapes_give_the_same_completions(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU captures as a graph (fixed shapes, finished rows left in the batch), on the CPU without capture."""
     model = toy_model(architecture, vocab_size=VOCAB)

@@ -19,7 +19,7 @@ from rollmill.models.load import Policy, load_policy
 from rollmill.models.new import save_policy
 
 CPU = torch.device("cpu")
-ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2"]
+ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "mixtral"]
 
 
 def load(path: Path, **keys: Any) -> Policy:

@@ -14,7 +14,7 @@ from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.core.errors import ModelError
 from rollmill.engines.native.weights import Weights
 from rollmill.models.load import Policy, load_policy
-from rollmill.models.lora import ADAPTER, adapted_layers, load_adapter, merged_model, without_lora
+from rollmill.models.lora import ADAPTER, adapted_layers, load_adapter, merged_model
 from rollmill.models.new import save_policy
 
 CPU = torch.device("cpu")
@@ -46,12 +46,10 @@ def test_adapters_start_as_nothing_and_only_they_are_trained(folder: Path) -> No
     assert type(model) is type(base)
     assert torch.equal(model(IDS).logits, base(IDS).logits)
     assert {name.split(".")[-3] for name, p in model.named_parameters() if p.requires_grad} == {"lora_A", "lora_B"}
-    with without_lora(trained(policy_of(folder)).model) as _:
-        pass
     changed = trained(policy_of(folder)).model
     assert not torch.equal(changed(IDS).logits, base(IDS).logits)
-    with without_lora(changed):
-        assert torch.equal(changed(IDS).logits, base(IDS).logits)
+    changed.disable_adapters()
+    assert torch.equal(changed(IDS).logits, base(IDS).logits)
 
 
 def test_the_merged_model_computes_the_same_and_shares_what_is_not_adapted(folder: Path) -> None:
@@ -100,5 +98,16 @@ def test_a_checkpoint_is_merged_for_others_and_exact_for_us(folder: Path, tmp_pa
 def test_named_targets_and_wrong_ones(folder: Path) -> None:
     names = adapted_layers(policy_of(folder, targets=["q_proj", "down_proj"], rslora=True).model)
     assert {name.rpartition(".")[2] for name in names} == {"q_proj", "down_proj"}
+    with pytest.raises(ModelError, match=r"model\.lora\.targets: the output layer cannot be adapted"):
+        policy_of(folder, targets=["lm_head", "q_proj"])
     with pytest.raises(ModelError, match=r"model\.lora\.targets: Target modules .*nope.* use all-linear"):
         policy_of(folder, targets=["nope"])
+
+
+def test_of_a_mixture_of_experts_only_the_other_layers_are_adapted(tmp_path: Path) -> None:
+    path = toy_checkpoint(tmp_path / "toy", "qwen3_moe")
+    for targets in ("all-linear", ["q_proj", "down_proj"]):
+        with pytest.raises(ModelError, match=r"model\.lora\.targets: the experts and the router .* \[q_proj, k_proj"):
+            policy_of(path, targets=targets)
+    model = trained(policy_of(path, targets=["q_proj", "o_proj"])).model
+    torch.testing.assert_close(merged_model(model)(IDS).logits, model(IDS).logits, rtol=1e-4, atol=1e-4)
