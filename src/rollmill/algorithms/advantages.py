@@ -178,19 +178,19 @@ def gdpo(
     Each part is normalised within the group as in GRPO, the weighted sum is taken, and normalised over the batch.
 
     Args:
-        rewards_NK: [N, K], NaN where missing. An experience that lacks a part is left out of all of them.
+        rewards_NK: [N, K], NaN where missing: the part is left out of its group's statistics and adds 0 there.
         weights: of the K parts; None: all 1. A group that is uniform in every part of weight other than 0 gets 0.
         ddof: 0 population, 1 sample standard deviation, both in the group and over the batch.
         whitened: False leaves out the normalisation over the batch.
     """
-    judged = ~rewards_NK.isnan().any(dim=1)
-    parts = torch.where(judged[:, None], rewards_NK.double(), torch.nan).unbind(dim=1)
+    parts = rewards_NK.double().unbind(dim=1)
     weight = [1.0] * len(parts) if weights is None else weights
     total = torch.zeros_like(groups, dtype=torch.float64)
-    uniform = torch.ones_like(judged)
+    judged, uniform = torch.zeros_like(groups, dtype=torch.bool), torch.ones_like(groups, dtype=torch.bool)
     for part, w in zip(parts, weight, strict=True):
         if w:
             total = total + w * grpo(part, groups, ddof=ddof, eps=eps)
+            judged = judged | ~part.isnan()
             uniform = uniform & uniform_groups(part, groups)
     if whitened:
         total = whiten(total, judged, ddof=ddof, eps=eps)

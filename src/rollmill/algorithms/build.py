@@ -17,8 +17,8 @@ from rollmill.algorithms.binding import advantage_function, correction_function,
 from rollmill.algorithms.losses import negative_log_likelihood
 from rollmill.algorithms.recipe import Advantages, LossTerm, Proximal, Recipe, RewardInputs, TermInputs
 from rollmill.algorithms.sequences import spread
-from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adaptive_lambda
-from rollmill.config.advantage import GAE, PartsNormalised
+from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adaptive_lambda, reinforce_plus_plus
+from rollmill.config.advantage import GAE, BatchNormalised, PartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.core.types import Source
 from rollmill.recipes import CHORD, DPO, MIX, SFT, Distill
@@ -61,10 +61,13 @@ def build_recipe(
         share = lambda step: 1 - mu(step)  # noqa: E731
         fn = supervised.chord_sft if options.token_weights else negative_log_likelihood
         expert = (_expert_term(fn, mu, token_mean),)
+    batch_normalised = isinstance(options.advantage, BatchNormalised)
+    per_token = batch_normalised or isinstance(options.advantage, GAE)
     return Recipe(
         options.name,
         (*_policy_terms(options, max_new_tokens, share), *expert),
-        advantage=None if isinstance(options.advantage, GAE) else _advantage(options, max_new_tokens, reward_weights),
+        advantage=None if per_token else _advantage(options, max_new_tokens, reward_weights),
+        token_advantage=_batch_normalised(options, max_new_tokens) if batch_normalised else None,
         critic_advantage=partial(_gae, options.advantage) if isinstance(options.advantage, GAE) else None,
         critic=options.critic if isinstance(options.advantage, GAE) else None,
         kl=options.kl,
@@ -89,10 +92,10 @@ def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: We
 
     def penalty(inputs: TermInputs) -> Tensor:
         assert inputs.reference_logprob is not None
-        return estimate(inputs.logprob, inputs.reference_logprob, inputs.old_logprob)
+        return estimate(inputs.logprob, inputs.reference_logprob, inputs.rollout_logprob)
 
-    follows = options.loss.follows_advantage
-    terms = [LossTerm("policy", policy, aggregate, weight=share, uses_advantage=follows)]
+    follows, positive = options.loss.follows_advantage, options.loss.only_positive
+    terms = [LossTerm("policy", policy, aggregate, weight=share, uses_advantage=follows, only_positive=positive)]
     if options.kl.coefficient and options.kl.where == "loss":
         terms.append(LossTerm("kl", penalty, aggregate, weight=share, uses_reference=True, is_kl=True))
     if options.entropy:
@@ -131,21 +134,54 @@ def _advantage(
         function = advantage_function(options.advantage)
 
     def advantage(inputs: RewardInputs) -> Advantages:
-        rewards = inputs.rewards
-        if options.overlong_buffer:
-            penalty = advantages.overlong_penalty(inputs.lengths, max_new_tokens, options.overlong_buffer)
-            inputs = inputs._replace(rewards=rewards + penalty, parts={**inputs.parts, "overlong": penalty.double()})
-        counted = ~inputs.rewards.isnan()
-        if options.drop_uniform_groups:
+        inputs, counted = _shaped(options, max_new_tokens, inputs)
+        if options.advantage.uses_greedy:
+            counted = counted & ~inputs.greedy_rewards.isnan()
+        if options.drop_uniform_groups and options.advantage.uses_parts:
+            parts = [inputs.parts[name] for name, weight in _weights(inputs, reward_weights or {}).items() if weight]
+            uniform = torch.stack([advantages.uniform_groups(part, inputs.groups) for part in parts]).all(0)
+            counted = counted & ~uniform
+        elif options.drop_uniform_groups:
             counted = counted & ~advantages.uniform_groups(inputs.rewards, inputs.groups)
         return Advantages(function(inputs), counted)
 
     return advantage
 
 
+def _shaped(options: PolicyGradientOptions, max_new_tokens: int, inputs: RewardInputs) -> tuple[RewardInputs, Tensor]:
+    """Rewards with the overlong penalty, and which experiences are judged."""
+    if options.overlong_buffer:
+        penalty = advantages.overlong_penalty(inputs.lengths, max_new_tokens, options.overlong_buffer)
+        inputs = inputs._replace(rewards=inputs.rewards + penalty, parts={**inputs.parts, "overlong": penalty.double()})
+    return inputs, ~inputs.rewards.isnan()
+
+
+def _batch_normalised(
+    options: PolicyGradientOptions, max_new_tokens: int
+) -> Callable[[RewardInputs, Tensor, Tensor | None], Advantages]:
+    part = options.advantage
+    assert isinstance(part, BatchNormalised)
+
+    def advantage(inputs: RewardInputs, sequence: Tensor, penalty_A: Tensor | None) -> Advantages:
+        inputs, counted = _shaped(options, max_new_tokens, inputs)
+        uniform = advantages.uniform_groups(inputs.rewards, inputs.groups)
+        if options.drop_uniform_groups:
+            counted = counted & ~uniform
+        values = reinforce_plus_plus(
+            inputs.rewards, inputs.groups, sequence, penalty_A, baseline=part.baseline, ddof=part.ddof
+        )
+        return Advantages(values, counted)
+
+    return advantage
+
+
+def _weights(inputs: RewardInputs, reward_weights: Mapping[str, float]) -> dict[str, float]:
+    """Of every part; those named `reward/key` have the weight of `reward`."""
+    return {name: reward_weights.get(name, reward_weights.get(name.partition("/")[0], 1.0)) for name in inputs.parts}
+
+
 def _separately(options: PartsNormalised, reward_weights: Mapping[str, float], inputs: RewardInputs) -> Tensor:
-    """Parts named `reward/key` have the weight of `reward`."""
-    weights = [reward_weights.get(name, reward_weights.get(name.partition("/")[0], 1.0)) for name in inputs.parts]
+    weights = list(_weights(inputs, reward_weights).values())
     return advantages.gdpo(
         torch.stack(list(inputs.parts.values()), dim=1),
         inputs.groups,
@@ -175,7 +211,7 @@ def _preference_recipe(options: DPO) -> Recipe:
         else partial(preference.ipo, beta=options.beta)
     )
 
-    def pairs(inputs: TermInputs) -> Tensor:
+    def log_ratios(inputs: TermInputs) -> tuple[Tensor, ...]:
         assert inputs.reference_logprob is not None
         count = int(inputs.sequence.max()) + 1
         pair = inputs.group.new_zeros(count).index_copy_(0, inputs.sequence, inputs.group)
@@ -184,7 +220,16 @@ def _preference_recipe(options: DPO) -> Recipe:
             preference.pair_logprobs(each, inputs.sequence, pair, chosen, mean=options.normalise)
             for each in (inputs.logprob, inputs.reference_logprob)
         )
-        return spread(loss(*policy, *reference), inputs.group)
+        return (*policy, *reference)
+
+    def pairs(inputs: TermInputs) -> Tensor:
+        return spread(loss(*log_ratios(inputs)), inputs.group)
+
+    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+        chosen, rejected, reference_chosen, reference_rejected = log_ratios(inputs)
+        gained, lost = options.beta * (chosen - reference_chosen), options.beta * (rejected - reference_rejected)
+        right = (gained > lost).double() + 0.5 * (gained == lost).double()
+        return {"pairs/accuracy": right, "pairs/margin": gained - lost, "pairs/chosen": gained, "pairs/rejected": lost}
 
     def imitation(inputs: TermInputs) -> Tensor:
         return torch.where(inputs.reward > 0, -inputs.logprob, 0)
@@ -193,4 +238,4 @@ def _preference_recipe(options: DPO) -> Recipe:
     terms = [LossTerm("dpo", pairs, mean, source=Source.PREFERENCE, uses_reference=True)]
     if options.sft:
         terms.append(LossTerm("sft", imitation, mean, source=Source.PREFERENCE, weight=2 * options.sft))
-    return Recipe(options.name, tuple(terms), keeps_groups=True)
+    return Recipe(options.name, tuple(terms), keeps_groups=True, measures=measures)

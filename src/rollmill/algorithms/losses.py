@@ -33,11 +33,19 @@ def ppo_clip(
 
 
 def clipped(
-    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float = 0.2, clip_high: float = 0.2
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    *,
+    clip_low: float = 0.2,
+    clip_high: float = 0.2,
+    dual_clip: float | None = None,
 ) -> Tensor:
-    """bool [tokens]: where clipping takes the gradient away (ratio beyond the bound on the advantage's side)."""
+    """bool [tokens]: where clipping takes the gradient away (ratio beyond the bound on the advantage's side, or, where
+    A < 0, beyond `dual_clip`)."""
     ratio = torch.exp(logprob - old_logprob)
-    return ((ratio > 1 + clip_high) & (advantage > 0)) | ((ratio < 1 - clip_low) & (advantage < 0))
+    beyond = ((ratio > 1 + clip_high) & (advantage > 0)) | ((ratio < 1 - clip_low) & (advantage < 0))
+    return beyond if dual_clip is None else beyond | ((ratio > dual_clip) & (advantage < 0))
 
 
 def negative_log_likelihood(logprob: Tensor) -> Tensor:
@@ -54,14 +62,14 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
     return -advantage * logprob
 
 
-def raft(logprob: Tensor, reward: Tensor) -> Tensor:
-    """-log pi where the reward is positive, 0 elsewhere: learning from the accepted samples alone (RAFT,
-    arXiv:2304.06767; with a 0/1 reward as in arXiv:2504.11343). `reward`, without a baseline, is [tokens].
+def raft(logprob: Tensor, advantage: Tensor) -> Tensor:
+    """-log pi where the advantage is positive, 0 elsewhere: learning from the accepted samples alone (RAFT,
+    arXiv:2304.06767; with a 0/1 reward as in arXiv:2504.11343, the advantage being the bare reward). [tokens].
 
     With token-mean, as in supervised fine-tuning. RAFT++ is `ppo_clip` with advantage 1 where the reward is positive
     and 0 elsewhere.
     """
-    return torch.where(reward > 0, -logprob, 0)
+    return torch.where(advantage > 0, -logprob, 0)
 
 
 def opmd(logprob: Tensor, advantage: Tensor, *, tau: float = 1.0) -> Tensor:

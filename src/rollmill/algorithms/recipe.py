@@ -33,10 +33,10 @@ class RewardInputs(NamedTuple):
 
 
 class Advantages(NamedTuple):
-    """What an advantage function returns, [N] each."""
+    """What an advantage function returns."""
 
-    values: Tensor  #: advantage of every action token of the experience
-    counted: Tensor  #: bool: whether the experience enters the denominators
+    values: Tensor  #: [N], of every action token of the experience; of a token advantage [A], one per token
+    counted: Tensor  #: bool [N]: whether the experience enters the denominators
 
 
 class TermInputs(NamedTuple):
@@ -69,6 +69,7 @@ class LossTerm:
     source: Source = Source.USUAL
     weight: float | Callable[[int], float] = 1.0  #: a number, or a function of the training step, counted from 0
     uses_advantage: bool = False  #: the term is 0, and so is its gradient, where the advantage is 0
+    only_positive: bool = False  #: and where it is negative
     uses_reference: bool = False
     uses_entropy: bool = False
     is_kl: bool = False  #: its weight is multiplied by the KL coefficient of the moment
@@ -85,6 +86,8 @@ class Recipe:
     name: str
     terms: tuple[LossTerm, ...]
     advantage: Callable[[RewardInputs], Advantages] | None = None  #: None: nothing is compared, or a critic does it
+    token_advantage: Callable[[RewardInputs, Tensor, Tensor | None], Advantages] | None = None
+    """The same per token: (inputs, sequence [A], KL penalty in the reward [A] or None)."""
     critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
     """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
     critic: CriticOptions | None = None
@@ -94,6 +97,7 @@ class Recipe:
     keeps_groups: bool = False  #: a group is never cut between micro-batches
     reset_optimizer: bool = False
     dropped: Callable[[TermInputs], Tensor] | None = None  #: bool [tokens], where clipping takes the gradient away
+    measures: Callable[[TermInputs], dict[str, Tensor]] | None = None  #: of pairs: metrics, one value per pair
 
     @property
     def uses_reference(self) -> bool:

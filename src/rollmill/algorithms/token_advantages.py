@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from rollmill.algorithms.advantages import grpo
+from rollmill.algorithms.advantages import grpo, mean_baseline, uniform_groups, whiten
 
 
 class ValueTargets(NamedTuple):
@@ -55,6 +55,34 @@ def discounted_returns(rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0)
 def at_last_token(rewards_S: Tensor, sequence: Tensor) -> Tensor:
     """[T]: each sequence's reward on its last token and 0 elsewhere; `sequence` is 0 .. S - 1."""
     return torch.where(_following(sequence) < 0, rewards_S[sequence], 0)
+
+
+def reinforce_plus_plus(
+    rewards_S: Tensor,
+    groups_S: Tensor,
+    sequence: Tensor,
+    penalty: Tensor | None = None,
+    *,
+    baseline: Literal["none", "group"] = "none",
+    ddof: int = 1,
+    eps: float = 1e-8,
+) -> Tensor:
+    """(G_t - mean) / (std + eps) over all tokens of the batch, G_t = r - sum_{k >= t} penalty_k (REINFORCE++,
+    arXiv:2501.03262). [T]; 0 for sequences without a reward.
+
+    Args:
+        rewards_S: one per sequence, NaN where missing; `sequence` is 0 .. S - 1.
+        penalty: [T], what the KL to the reference takes off each token's reward.
+        baseline: "group" takes the group's mean off the reward; without a penalty uniform groups then get exactly 0.
+        ddof: 0 population, 1 sample standard deviation.
+    """
+    centred = mean_baseline(rewards_S.double(), groups_S) if baseline == "group" else rewards_S.double()
+    tokens = at_last_token(torch.where(rewards_S.isnan(), torch.nan, centred), sequence)
+    returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
+    values = whiten(returns, ~returns.isnan(), ddof=ddof, eps=eps)
+    if baseline == "group" and penalty is None:
+        values = torch.where(uniform_groups(rewards_S, groups_S)[sequence], 0, values)
+    return values
 
 
 def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:

@@ -22,6 +22,7 @@ class AlgorithmOptions(Section):
     uses_experts: ClassVar[bool] = False
     uses_pairs: ClassVar[bool] = False
     needs_rewards: ClassVar[bool] = True  #: of an algorithm that rolls out
+    trains_policy: ClassVar[bool] = True  #: else a model of its own, which the checkpoints hold beside the policy
     source: ClassVar[str] = ""  #: paper, or whose implementation
 
     name: str
@@ -42,7 +43,8 @@ class KLOptions(Section):
     coefficient: float = Field(0.0, ge=0)
     """Weight of the penalty. 0 keeps no reference model."""
     estimator: Literal["k1", "k2", "k3", "abs", "unbiased"] = "k3"
-    """How KL(policy || reference) is estimated per token. `unbiased` is k3 times the ratio, right off policy, too."""
+    """How KL(policy || reference) is estimated per token. `unbiased` is k3 times the ratio to the rollout
+    policy, right off policy, too."""
     where: Literal["loss", "reward"] = "loss"
     """A term of the loss, or taken off the reward before advantages are formed."""
     target: float | None = Field(None, gt=0)
@@ -54,8 +56,11 @@ class KLOptions(Section):
 
 
 class CriticOptions(Section):
-    """The value model: the policy's network with one output, and an optimizer of its own. Only for advantage `gae`."""
+    """The value model: a network with one output, and an optimizer of its own. Only for advantage `gae`."""
 
+    network: Literal["own", "policy"] = "own"
+    """`own`: a copy of the policy's network, made when the stage starts. `policy`: a head on the policy's own hidden
+    states, which costs no memory; only the head learns from the value loss, and it wants a greater lr."""
     lr: float = Field(1e-5, gt=0)
     """Its learning rate at its highest; schedule and warm-up are the trainer's."""
     value_clip: float | None = Field(0.2, gt=0)

@@ -8,7 +8,7 @@ from rollmill.config.contradictions import contradictions, model_contradictions
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
-from rollmill.recipes import Distill
+from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = ("max_new_tokens", "max_sequences", "prefill_tokens", "stop", "stop_token_ids", "deadline_s")
@@ -30,7 +30,7 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
 def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys that no component of this stage honours, each with who would."""
     keys: dict[KeyPath, str] = {}
-    algorithm, evaluation = stage.algorithm, stage.evaluation
+    algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
@@ -45,6 +45,12 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
                 keys["rollout", name] = (
                     f"not honoured: {learner}, and evaluation is greedy only (samples: 0); remove it"
                 )
+    if not algorithm.trains_policy:
+        keys["evaluation",] = (
+            f"not honoured by algorithm `{algorithm.name}`, which changes no policy; the metric `pairs/accuracy` is "
+            "measured on each batch before it is learned from; remove it"
+        )
+        keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     if evaluation is None:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
@@ -57,6 +63,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
 def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
     """Keys of the section `algorithm` that its choice of parts does not honour, each with who would."""
     keys: dict[KeyPath, str] = {}
+    if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
+        keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
     if isinstance(algorithm, Distill):
         if algorithm.divergence != "jsd":
             keys["algorithm", "beta"] = f"not honoured by divergence `{algorithm.divergence}`; it is by `jsd`"
@@ -74,6 +82,11 @@ def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
     else:
         keys["algorithm", "overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
         keys["algorithm", "drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
+    ratio = algorithm.loss.uses_old or algorithm.corrections
+    if not ratio:
+        keys["algorithm", "proximal"] = f"loss `{algorithm.loss.name}` looks at no old log-probs; remove it"
+    if advantage.uses_greedy:
+        keys["algorithm", "overlong_buffer"] = "not honoured by `remax`, whose greedy baseline it would not reach"
     if kl.coefficient == 0:
         for key in ("estimator", "where", "target", "horizon", "refresh_every"):
             keys["algorithm", "kl", key] = "not honoured with coefficient 0; give kl.coefficient or remove it"

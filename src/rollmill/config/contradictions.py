@@ -10,6 +10,8 @@ import regex
 
 from rollmill.config.advantage import BatchBaseline
 from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
+from rollmill.config.correction import OffPolicyMask
+from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.reward import FormatReward, PythonReward, ReasoningGymReward
 from rollmill.config.run import StageConfig
@@ -43,8 +45,13 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if isinstance(algorithm, Distill):
         if algorithm.teacher is None:
             yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
+        plain = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, 1.0, 0, 0.0)
+        if algorithm.divergence == "sampled" and not plain:
+            text = "`sampled` needs tokens of the policy's own distribution: temperature 1 and no truncation"
+            yield ("algorithm", "divergence"), f"{text}; change rollout or use reverse_kl"
         return
     assert isinstance(algorithm, PolicyGradientOptions)
+    yield from _corrections(algorithm)
     advantage = algorithm.advantage
     if isinstance(advantage, BatchBaseline):
         if advantage.baseline == "batch" and rollout.batch * rollout.group_size == 1:
@@ -60,10 +67,25 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
         yield ("algorithm", "overlong_buffer"), text
 
 
+def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
+    """Weights old / rollout mean something only where old log-probs differ from the rollout's and are used."""
+    weights = [each for each in algorithm.corrections if not isinstance(each, OffPolicyMask)]
+    if not weights:
+        return
+    if isinstance(algorithm.loss, DPPOTV):
+        text = f"`{algorithm.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
+        yield ("algorithm", "corrections"), f"{text}; remove it"
+    elif algorithm.proximal == "rollout":
+        text = (
+            f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct nothing"
+        )
+        yield ("algorithm", "corrections"), f"{text}; set proximal: recompute"
+
+
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
-    users += ["evaluation"] if stage.evaluation is not None else []
+    users += ["evaluation"] if stage.evaluation is not None and stage.algorithm.trains_policy else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
@@ -148,6 +170,19 @@ def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Itera
         yield ("model",), text
     else:
         yield from _new_model(model.new, stages)
+    yield from _other_models(model, stages)
+
+
+def _other_models(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:
+    for index, stage in enumerate(stages):
+        if stage.algorithm.trains_policy:
+            continue
+        name = f"algorithm `{stage.algorithm.name}`"
+        if model.lora is not None:
+            yield ("model", "lora"), f"{name} trains all weights of a model of its own; remove this"
+        if index < len(stages) - 1:
+            text = f"{name} changes no policy, and checkpoints of later stages do not hold what it trains"
+            yield ("stages", index, "algorithm"), f"{text}; make it the last stage, or a run of its own"
 
 
 def _new_model(new: NewModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:

@@ -13,6 +13,8 @@ class Loss(Part):
     """What every loss says about itself."""
 
     follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
+    only_positive: ClassVar[bool] = False  #: and where it is negative
+    uses_old: ClassVar[bool] = True  #: looks at the old log-probs
 
 
 class PPOClip(Loss):
@@ -72,6 +74,8 @@ class TOPRLoss(Loss):
 class OPMDLoss(Loss):
     """-A log pi / (1 + tau) (OPMD)."""
 
+    uses_old: ClassVar[bool] = False
+
     name: Literal["opmd"] = "opmd"
     tau: float = Field(1.0, ge=0)
     """Weight of the KL to the old policy that the update is derived with."""
@@ -108,13 +112,16 @@ class SoftmaxPPO(Loss):
 class PolicyGradientLoss(Loss):
     """-A log pi, without a ratio (REINFORCE, GPG, AsymRE)."""
 
+    uses_old: ClassVar[bool] = False
+
     name: Literal["policy_gradient"] = "policy_gradient"
 
 
 class RAFTLoss(Loss):
-    """-log pi of completions with a positive reward (RAFT)."""
+    """-log pi of completions with a positive advantage, which is the bare reward (RAFT)."""
 
-    follows_advantage: ClassVar[bool] = False
+    only_positive: ClassVar[bool] = True
+    uses_old: ClassVar[bool] = False
 
     name: Literal["raft"] = "raft"
 
@@ -141,6 +148,7 @@ class DPPOTV(Loss):
     """-A rho + kl (log rho)^2 of tokens whose probability has not moved too far, rho to the rollout policy (DPPO)."""
 
     follows_advantage: ClassVar[bool] = False
+    uses_old: ClassVar[bool] = False
 
     name: Literal["dppo_tv"] = "dppo_tv"
     bound_low: float = Field(0.2, ge=0)

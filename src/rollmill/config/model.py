@@ -53,7 +53,7 @@ class LoRAConfig(Section):
     alpha: float = Field(32, gt=0)
     """The adapters' product is scaled by alpha / rank."""
     targets: list[str] | Literal["all-linear"] = "all-linear"
-    """Names of the layers that are adapted, such as q_proj; all linear layers but the output layer."""
+    """Names of the adapted layers, such as q_proj; or all linear layers but the output layer. Not for experts."""
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (arXiv:2312.03732)."""
 

@@ -7,12 +7,12 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"]]
+_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"], ["rewards", "*", "path"]]
 _STAGE_CODE = [["taskset", "function"], ["evaluation", "taskset", "function"], ["rewards", "*", "function"]]
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
-    """The tree with absolute paths for `model.path`, `plugins`, taskset paths and `FILE.py:NAME` functions.
+    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets and rewards, `FILE.py:NAME` functions.
 
     A path that is found nowhere is a problem if `required`, else it is left as written.
     """
@@ -60,4 +60,6 @@ def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> s
 def _advice(node: Node) -> str:
     if node.path[0] == "model":
         return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
+    if "rewards" in node.path:
+        return "give the folder of a reward model on this machine; rollmill downloads nothing"
     return "correct the path"

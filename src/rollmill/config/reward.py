@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -75,6 +76,17 @@ class PythonReward(_Reward):
     """Reward of a timed-out judgement."""
 
 
+class ModelReward(_Reward):
+    """The score of a reward model: a sequence classifier with one output."""
+
+    name: Literal["model"]
+    path: Path
+    """A Hugging Face folder of a sequence classifier, such as RUN/checkpoints/step-N/reward_model."""
+    batch_tokens: int = Field(8192, ge=1)
+    """Tokens per forward pass, padding included; one completion may have more."""
+
+
 RewardConfig = Annotated[
-    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward, Field(discriminator="name")
+    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward | ModelReward,
+    Field(discriminator="name"),
 ]

@@ -43,6 +43,12 @@ class Policy:
     context: int  #: longest sequence in tokens
     device: torch.device
 
+    @property
+    def end_id(self) -> int:
+        """The end-of-sequence id that demonstrations end with."""
+        own: int | None = self.tokenizer.eos_token_id
+        return min(self.eos_ids) if own is None else own
+
 
 def load_policy(
     config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
@@ -98,7 +104,7 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
         config = _attempt(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
         _check_config(config, folder)
         _remove_dropout(config, folder)
-        tokenizer = _attempt(lambda: _read_tokenizer(folder, options), folder, "the tokenizer")
+        tokenizer = _attempt(lambda: read_tokenizer(folder, options), folder, "the tokenizer")
         model, info = _attempt(
             lambda: AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=torch.float32, output_loading_info=True, **options
@@ -111,7 +117,7 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
     return model, tokenizer
 
 
-def _read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
+def read_tokenizer(folder: Path, options: dict[str, Any]) -> Any:
     """AutoTokenizer, except that a generic tokenizer.json is taken as it is.
 
     For some architectures (qwen2 is one) AutoTokenizer replaces a generic tokenizer by the architecture's usual one.

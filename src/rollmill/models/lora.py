@@ -1,14 +1,11 @@
 """LoRA (arXiv:2106.09685) through peft: adapters inside the model, merged copies of it, and what a checkpoint keeps.
 
-The model keeps its class. Base weights are frozen; without the adapters it is the initial policy, so no reference copy
-is needed.
+The model keeps its class. Base weights are frozen, so a reference or a checkpoint needs the adapters only.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
     """Freeze the model and put adapters into it, which at first change nothing.
 
     Raises:
-        ModelError: peft is not installed, or finds no layer of the names in `targets`.
+        ModelError: peft is not installed, finds no layer of the names in `targets`, or finds experts among them.
     """
     try:
         from peft import LoraConfig
@@ -50,21 +47,18 @@ def add_lora(model: Any, config: LoRAConfig, seed: int) -> None:
             raise ModelError(
                 f"model.lora.targets: {error}; use all-linear, or names of the model's linear layers"
             ) from error
+    if any(hasattr(layer, "parameter_name") for layer in adapted_layers(model).values()):  # peft's ParamWrapper
+        raise ModelError(
+            "model.lora.targets: the experts and the router of this mixture-of-experts model cannot be adapted; name "
+            "its other linear layers, for example [q_proj, k_proj, v_proj, o_proj]"
+        )
+    if hasattr(model.get_output_embeddings(), "get_delta_weight"):
+        raise ModelError("model.lora.targets: the output layer cannot be adapted; name other layers")
 
 
 def has_lora(model: nn.Module) -> bool:
     """Whether `add_lora` was called on the model."""
     return bool(getattr(model, "_hf_peft_config_loaded", False))
-
-
-@contextmanager
-def without_lora(model: Any) -> Iterator[None]:
-    """Inside, the model is its frozen base."""
-    model.disable_adapters()
-    try:
-        yield
-    finally:
-        model.enable_adapters()
 
 
 def adapted_layers(model: nn.Module) -> dict[str, Any]:

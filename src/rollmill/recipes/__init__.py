@@ -31,6 +31,7 @@ from rollmill.recipes.reinforce import Reinforce
 from rollmill.recipes.reinforce_plus_plus import ReinforcePlusPlus
 from rollmill.recipes.reinforce_plus_plus_baseline import ReinforcePlusPlusBaseline
 from rollmill.recipes.remax import ReMax
+from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
 from rollmill.recipes.sft import SFT
@@ -67,7 +68,8 @@ AlgorithmUnion = Annotated[
     | MIX
     | CHORD
     | DPO
-    | Distill,
+    | Distill
+    | RewardModel,
     Field(discriminator="name"),
 ]
 
@@ -111,6 +113,7 @@ __all__ = [
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
+    "RewardModel",
     "StepwiseGRPO",
     "known_algorithms",
 ]

@@ -2,8 +2,9 @@
 
 L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho, .8, 1.28) A_i)
 
-The penalty (`overlong_buffer`) is taken off the reward before advantages are formed. Groups whose rewards are all equal
-are left out of the denominator: the part of dynamic sampling that needs no new rollouts.
+The penalty is on where `overlong_buffer` is given (published: a fifth of max_new_tokens). It is taken off the reward
+before advantages are formed. Groups whose rewards are all equal are left out of the denominator: the part of dynamic
+sampling that needs no new rollouts.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from rollmill.config.loss import LossConfig, PPOClip
 
 
 class DAPO(PolicyGradientOptions):
-    """DAPO: asymmetric clipping, token mean, groups with differing rewards, overlong penalty."""
+    """DAPO: asymmetric clipping, token mean, groups with differing rewards, overlong penalty on request."""
 
     source: ClassVar[str] = "arXiv:2503.14476"
 

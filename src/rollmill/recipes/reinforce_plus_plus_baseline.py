@@ -1,6 +1,6 @@
 """REINFORCE++-baseline: the group's mean as baseline, normalised over the whole batch, k2 penalty in the loss.
 
-A_i = (a_i - mean) / (std + eps) over the batch, a_i = r_i - mean within the group
+A_i = (a_i - mean) / (std + eps) over the batch's tokens, a_i = r_i - mean within the group
 L = 1/sum_i T_i sum_i sum_t [-min(rho A_i, clip(rho) A_i) + kl k2]
 """
 

@@ -1,4 +1,4 @@
-"""The critic: the policy's network with one output per token, and an optimizer of its own (PPO, arXiv:1707.06347).
+"""The critic: a network with one output per token, and an optimizer of its own (PPO, arXiv:1707.06347).
 
 Shapes: A action tokens of the batch, M of a micro-batch, T tokens of the row, d hidden size.
 """
@@ -28,19 +28,32 @@ from rollmill.trainer.schedule import learning_rate
 
 
 class ValueModel(nn.Module):
-    """V of the state in which each token is chosen. It starts as a copy of the policy's network that says 0."""
+    """V of the state in which each token is chosen, 0 at the start: a linear head on a network.
 
-    def __init__(self, policy: Any) -> None:
+    The network is a copy of the policy's, which learns, too; or the policy's own, whose hidden states are taken as
+    they are: then the value loss moves the head alone.
+    """
+
+    def __init__(self, policy: Any, *, own_network: bool = True) -> None:
         super().__init__()
-        self.network = copy.deepcopy(policy.base_model)
+        self._own = own_network
+        self._shared = [] if own_network else [policy.base_model]  # in a list, so that it is no part of this module
+        if own_network:
+            self.copied = copy.deepcopy(policy.base_model)
         weight = policy.get_output_embeddings().weight
         self.head = nn.Linear(weight.shape[1], 1, device=weight.device, dtype=weight.dtype)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
+    @property
+    def network(self) -> Any:
+        """What makes the hidden states."""
+        return self.copied if self._own else self._shared[0]
+
     def forward(self, micro: MicroBatch, *, bf16: bool) -> Tensor:
         """Values [M] of a micro-batch's action tokens; run it inside `attending`."""
-        with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
+        autocast = torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext()
+        with autocast, torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
         hidden_Md = output.last_hidden_state[0].index_select(0, micro.rows)
         values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[:, 0]
@@ -53,7 +66,7 @@ class Critic:
     def __init__(
         self, policy: Any, options: CriticOptions, config: TrainerConfig, *, total_steps: int, bf16: bool, ranks: Ranks
     ) -> None:
-        self.model = ValueModel(policy)
+        self.model = ValueModel(policy, own_network=options.network == "own")
         self.options, self._bf16, self._ranks = options, bf16, ranks
         self._config = config.model_copy(update={"lr": options.lr})
         self._total_steps = total_steps
@@ -133,6 +146,8 @@ def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, 
     return found
 
 
-def usual_experiences(experiences: Sequence[Experience], part: Sequence[int], counted: Tensor) -> list[int]:
+def usual_experiences(
+    experiences: Sequence[Experience], table: TokenTable, part: Sequence[int], counted: Tensor
+) -> list[int]:
     """Those of the part that the critic learns from."""
-    return [i for i in part if experiences[i].source == "usual" and bool(counted[i])]
+    return [i for i in part if experiences[i].source == "usual" and len(table.positions[i]) and bool(counted[i])]

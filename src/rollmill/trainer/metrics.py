@@ -41,6 +41,9 @@ class TokenMetrics:
     def demonstrated(self, inputs: TermInputs) -> None:
         """Add demonstrated tokens of a first pass."""
         self._add("expert_entropy", inputs.entropy)
+        if self._recipe.measures is not None:
+            for name, values in self._recipe.measures(inputs).items():
+                self._add(name, values)
 
     def result(self) -> dict[str, float]:
         """The means; what was never seen is left out."""

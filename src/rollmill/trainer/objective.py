@@ -28,6 +28,7 @@ class Scores:
     old: Tensor | None = None  #: log-probs of the policy the update starts from; None: see `interpolated`
     reference: Tensor | None = None  #: log-probs of the reference
     values: Tensor | None = None  #: of the critic
+    policy: Tensor | None = None  #: the policy's own log-probs at the start of the step, for a KL in the reward
     interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
 
 
@@ -59,7 +60,7 @@ def judge(
     sources = [e.source for e in experiences]
     rewards = torch.tensor([np.nan if e.reward is None else e.reward for e in experiences], dtype=torch.float64)
     values = torch.zeros(len(table.target))
-    compared = recipe.advantage is not None or recipe.critic_advantage is not None
+    compared = any(f is not None for f in (recipe.advantage, recipe.token_advantage, recipe.critic_advantage))
     counted = torch.tensor([not compared or source is not Source.USUAL for source in sources])
     usual = [i for i, source in enumerate(sources) if source is Source.USUAL]
     returns = None
@@ -77,13 +78,16 @@ def judge(
             returns = torch.zeros_like(values)
             returns[tokens] = targets.returns.float()
             counted[usual] = ~reward_U.isnan()
+        elif recipe.token_advantage is not None:
+            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
+            result = recipe.token_advantage(inputs, sequence, penalty_A)
+            values[tokens], counted[usual] = result.values.float(), result.counted
         else:
             assert recipe.advantage is not None
             if penalty_A is not None:
                 reward_U = reward_U - sum_by_sequence(penalty_A, sequence, len(usual))
             result = recipe.advantage(_reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual]))
-            values[tokens] = result.values.float()[sequence]
-            counted[usual] = result.counted
+            values[tokens], counted[usual] = result.values.float()[sequence], result.counted
     _annotate(experiences, table, values)
     return Judgement(
         values.to(device),
@@ -117,8 +121,9 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
 def _penalty(table: TokenTable, recipe: Recipe, scores: Scores, coefficient: float) -> Tensor:
     """What the KL to the reference takes off each token's reward: float64 [A]."""
     assert scores.reference is not None
-    own = table.rollout_logprob if scores.old is None else scores.old
-    return coefficient * estimator(recipe.kl.estimator)(own, scores.reference, own).double().cpu()
+    assert scores.policy is not None
+    estimate = estimator(recipe.kl.estimator)
+    return coefficient * estimate(scores.policy, scores.reference, table.rollout_logprob).double().cpu()
 
 
 def _annotate(experiences: Sequence[Experience], table: TokenTable, values: Tensor) -> None:
@@ -157,10 +162,13 @@ class Objective:
         self.weights = [term.weight_at(step) * (kl_coefficient if term.is_kl else 1.0) for term in recipe.terms]
         moves = torch.zeros_like(lengths, dtype=torch.bool)
         moves[table.experience[judgement.advantage != 0]] = True
+        raised = torch.zeros_like(moves)
+        raised[table.experience[judgement.advantage > 0]] = True
         learned = torch.zeros_like(moves)
         for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
             if weight:
-                learned |= (share != 0) & (moves if term.uses_advantage else torch.ones_like(moves))
+                moved = moves if term.uses_advantage else torch.ones_like(moves)
+                learned |= (share != 0) & (raised if term.only_positive else moved)
         self.learned = learned.nonzero()[:, 0].tolist()  #: the experiences that have a gradient
 
     def inputs(

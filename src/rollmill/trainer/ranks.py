@@ -38,7 +38,8 @@ class Ranks:
         if self.size == 1:
             return
         trainable = [p for p in parameters if p.requires_grad]
-        present = self.add(torch.tensor([float(p.grad is not None) for p in trainable]))
+        device = trainable[0].device
+        present = self.add(torch.tensor([float(p.grad is not None) for p in trainable], device=device))
         for parameter, count in zip(trainable, present.tolist(), strict=True):
             if count:
                 if parameter.grad is None:

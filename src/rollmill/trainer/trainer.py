@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import copy
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import Experience, Source
-from rollmill.models.lora import has_lora, without_lora
 from rollmill.models.norms import Replacements, find_norms, replaced
 from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches, token_table
 from rollmill.trainer.calibrate import choose_precision
@@ -29,7 +26,9 @@ from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.objective import Judgement, Objective, Scores, judge
 from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
 from rollmill.trainer.parts import cut
+from rollmill.trainer.preparation import checkpoint_activations, evaluation_mode, master_weights
 from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.reference import Reference
 from rollmill.trainer.schedule import learning_rate
 
 Terms = dict[str, tuple[float, Tensor]]
@@ -50,8 +49,7 @@ class Trainer:
     Args:
         model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
         total_steps: training steps of the stage, for the schedule.
-        reference: frozen policy for the KL term; by default a copy of `model` is made if the recipe needs one. The base
-            under LoRA adapters serves where there are some.
+        reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils.
         ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
     """
@@ -70,20 +68,15 @@ class Trainer:
         ranks: Ranks | None = None,
     ) -> None:
         self.device = torch.device(device)
-        self.model = _master(model.to(self.device))
+        self.model = master_weights(model.to(self.device))
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
         self.precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
         self._ranks = ranks or Ranks.of_process()
         self._optimizer = build_optimizer(self.model, config)
         self._generator = torch.Generator().manual_seed(seed)
-        base_serves = has_lora(self.model) and recipe.kl.refresh_every is None
-        self._own_reference = recipe.uses_reference and reference is None and not base_serves
-        if self._own_reference:
-            reference = copy.deepcopy(self.model)
-        self._reference: nn.Module | None = None
-        if recipe.uses_reference and reference is not None:
-            self._reference = reference.to(self.device).requires_grad_(False).eval()
+        checkpoint_activations(self.model, config.gradient_checkpointing)
+        self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None
         self._teacher = None if teacher is None else teacher.to(self.device).requires_grad_(False).eval()
         self._critic: Critic | None = None
         if recipe.critic is not None:
@@ -95,7 +88,6 @@ class Trainer:
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
         self._norms = self._find_norms()
-        _checkpoint_activations(self.model, config.gradient_checkpointing)
 
     @property
     def kl_coefficient(self) -> float:
@@ -118,15 +110,16 @@ class Trainer:
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
         refresh = self.recipe.kl.refresh_every
-        if self._own_reference and self._reference is not None and refresh and self.steps % refresh == 0:
-            self._reference.load_state_dict(self.model.state_dict())
+        if self._reference is not None and refresh and self.steps % refresh == 0:
+            self._reference.refresh()
         lr = learning_rate(config, self.steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
-        with _evaluation_mode(self.model), replaced(self._norms):
+        critic = nullcontext() if self._critic is None else evaluation_mode(self._critic.model)
+        with evaluation_mode(self.model), critic, replaced(self._norms):
             scores = self._scores(experiences, table, version)
             judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
@@ -147,7 +140,8 @@ class Trainer:
                     totals.add(self._update_critic(batch, judgement, scores))
                     updates += 1
         if scores.values is not None and judgement.returns is not None:
-            extra |= value_metrics(scores.values, judgement.returns, judgement.counted[table.experience])
+            usual = ~table.expert & judgement.counted[table.experience]
+            extra |= value_metrics(scores.values, judgement.returns, usual)
         self.steps += 1
         found = metrics.result()
         if self._kl is not None and "kl_ref" in found:
@@ -163,7 +157,7 @@ class Trainer:
             "steps": self.steps,
             "generator": self._generator.get_state(),
             "precision": self.precision,
-            "reference": self._reference.state_dict() if self._own_reference and self._reference else None,
+            "reference": None if self._reference is None else self._reference.state_dict(),
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
         }
@@ -174,7 +168,7 @@ class Trainer:
         self.steps, self.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
         self._norms = self._find_norms()
-        if self._own_reference and self._reference is not None:
+        if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
@@ -189,7 +183,8 @@ class Trainer:
         if self.device.type != "cpu":
             return []
         critic = None if self._critic is None else self._critic.model
-        return find_norms(*(model for model in (self.model, self._reference, critic) if model is not None))
+        reference = None if self._reference is None else self._reference.model
+        return find_norms(*(model for model in (self.model, reference, critic) if model is not None))
 
     def _update(self, batch: _Part, metrics: TokenMetrics, version: int, *, first_pass: bool) -> dict[str, float]:
         """One optimizer step over a part of the batch."""
@@ -197,12 +192,12 @@ class Trainer:
         if first_pass:
             silent = [i for i in batch.chosen if i not in learned and batch.experiences[i].source is Source.USUAL]
             with torch.no_grad():
-                for micro in self._micro_batches(batch, silent):
+                for micro in self._rows(batch.experiences, batch.table, silent):
                     self._forward(batch, micro, metrics, version, first_pass=True)
         if not learned:
             return {"skipped": 1.0}
         self._optimizer.zero_grad(set_to_none=True)
-        micros = self._micro_batches(batch, batch.objective.learned)
+        micros = self._rows(batch.experiences, batch.table, batch.objective.learned)
         totals = {"loss": 0.0}
         for micro in micros:
             with attending_to(self.model, micro):
@@ -228,12 +223,12 @@ class Trainer:
             return {}
         assert scores.values is not None
         assert judgement.returns is not None
-        chosen = usual_experiences(batch.experiences, batch.chosen, judgement.counted)
+        chosen = usual_experiences(batch.experiences, batch.table, batch.chosen, judgement.counted)
         if not chosen:
             return {}
         counted = torch.zeros_like(judgement.counted)
         counted[chosen] = True
-        micros = self._micro_batches(batch, chosen)
+        micros = self._rows(batch.experiences, batch.table, chosen)
         tasks = [batch.experiences[i].task_id for i in chosen]
         return self._critic.update(micros, batch.table, counted, judgement.returns, scores.values, self.steps, tasks)
 
@@ -289,9 +284,6 @@ class Trainer:
             bf16=self.precision == "bf16",
         )
 
-    def _micro_batches(self, batch: _Part, chosen: list[int]) -> list[MicroBatch]:
-        return self._rows(batch.experiences, batch.table, chosen)
-
     def _rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
         """This rank's share of the chosen experiences."""
         return micro_batches(
@@ -309,25 +301,23 @@ class Trainer:
         """Old and reference log-probs and values, where this batch needs them."""
         single = self.config.updates_per_batch * self.config.epochs_per_batch == 1
         fresh = bool((table.version[table.version >= 0] == version).all())
-        own = single and (fresh or self.recipe.proximal == "recompute")
-        old = None
-        if self.recipe.proximal == "recompute" and not own:
-            old = self._evaluate(self.model, experiences, table)
-        elif self.recipe.proximal == "rollout" and not own:
+        own = single and (fresh or self.recipe.proximal != "rollout")
+        recompute = self.recipe.proximal == "recompute" and not own
+        policy = None
+        if recompute or self.recipe.kl_in_reward:
+            policy = self._evaluate(self.model, experiences, table)
+        old = policy if recompute else None
+        if self.recipe.proximal == "rollout" and not own:
             old = table.rollout_logprob
-        reference = self._reference_logprobs(experiences, table) if self.recipe.uses_reference else None
+        reference = None
+        if self._reference is not None:
+            with self._reference.active() as model:
+                reference = self._evaluate(model, experiences, table)
         values = None
         if self._critic is not None:
             usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
             values = self._critic.values(self._rows(experiences, table, usual), table)
-        return Scores(old, reference, values, interpolated=self.recipe.proximal == "interpolate" and not own)
-
-    def _reference_logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
-        """Of the frozen model, or of the base under the adapters."""
-        if self._reference is not None:
-            return self._evaluate(self._reference, experiences, table)
-        with without_lora(self.model):
-            return self._evaluate(self.model, experiences, table)
+        return Scores(old, reference, values, policy, interpolated=self.recipe.proximal == "interpolate" and not own)
 
     @torch.no_grad()
     def _evaluate(self, model: nn.Module, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
@@ -391,31 +381,3 @@ class _Totals:
 
 def _total(terms: Terms) -> Tensor:
     return torch.stack([weight * value for weight, value in terms.values()]).sum()
-
-
-def _master(model: nn.Module) -> nn.Module:
-    """fp32 master weights (float64 models stay float64)."""
-    narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in model.parameters())
-    return model.float() if narrow else model
-
-
-def _checkpoint_activations(model: Any, wanted: bool) -> None:
-    renamed = hasattr(model, "activation_checkpointing_enable")  # since transformers 5.2x
-    name = "activation_checkpointing" if renamed else "gradient_checkpointing"
-    if wanted:
-        getattr(model, f"{name}_enable")({"use_reentrant": False})
-    elif getattr(model, f"is_{name}"):  # an earlier stage wanted it
-        getattr(model, f"{name}_disable")()
-
-
-@contextmanager
-def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Dropout off; layers that checkpoint their activations stay in training mode, without which they would not."""
-    before = {module: module.training for module in model.modules()}
-    for module in before:
-        module.training = isinstance(module, GradientCheckpointingLayer)
-    try:
-        yield
-    finally:
-        for module, training in before.items():
-            module.training = training

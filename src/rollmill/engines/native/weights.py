@@ -44,9 +44,9 @@ class Weights:
         """The same modules without adapters; tied parameters stay tied."""
         layers = {id(layer.base_layer.weight): layer for layer in adapted_layers(model).values()}
         memo: dict[int, object] = {id(buffer): buffer for buffer in model.buffers()}
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
             layer = layers.get(id(parameter))
-            if layer is None and parameter.dtype == dtype:
+            if layer is None and (parameter.dtype == dtype or ".lora_" in name):
                 memo[id(parameter)] = parameter
                 continue
             twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
