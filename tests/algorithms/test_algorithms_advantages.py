@@ -235,11 +235,14 @@ def test_gdpo_weights_parts_after_their_normalisation() -> None:
     torch.testing.assert_close(one, gdpo(parts[:, :1], groups))
 
 
-def test_gdpo_leaves_out_an_experience_that_lacks_a_part() -> None:
+def test_gdpo_learns_from_the_parts_that_apply() -> None:
     parts = doubles(1, 3, 0, NAN, 0, 2, 5, 1).reshape(4, 2)
-    got, keep = gdpo(parts, GROUP), [0, 2, 3]
-    assert got[1] == 0
-    torch.testing.assert_close(got[keep], gdpo(parts[keep], GROUP[keep]))
+    got = gdpo(parts, GROUP, whitened=False)
+    columns = [grpo(parts[:, k], GROUP) for k in (0, 1)]
+    assert columns[1][1] == 0
+    torch.testing.assert_close(got, columns[0] + columns[1])
+    nothing = doubles(NAN, NAN, NAN, NAN, 1, 0, NAN, NAN).reshape(4, 2)
+    assert gdpo(nothing, GROUP).tolist() == [0, 0, 0, 0]
 
 
 # --- per token -------------------------------------------------------------------------------------------------------

@@ -103,7 +103,11 @@ def test_dapo_penalises_length_before_comparing() -> None:
 def test_unjudged_experiences_are_not_counted() -> None:
     inputs = _rewards([1.0, float("nan"), 0.0], [0, 0, 0], [8, 10, 3])
     for name in set(ROLLING) - {"ppo"}:
-        result = _recipe(name=name).advantage(inputs)
+        recipe = _recipe(name=name)
+        if recipe.advantage is None:
+            result = recipe.token_advantage(inputs, torch.arange(3), None)
+        else:
+            result = recipe.advantage(inputs._replace(greedy_rewards=torch.zeros(3).double()))
         assert result.counted.tolist() == [True, False, True]
         assert result.values[1] == 0
         assert result.values.isfinite().all()
@@ -148,3 +152,21 @@ def test_parts_are_normalised_with_the_weights_of_their_rewards() -> None:
     assert recipe.advantage is not None
     values = recipe.advantage(inputs).values
     assert values.tolist() == pytest.approx([1.5 - 1, -0.5 + 3, -1.5, -1.5], abs=1e-5)
+
+
+def test_parts_that_cancel_are_not_a_uniform_group() -> None:
+    inputs = _rewards([1.0] * 4, [0, 0, 0, 0], [1, 1, 1, 1])
+    a = torch.tensor([1.0, 1, 0, 0]).double()
+    for b, counted in ((1 - a, True), (torch.ones(4).double(), True)):
+        recipe = _recipe(name="gdpo", drop_uniform_groups=True)
+        assert recipe.advantage(inputs._replace(parts={"a": a, "b": b})).counted.tolist() == [counted] * 4
+    uniform = {"a": torch.ones(4).double(), "b": torch.zeros(4).double()}
+    assert not recipe.advantage(inputs._replace(parts=uniform)).counted.any()
+
+
+def test_raft_learns_from_what_was_accepted_alone() -> None:
+    [term] = _recipe(name="raft").terms
+    inputs = _inputs(3)._replace(advantage=torch.tensor([1.0, 0.0, -1.0]))
+    assert term.fn(inputs).tolist() == [1, 0, 0]
+    assert term.uses_advantage
+    assert term.only_positive

@@ -19,7 +19,7 @@ SHORT = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "qwen3_moe"])
 def test_a_checkpoint_folder_needs_only_the_path(
     architecture: str, tmp_path: Path, data_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

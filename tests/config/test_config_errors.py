@@ -140,6 +140,10 @@ CASES = {
         GOOD.replace("{new", "{trust_remote_code: true, new"),
         "model.trust_remote_code: not honoured by a new model",
     ),
+    "smoothing of ipo": (
+        GOOD.replace("rewards: [{name: math}]", "") + "\nalgorithm: {name: dpo, loss: ipo, label_smoothing: 0.1}",
+        "algorithm.label_smoothing: not honoured by loss `ipo`",
+    ),
     "deviation that divides nothing": (
         GOOD + "algorithm: {name: grpo, advantage: {scale: none, ddof: 0}}",
         "algorithm.advantage.ddof: not honoured with scale `none`; it is with `group` and `batch`",
@@ -247,6 +251,16 @@ OVERRIDES = {
     "another house's name": ("algorithm={name: grpo, epsilon: 1}", "rollmill calls this `algorithm.loss.clip_low`"),
     "a critic nobody asks": ("algorithm={name: grpo, critic: {lr: 1}}", "advantage `grpo` needs no critic; `gae`"),
     "a penalty that is off": ("algorithm={name: grpo, kl: {estimator: k1}}", "not honoured with coefficient 0"),
+    "a correction of nothing": (
+        "algorithm={name: topr, corrections: [tis]}",
+        "`tis` would correct nothing; set",
+    ),
+    "a correction twice": ("algorithm={name: dppo, corrections: [tis]}", "`tis` would count twice; remove it"),
+    "old log-probs nobody asks": ("algorithm={name: gpg, proximal: recompute}", "`policy_gradient` looks at no old"),
+    "a greedy baseline shaped": (
+        "algorithm={name: remax, overlong_buffer: 8}",
+        "not honoured by `remax`, whose",
+    ),
     "a horizon without a target": ("algorithm={name: grpo, kl: {coefficient: 1, horizon: 5}}", "without kl.target"),
 }
 

@@ -93,7 +93,11 @@ def test_a_name_or_number_stands_for_a_section(short: str, long: str) -> None:
             {"name": "reinforce_plus_plus", "baseline": "group", "ddof": 0},
         ),
         ("{name: raft, advantage: reinforce}", "advantage", {"name": "reinforce", "baseline": "none"}),
-        ("{name: ppo, critic: {lr: 1e-3}}", "critic", {"lr": 1e-3, "value_clip": 0.2, "warmup_steps": 0}),
+        (
+            "{name: ppo, critic: {lr: 1e-3}}",
+            "critic",
+            {"lr": 1e-3, "network": "own", "value_clip": 0.2, "warmup_steps": 0},
+        ),
     ],
 )
 def test_a_partial_section_keeps_the_algorithms_own_defaults(section: str, part: str, expected: dict[str, Any]) -> None:
@@ -180,7 +184,8 @@ ROLLING = [name for name, section in known_algorithms().items() if issubclass(se
 def test_a_resolved_run_file_loads_to_the_same_run(name: str) -> None:
     needs_rewards = known_algorithms()[name].uses_rollouts
     base = GOOD if needs_rewards else GOOD.replace("rewards: [{name: math}]\n", "")
-    sections = ("{name: %s}", CHANGED if name in ROLLING else "{name: %s, batch: 3}")
+    changed = CHANGED.replace("corrections: [tis, k3]", "corrections: [off_policy_mask]") if name == "topr" else CHANGED
+    sections = ("{name: %s}", changed if name in ROLLING else "{name: %s, batch: 3}")
     for section in ("{name: %s, teacher: there, divergence: jsd}",) if name == "distill" else sections:
         run = load(base + f"algorithm: {section % name}\n")
         again = load(run.to_yaml(), name="again.yaml")

@@ -30,6 +30,9 @@ RUN_ELSEWHERE = {
     "make bench NAME=rollout": "tests/bench/test_bench_runs.py",
     "make bench NAME=step": "tests/bench/test_bench_runs.py",
     "make vllm-setup": "Makefile",  # 3 GB: by hand
+    "python examples/shortest.py runs/mine --sft short.jsonl --pairs pairs.jsonl": (
+        "tests/examples/test_examples.py::test_shortest_correct_completions_and_pairs_train"
+    ),
     ".venv/bin/python -m pytest tests/algorithms": "tests/algorithms/test_algorithms_golden.py",
     ".venv/bin/python -m pytest tests/algorithms -k rloo": "tests/algorithms/test_algorithms_golden.py",
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (

@@ -15,9 +15,10 @@ from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Experience, Source
-from rollmill.recipes import known_algorithms
-from rollmill.trainer import Trainer
+from rollmill.recipes import RewardModel, known_algorithms
+from rollmill.trainer import ScoreTrainer, Trainer
 from rollmill.trainer import critic as critic_module
+from rollmill.trainer import scoring as scoring_module
 from rollmill.trainer import trainer as trainer_module
 from rollmill.trainer.ranks import Ranks
 
@@ -38,9 +39,16 @@ def trainer_of(
     seed: int = 0,
     ranks: Ranks | None = None,
     **config: Any,
-) -> Trainer:
-    """A trainer in the model's own precision. A critic's head gets weights: one that says 0 would hide its network."""
+) -> Any:
+    """A trainer in the model's own precision: of the policy, or for algorithm `reward_model` of scores.
+
+    The head of a critic or scoring model gets weights: one that says 0 would hide its network.
+    """
     settings = TrainerConfig(**{"lr": 1e-3, "precision": "fp32", **config})
+    if isinstance(options, RewardModel):
+        scorer = ScoreTrainer(model, options, settings, total_steps=10, seed=seed, ranks=ranks)
+        _fill(scorer.model.head.weight)
+        return scorer
     recipe = build_recipe(options, max_new_tokens=LIMIT)
     if recipe.distill is not None and teacher is None:
         teacher = copy.deepcopy(model)
@@ -50,10 +58,13 @@ def trainer_of(
     others: dict[str, Any] = {"reference": reference, "teacher": teacher, "ranks": ranks}
     trainer = Trainer(model, recipe, settings, total_steps=10, seed=seed, **others)
     if trainer._critic is not None:
-        weight = trainer._critic.model.head.weight
-        with torch.no_grad():
-            weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None])
+        _fill(trainer._critic.model.head.weight)
     return trainer
+
+
+@torch.no_grad()
+def _fill(weight: Tensor) -> None:
+    weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None])
 
 
 def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions, seed: int = 0) -> Any:
@@ -130,8 +141,8 @@ def gradient(loss: Tensor, model: Any) -> Tensor:
 
 
 def watch_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
-    """From now on the gradients of all optimizer steps before clipping: of the `policy` and of the `critic`."""
-    seen: dict[str, list[Tensor]] = {"policy": [], "critic": []}
+    """From now on the gradients of all optimizer steps before clipping: of `policy`, `critic` and `score` model."""
+    seen: dict[str, list[Tensor]] = {"policy": [], "critic": [], "score": []}
 
     def spy(where: Any, name: str) -> None:
         original = where.clip
@@ -144,4 +155,5 @@ def watch_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
 
     spy(trainer_module, "policy")
     spy(critic_module, "critic")
+    spy(scoring_module, "score")
     return seen

@@ -112,9 +112,23 @@ def test_warm_up_moves_the_critic_alone(toy: Any, make_batch: Any) -> None:
     assert not torch.equal(flat(trainer.model), before)
 
 
-def test_critic_and_kl_resume_bit_for_bit(toy: Any, make_batch: Any) -> None:
+def test_a_head_on_the_policy_learns_alone_and_keeps_no_copy(toy: Any, make_batch: Any) -> None:
+    options = options_of("ppo", critic={"network": "policy", "lr": 3e-2, "warmup_steps": 12, "value_clip": None})
+    trainer = trainer_of(toy("qwen3"), options)
+    critic = trainer._critic.model
+    assert {name for name, _ in critic.named_parameters()} == {"head.weight", "head.bias"}
+    before = flat(trainer.model)
+    errors = [trainer.step(make_batch(), n)["value/loss"] for n in range(12)]
+    assert torch.equal(flat(trainer.model), before)
+    assert errors[-1] < 0.8 * errors[0]
+    trainer.step(make_batch(), 12)
+    assert not torch.equal(flat(trainer.model), before)
+
+
+@pytest.mark.parametrize("network", ["own", "policy"])
+def test_critic_and_kl_resume_bit_for_bit(toy: Any, make_batch: Any, network: str) -> None:
     kl = {"coefficient": 0.1, "estimator": "k1", "where": "reward", "target": 1e-3, "horizon": 20}
-    options = options_of("ppo", advantage=GAE, kl=kl, critic={"lr": 1e-3})
+    options = options_of("ppo", advantage=GAE, kl=kl, critic={"lr": 1e-3, "network": network})
     config: dict[str, Any] = {"updates_per_batch": 2, "epochs_per_batch": 2, "schedule": "cosine"}
     trainer = trainer_of(toy("qwen3"), options, **config)
     for n in range(2):
@@ -138,3 +152,20 @@ def test_a_gradient_of_the_critic_that_is_not_finite_ends_the_step(toy: Any, mak
     with pytest.raises(TrainingError, match="the critic's gradient is not finite, in a micro-batch with tasks "):
         trainer.step(batch, 0)
     assert torch.equal(flat(trainer._critic.model), before)
+
+
+def test_the_critic_says_the_same_twice_though_its_network_has_dropout(toy: Any, make_batch: Any) -> None:
+    model = toy("qwen3", attention_dropout=0.5).train()
+    trainer, batch = trainer_of(model, options_of("ppo", critic={"lr": 1e-30})), make_batch()
+    first, second = (trainer.step(batch, 0)["value/loss"] for _ in range(2))
+    assert first == second
+    assert trainer._critic.model.training
+
+
+def test_a_part_without_action_tokens_is_passed_over(toy: Any, make_batch: Any) -> None:
+    batch = make_batch(groups=2)
+    for e in batch:
+        if e.group == "g0":
+            e.action_mask = np.zeros_like(e.action_mask)
+    metrics = trainer_of(toy("qwen3"), options_of("ppo"), updates_per_batch=2).step(batch, 0)
+    assert np.isfinite(metrics["value/loss"])

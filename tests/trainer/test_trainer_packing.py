@@ -45,6 +45,8 @@ CASES = [
     ("llama", {"tie_word_embeddings": False, "mlp_bias": True}),
     ("gemma", {}),
     ("gemma2", {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0}),
+    ("qwen3_moe", {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}),
+    ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2, "experts_implementation": "eager"}),
 ]
 
 

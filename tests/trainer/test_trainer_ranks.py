@@ -18,7 +18,7 @@ import torch.distributed as dist
 from algorithm_batches import batch_for, flat, options_of, record, trainer_of
 from torch import Tensor
 
-from rollmill.trainer import Trainer
+from rollmill.trainer import ScoreTrainer, Trainer
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "token-mean", "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 20}},
@@ -27,6 +27,7 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "mix": {"mu": 0.3},
     "ppo": {"advantage": {"lam": 0.9}, "critic": {"lr": 1e-3}},
     "dpo": {"sft": 0.2},
+    "reward_model": {"margin": 0.2, "centre_coefficient": 0.1},
 }
 DTYPES = {"fp32": torch.float32, "float64": torch.float64}
 BOUNDS = {"fp32": 1e-5, "float64": 1e-10}
@@ -45,7 +46,9 @@ def _learn(job: dict[str, Any]) -> Result:
     return metrics, {name: flat(model) - before[name] for name, model in models.items()}
 
 
-def _models(trainer: Trainer) -> dict[str, Any]:
+def _models(trainer: Trainer | ScoreTrainer) -> dict[str, Any]:
+    if isinstance(trainer, ScoreTrainer):
+        return {"score": trainer.model}
     return {"policy": trainer.model} | ({"critic": trainer._critic.model} if trainer._critic else {})
 
 
@@ -90,7 +93,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
             options = options_of(name, **keys)
             model, reference = (toy("qwen3", seed=seed).to(DTYPES[dtype]) for seed in (0, 5))
             steps = [batch_for(make_batch, options, seed) for seed in (0, 1)]
-            if name == "dpo":  # one row: nothing is left for the second process
+            if options.uses_pairs:  # one row: nothing is left for the second process
                 steps.append([e for e in steps[1] if e.group == "g0"])
             for batch in steps:
                 record(model, batch, 3e-4 if name == "gspo" else 0.2)
@@ -104,7 +107,7 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
 def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str) -> None:
     alone, pair = results
     metrics, moved = alone[name, dtype]
-    assert moved.keys() == ({"policy", "critic"} if name == "ppo" else {"policy"})
+    assert moved.keys() == {"ppo": {"policy", "critic"}, "reward_model": {"score"}}.get(name, {"policy"})
     for each in pair:
         for got, expected in zip(each[name, dtype][0], metrics, strict=True):
             assert got == pytest.approx(expected, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
