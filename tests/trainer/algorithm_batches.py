@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,6 +38,7 @@ def trainer_of(
     teacher: Any = None,
     seed: int = 0,
     ranks: Ranks | None = None,
+    reward_weights: Mapping[str, float] | None = None,
     **config: Any,
 ) -> Any:
     """A trainer in the model's own precision: of the policy, or for algorithm `reward_model` of scores.
@@ -49,7 +50,7 @@ def trainer_of(
         scorer = ScoreTrainer(model, options, settings, total_steps=10, seed=seed, ranks=ranks)
         _fill(scorer.model.head.weight)
         return scorer
-    recipe = build_recipe(options, max_new_tokens=LIMIT)
+    recipe = build_recipe(options, max_new_tokens=LIMIT, reward_weights=reward_weights)
     if recipe.distill is not None and teacher is None:
         teacher = copy.deepcopy(model)
         with torch.no_grad():
@@ -77,6 +78,26 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
         e.info = {"greedy_reward": 0.25, "episode": f"{e.group}/{index % 2}", "anchor": f"state {index // 2}"}
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
     return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
+
+
+def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions) -> list[Experience]:
+    """`batch_for` with rewards of four values, one of them missing, a group of equal ones (g0), and uneven episodes.
+
+    A group's episodes have three, two and one step; the one without a reward has one.
+    """
+    if not options.uses_rollouts:
+        return batch_for(make_batch, options)
+    rng = np.random.default_rng(0)
+    batch = make_batch(groups=4, size=6, experts=3 if options.uses_experts else 0)
+    for e in (e for e in batch if e.source is Source.USUAL):
+        index, level = int(e.id.rpartition("-")[2]), float(rng.choice([-0.5, 0.0, 0.3, 1.0]))
+        e.reward = 0.3 if e.group == "g0" else {0: -0.5, 1: 1.0}.get(index, level)
+        e.reward_parts = {"exact": float(e.reward > 0), "format": index % 2 * float(e.group != "g0"), "shown": level}
+        e.info = {"greedy_reward": 0.25 * int(e.group[1:]), "anchor": f"state {index % 2}"}
+        e.info["episode"] = f"{e.group}/{'000112'[index]}"
+        if e.id == "g2-5":
+            e.reward, e.reward_parts = None, {}
+    return batch
 
 
 def _pairs(batch: list[Experience]) -> list[Experience]:
@@ -121,6 +142,15 @@ def _picked(logits: Tensor, e: Experience) -> Tensor:
     temperature = 1.0 if e.source is Source.EXPERT else float(np.float32(e.temperature))
     positions = np.flatnonzero(e.action_mask)
     return torch.log_softmax(logits / temperature, -1)[positions - 1, _ids(e)[positions]]
+
+
+def plain_values(critic: Any, batch: Sequence[Experience]) -> list[Tensor]:
+    """A critic's values of the states before each action token, one sequence at a time."""
+    found = []
+    for e in batch:
+        hidden = critic.network(input_ids=_ids(e)[None], use_cache=False).last_hidden_state[0]
+        found.append((hidden @ critic.head.weight[0] + critic.head.bias)[np.flatnonzero(e.action_mask) - 1])
+    return found
 
 
 def flat(model: Any) -> Tensor:

@@ -1,129 +1,195 @@
-"""The trainer's gradient is that of the algorithm's formula, written out here over plain transformers' log-probs.
+"""The trainer's losses and gradients are those of the published formulas over plain transformers' log-probs.
 
-Both sides hold advantages in float32, as the trainer does. Float64 models agree less closely than they could, because
-transformers computes norms in float32 and the trainer keeps weights per token in float32.
+Every batch is stale and is learned from twice, so that ratios matter; its completions are ragged, and a reward is
+missing. Float64 models agree less closely than they could, because transformers computes norms in float32 and the
+trainer keeps advantages and weights per token in float32.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from algorithm_batches import (
-    batch_for,
     distance,
     gradient,
     options_of,
     padded_logprobs,
     plain_logprobs,
+    plain_values,
     record,
     trainer_of,
+    uneven_batch_for,
     watch_gradients,
 )
+from published_advantages import PARTS, Case, whitened
+from published_formulas import FORMULAS
 from torch import Tensor
 
-from rollmill.core import Experience
+from rollmill.core import Experience, Source
+from rollmill.recipes import known_algorithms
 
-BOUNDS = {torch.float32: 1e-5, torch.float64: 2e-6}
-
-
-def _mean(losses: list[Tensor]) -> Tensor:
-    return torch.stack(losses).mean()
+BUILT_IN = set(known_algorithms())
+LR = 3e-3
 
 
-def _group(batch: list[Experience], e: Experience) -> list[float]:
-    return [o.reward for o in batch if o.group == e.group]
+def _case(batch: list[Experience], forward: Any, model: Any, start: list[Tensor], reference: Any) -> Case:
+    """`start` is of the whole batch."""
+    own = forward(model, batch)
+    with torch.no_grad():
+        others = forward(reference, batch)
+    judged = [i for i, e in enumerate(batch) if e.reward is not None]
+    experts = [own[i] for i, e in enumerate(batch) if e.source is Source.EXPERT]
+    chosen = ([rows[i] for i in judged] for rows in (own, start, others))
+    return Case([batch[i] for i in judged], *chosen, experts)
 
 
-def _centred(batch: list[Experience], e: Experience) -> float:
-    return float(np.float32(e.reward - np.mean(_group(batch, e))))
+def test_every_algorithm_has_a_formula() -> None:
+    assert {formula.name for formula in FORMULAS.values()} | {"ppo", "distill", "reward_model"} == BUILT_IN
 
 
-def _normalised(batch: list[Experience], e: Experience) -> float:
-    return float(np.float32((e.reward - np.mean(_group(batch, e))) / (np.std(_group(batch, e), ddof=1) + 1e-6)))
-
-
-def _clip(log_ratio: Tensor, advantage: Tensor | float, low: float, high: float) -> Tensor:
-    ratio = log_ratio.exp()
-    return -torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
-
-
-def _recorded(e: Experience) -> Tensor:
-    return torch.from_numpy(e.logprobs[e.action_mask])
-
-
-Lists = list[Tensor]
-
-
-def _grpo(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    terms = [_clip(lp - _recorded(e), _normalised(batch, e), 0.2, 0.2) for e, lp in zip(batch, own, strict=True)]
-    return torch.cat(terms).mean()
-
-
-def _gspo(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    pairs = list(zip(batch, own, strict=True))
-    return _mean([_clip((lp - _recorded(e)).mean(), _normalised(batch, e), 3e-4, 4e-4) for e, lp in pairs])
-
-
-def _topr(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    losses = []
-    for e, lp in zip(batch, own, strict=True):
-        ratio = (lp.detach() - _recorded(e)).sum().exp()
-        weight = 1.0 if _centred(batch, e) >= 0 else min(float(ratio), 1.0)
-        losses.append(-weight * _centred(batch, e) * lp.sum())
-    return _mean(losses)
-
-
-def _kimi(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    pairs = list(zip(batch, own, strict=True))
-    return _mean([(_centred(batch, e) - 0.1 * (lp - _recorded(e)).sum()) ** 2 for e, lp in pairs])
-
-
-def _sppo(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    pairs = list(zip(batch, own, strict=True))
-    return _mean([((lp - _recorded(e)).sum() - _centred(batch, e) / 0.5) ** 2 for e, lp in pairs])
-
-
-def _margins(batch: list[Experience], own: Lists, reference: Lists) -> Lists:
-    gain = {e.id: lp.sum() - ref.sum() for e, lp, ref in zip(batch, own, reference, strict=True)}
-    return [gain[f"{group}-1"] - gain[f"{group}-0"] for group in {e.group for e in batch}]
-
-
-def _dpo(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    return _mean([-torch.log(1 / (1 + torch.exp(-0.1 * margin))) for margin in _margins(batch, own, reference)])
-
-
-def _ipo(batch: list[Experience], own: Lists, reference: Lists) -> Tensor:
-    return _mean([(margin - 1 / (2 * 0.1)) ** 2 for margin in _margins(batch, own, reference)])
-
-
-FORMULAS: dict[str, tuple[str, dict[str, Any], Callable[..., Tensor]]] = {
-    "grpo": ("grpo", {"aggregation": "token-mean"}, _grpo),
-    "gspo": ("gspo", {}, _gspo),
-    "topr": ("topr", {}, _topr),
-    "kimi": ("kimi", {}, _kimi),
-    "sppo": ("sppo", {"loss": {"beta": 0.5}}, _sppo),
-    "dpo": ("dpo", {}, _dpo),
-    "ipo": ("dpo", {"loss": "ipo"}, _ipo),
-}
-
-
-@pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp32", "float64"])
-@pytest.mark.parametrize("forward", [plain_logprobs, padded_logprobs], ids=["unpacked", "padded"])
-@pytest.mark.parametrize("formula", list(FORMULAS))
-def test_gradient_equals_the_formula_written_out(
-    toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch, formula: str, forward: Any, dtype: torch.dtype
+@pytest.mark.parametrize(
+    ("dtype", "forward", "bound"),
+    [(torch.float32, plain_logprobs, 1e-5), (torch.float64, padded_logprobs, 4e-6)],
+    ids=["fp32 unpacked", "float64 padded"],
+)
+@pytest.mark.parametrize("name", list(FORMULAS))
+def test_loss_and_gradients_equal_the_formula_written_out(
+    toy: Any,
+    make_batch: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    dtype: torch.dtype,
+    forward: Any,
+    bound: float,
 ) -> None:
-    name, keys, written_out = FORMULAS[formula]
-    options, model, reference = options_of(name, **keys), toy("qwen3").to(dtype), toy("qwen3", seed=5).to(dtype)
-    batch = batch_for(make_batch, options)
-    record(model, batch, 3e-4 if name == "gspo" else 0.1)
-    gradients, own = watch_gradients(monkeypatch), forward(model, batch)
-    loss = written_out(batch, own, [each.detach() for each in forward(reference, batch)])
-    expected = gradient(loss, model)
-    metrics = trainer_of(model, options, reference=reference).step(batch, 1)  # stale: ratios to the recorded log-probs
-    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5, abs=1e-6)
-    assert distance(gradients["policy"][0], expected) < BOUNDS[dtype]
+    formula = FORMULAS[name]
+    options, model, reference = options_of(formula.name, **formula.keys), toy("qwen3").to(dtype), toy("qwen3", seed=5)
+    batch, reference = uneven_batch_for(make_batch, options), reference.to(dtype)
+    formula.prepare(batch)
+    record(model, batch, formula.noise)
+    config: dict[str, Any] = {"reference": reference, "reward_weights": PARTS, "lr": LR}
+    twice = trainer_of(copy.deepcopy(model), options, epochs_per_batch=2, **config)
+    once = trainer_of(model, options, **config)
+    with torch.no_grad():
+        start = forward(model, batch)
+    losses, expected = [], []
+    for _ in range(2):
+        loss = formula.loss(_case(batch, forward, model, start, reference))
+        losses.append(loss.item())
+        expected.append(gradient(loss, model))
+        if len(losses) == 1:
+            assert once.step(batch, 1)["loss"] == pytest.approx(losses[0], rel=1e-5, abs=1e-6)
+    gradients = watch_gradients(monkeypatch)
+    assert twice.step(batch, 1)["loss"] == pytest.approx(np.mean(losses), rel=1e-5, abs=1e-6)
+    assert len(gradients["policy"]) == 2
+    for got, want in zip(gradients["policy"], expected, strict=True):
+        assert distance(got, want) < bound
+
+
+def test_distill_by_default_takes_the_reverse_divergence_over_all_tokens(
+    toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KL(policy || teacher) at temperature 1; the completion without a reward counts, too."""
+    options, model, teacher = options_of("distill"), toy("qwen3"), toy("qwen3", seed=7)
+    batch, terms = uneven_batch_for(make_batch, options), []
+    for e in batch:
+        ids, before = torch.from_numpy(e.token_ids).long()[None], np.flatnonzero(e.action_mask) - 1
+        own, others = (torch.log_softmax(each(input_ids=ids).logits[0, before], -1) for each in (model, teacher))
+        terms.append((own.exp() * (own - others.detach())).sum(-1))
+    loss = torch.cat(terms).mean()
+    expected, gradients = gradient(loss, model), watch_gradients(monkeypatch)
+    metrics = trainer_of(model, options, teacher=teacher).step(batch, 1)
+    assert metrics["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert distance(gradients["policy"][0], expected) < 1e-5
+
+
+def _ppo_losses(trainer: Any, batch: list[Experience], old: Tensor, raw: Tensor, returns: Tensor) -> tuple[Any, Any]:
+    """Of the policy and of the critic, over all action tokens of `batch`."""
+    recorded = torch.cat([torch.from_numpy(e.logprobs[e.action_mask]) for e in batch])
+    ratio = torch.exp(torch.cat(plain_logprobs(trainer.model, batch)) - recorded)
+    a = whitened(raw)
+    values = torch.cat(plain_values(trainer._critic.model, batch))
+    near = torch.clamp(values, old - 0.2, old + 0.2)
+    policy = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a).mean()
+    return policy, 0.5 * torch.maximum((values - returns) ** 2, (near - returns) ** 2).mean()
+
+
+def test_ppo_by_default_learns_from_the_reward_less_the_value(
+    toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With gamma and both lambdas 1, A_t is r - V_t, and a return is r."""
+    options = options_of("ppo", critic={"lr": 3e-2})
+    batch = uneven_batch_for(make_batch, options)
+    record(toy("qwen3"), batch, 0.1)
+    judged = [e for e in batch if e.reward is not None]
+    once, twice = (trainer_of(toy("qwen3"), options, epochs_per_batch=n, lr=LR) for n in (1, 2))
+    with torch.no_grad():
+        old = torch.cat(plain_values(once._critic.model, judged))
+    returns = torch.tensor([e.reward for e in judged for _ in range(e.action_tokens)], dtype=torch.float64)
+    expected = []
+    for n in range(2):
+        policy, critic = _ppo_losses(once, judged, old, returns - old.double(), returns)
+        expected += [gradient(policy, once.model), gradient(critic, once._critic.model)]
+        if n == 0:
+            metrics = once.step(batch, 1)
+            assert metrics["loss"] == pytest.approx(policy.item(), rel=1e-5, abs=1e-6)
+            assert metrics["value/loss"] == pytest.approx(critic.item(), rel=1e-5)
+    moved = (torch.cat(plain_values(once._critic.model, judged)) - old).abs()
+    assert (moved > 0.2).float().mean() > 0.2
+    gradients = watch_gradients(monkeypatch)
+    twice.step(batch, 1)
+    got = [gradients[name][n] for n in (0, 1) for name in ("policy", "critic")]
+    assert max(distance(a, b) for a, b in zip(got, expected, strict=True)) < 1e-5
+
+
+def test_length_alpha_makes_lambda_follow_each_completions_length(toy: Any, make_batch: Any) -> None:
+    """A_t = delta_t + gamma lambda A_{t+1}, lambda = 1 - 1 / (alpha l), not below 0; the critic keeps its own."""
+    gamma, alpha = 0.97, 0.4
+    options = options_of("ppo", advantage={"gamma": gamma, "length_alpha": alpha, "whiten": False})
+    batch = uneven_batch_for(make_batch, options)
+    trainer = trainer_of(toy("qwen3"), options)
+    with torch.no_grad():
+        values = [each.tolist() for each in plain_values(trainer._critic.model, batch)]
+    metrics, lambdas, squares = trainer.step(batch, 1), set(), []
+    for e, v in zip(batch, values, strict=True):
+        lam = max(0.0, 1 - 1 / (alpha * e.action_tokens))
+        if e.reward is None:
+            assert not e.advantage.any()
+            continue
+        advantages, following = [], 0.0
+        for t in reversed(range(len(v))):
+            delta = gamma * v[t + 1] - v[t] if t + 1 < len(v) else e.reward - v[t]
+            following = delta + gamma * lam * following
+            advantages.append(following)
+        np.testing.assert_allclose(e.advantage[e.action_mask], advantages[::-1], rtol=1e-4, atol=1e-5)
+        squares += [(gamma ** (len(v) - 1 - t) * e.reward - v[t]) ** 2 for t in range(len(v))]
+        lambdas.add(lam)
+    assert metrics["value/loss"] == pytest.approx(np.mean(squares) / 2, rel=1e-4)
+    assert len(lambdas) > 5
+
+
+def test_kimi_forgets_the_optimizers_moments_each_step(
+    toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Adam's first update is lr g / (|g| + eps), and after a reset every step's first update is one."""
+    options = options_of("kimi")
+    trainer = trainer_of(toy("qwen3"), options, lr=LR, eps=1e-6)
+    gradients = watch_gradients(monkeypatch)
+    for n in range(3):
+        before = _matrices_first(trainer.model)
+        batch = uneven_batch_for(make_batch, options)
+        record(trainer.model, batch, 0.1, seed=n)
+        trainer.step(batch, n + 1)
+        g = gradients["policy"][n]
+        g = g * min(1.0, 1.0 / float(g.norm()))
+        change = _matrices_first(trainer.model) - before
+        torch.testing.assert_close(change, -LR * g / (g.abs() + 1e-6), rtol=1e-3, atol=1e-6)
+
+
+def _matrices_first(model: Any) -> Tensor:
+    """All weights in the optimizer's order."""
+    return torch.cat([p.detach().flatten() for p in sorted(model.parameters(), key=lambda p: p.ndim < 2)])

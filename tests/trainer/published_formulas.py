@@ -1,0 +1,229 @@
+"""Every algorithm's published loss, written out over unpacked sequences in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import published_advantages as adv
+import torch
+from algorithm_batches import LIMIT
+from published_advantages import Case, Lists
+from torch import Tensor
+
+from rollmill.core import Experience
+
+Numbers = Sequence[float] | Lists
+
+
+class Formula(NamedTuple):
+    """How an algorithm is called, and its loss."""
+
+    name: str
+    loss: Callable[[Case], Tensor]
+    noise: float = 0.1  #: how far the recorded log-probs are from the policy's
+    prepare: Callable[[list[Experience]], None] = lambda batch: None
+    keys: Mapping[str, Any] = MappingProxyType({})
+
+
+def _recorded(e: Experience) -> Tensor:
+    return torch.from_numpy(e.logprobs[e.action_mask])
+
+
+def _log_ratios(c: Case) -> Lists:
+    return [lp - _recorded(e) for e, lp in zip(c.batch, c.own, strict=True)]
+
+
+def _clip(log_ratio: Tensor, a: float | Tensor, low: float, high: float) -> Tensor:
+    ratio = log_ratio.exp()
+    return -torch.minimum(ratio * a, ratio.clamp(1 - low, 1 + high) * a)
+
+
+def surrogate(c: Case, advantages: Numbers, low: float = 0.2, high: float = 0.2) -> Lists:
+    """PPO's clipped terms."""
+    return [_clip(ratio, a, low, high) for ratio, a in zip(_log_ratios(c), advantages, strict=True)]
+
+
+def _likelihood(c: Case, advantages: Numbers) -> Lists:
+    return [-a * lp for lp, a in zip(c.own, advantages, strict=True)]
+
+
+def _against_greedy(c: Case) -> Lists:
+    """Experiences without a greedy reward are left out."""
+    known = [
+        (r, e.info["greedy_reward"], lp)
+        for r, e, lp in zip(adv.rewards_of(c), c.batch, c.own, strict=True)
+        if "greedy_reward" in e.info
+    ]
+    return [-(r - greedy) * lp for r, greedy, lp in known]
+
+
+def _weighed(c: Case, advantages: Numbers, weight: Callable[[Tensor, Any], Any]) -> Lists:
+    ratios = [each.detach().exp() for each in _log_ratios(c)]
+    return [weight(rho, a) * -a * lp for rho, a, lp in zip(ratios, advantages, c.own, strict=True)]
+
+
+def _gated(c: Case) -> Lists:
+    terms = []
+    for log_ratio, a in zip(_log_ratios(c), adv.grpo(c), strict=True):
+        tau = 1.0 if a > 0 else 1.05
+        terms.append(-4 / tau / (1 + torch.exp(-tau * (log_ratio.exp() - 1))) * a)
+    return terms
+
+
+def _in_total_variation(c: Case) -> Lists:
+    terms = []
+    for e, lp, log_ratio, a in zip(c.batch, c.own, _log_ratios(c), adv.mean_baseline(c), strict=True):
+        moved = (lp.exp() - _recorded(e).exp()).detach()
+        keep = moved <= 0.2 if a > 0 else moved >= -0.2
+        terms.append(-a * keep * log_ratio.exp() + 1e-3 * log_ratio**2)
+    return terms
+
+
+def _accepted(c: Case) -> Lists:
+    return [-lp if r > 0 else 0 * lp for r, lp in zip(adv.rewards_of(c), c.own, strict=True)]
+
+
+def _k2(c: Case) -> Lists:
+    return [(lp - reference) ** 2 / 2 for lp, reference in zip(c.own, c.reference, strict=True)]
+
+
+def _one_sided(ratio: Tensor, a: float) -> Tensor:
+    return ratio <= 1.2 if a > 0 else ratio >= 0.8
+
+
+def _tapered(ratio: Tensor, a: float) -> float:
+    return 1.0 if a >= 0 else min(float(ratio.prod()), 1.0)
+
+
+def token_mean(terms: Lists) -> Tensor:
+    """Over all tokens."""
+    return torch.cat(terms).mean()
+
+
+def sequence_mean(terms: Lists) -> Tensor:
+    """Over completions of the mean over their tokens."""
+    return torch.stack([each.mean() for each in terms]).mean()
+
+
+def _sum_mean(terms: Lists) -> Tensor:
+    return torch.stack([each.sum() for each in terms]).mean()
+
+
+def _differing(c: Case, terms: Lists, uniform: set[str]) -> Lists:
+    return [term for term, e in zip(terms, c.batch, strict=True) if e.group not in uniform]
+
+
+def _squares(c: Case, difference: Callable[[Tensor, float], Tensor]) -> Tensor:
+    pairs = zip(_log_ratios(c), adv.mean_baseline(c), strict=True)
+    return torch.stack([difference(ratio.sum(), a) ** 2 for ratio, a in pairs]).mean()
+
+
+def _gspo(c: Case) -> Tensor:
+    pairs = zip(_log_ratios(c), adv.grpo(c), strict=True)
+    return torch.stack([_clip(ratio.mean(), a, 3e-4, 4e-4) for ratio, a in pairs]).mean()
+
+
+def _imitation(c: Case) -> Tensor:
+    return -torch.cat(c.experts).mean()
+
+
+def _unsure_imitation(c: Case) -> Tensor:
+    lp = torch.cat(c.experts)
+    p = lp.detach().exp()
+    return -(p * (1 - p) * lp).mean()
+
+
+def _margins(c: Case) -> Tensor:
+    gain = {e.id: lp.sum() - ref.sum() for e, lp, ref in zip(c.batch, c.own, c.reference, strict=True)}
+    return torch.stack([gain[f"{group}-1"] - gain[f"{group}-0"] for group in sorted(set(adv.groups_of(c)))])
+
+
+def _surrogate_mean(c: Case) -> Tensor:
+    return sequence_mean(surrogate(c, adv.grpo(c)))
+
+
+def _one_reward_per_episode(batch: list[Experience]) -> None:
+    first: dict[str, float | None] = {}
+    for e in sorted(batch, key=lambda e: e.id):
+        e.reward = first.setdefault(e.info["episode"], e.reward)
+
+
+def _without_a_greedy_reward(batch: list[Experience]) -> None:
+    for e in batch:
+        if e.group == "g1":
+            del e.info["greedy_reward"]
+
+
+def _without_a_part(batch: list[Experience]) -> None:
+    for e in batch:
+        if e.id in ("g1-3", "g2-0"):
+            del e.reward_parts["format" if e.group == "g1" else "exact"]
+
+
+def _equal_sums_of_parts(batch: list[Experience]) -> None:
+    for e in batch:
+        if e.group == "g1":
+            e.reward, e.reward_parts["format"] = 2.0, 4 - 4 * e.reward_parts["exact"]
+
+
+FORMULAS = {
+    "grpo": Formula("grpo", _surrogate_mean),
+    "grpo token-mean": Formula(
+        "grpo", lambda c: token_mean(surrogate(c, adv.grpo(c))), keys={"aggregation": "token-mean"}
+    ),
+    "dr_grpo": Formula("dr_grpo", lambda c: _sum_mean(surrogate(c, adv.mean_baseline(c))) / LIMIT),
+    "dapo": Formula(
+        "dapo", lambda c: token_mean(_differing(c, surrogate(c, adv.grpo(c), high=0.28), adv.uniform_groups(c)))
+    ),
+    "rloo": Formula("rloo", lambda c: token_mean(surrogate(c, adv.leave_one_out(c)))),
+    "reinforce": Formula("reinforce", lambda c: token_mean(surrogate(c, adv.batch_baseline(c)))),
+    "reinforce_plus_plus": Formula("reinforce_plus_plus", lambda c: token_mean(surrogate(c, adv.penalised(c)))),
+    "reinforce_plus_plus_baseline": Formula(
+        "reinforce_plus_plus_baseline",
+        lambda c: token_mean(surrogate(c, adv.batch_normalised(c))) + 0.01 * token_mean(_k2(c)),
+    ),
+    "remax": Formula("remax", lambda c: _sum_mean(_against_greedy(c))),
+    "remax without a greedy reward": Formula(
+        "remax", lambda c: _sum_mean(_against_greedy(c)), prepare=_without_a_greedy_reward
+    ),
+    "gspo": Formula("gspo", _gspo, noise=3e-4),
+    "cispo": Formula(
+        "cispo", lambda c: token_mean(_weighed(c, adv.grpo(c), lambda rho, a: rho.clamp(0, 5))), noise=1.0
+    ),
+    "sapo": Formula("sapo", lambda c: sequence_mean(_gated(c)), noise=0.3),
+    "topr": Formula("topr", lambda c: _sum_mean(_weighed(c, adv.mean_baseline(c), _tapered))),
+    "opmd": Formula("opmd", lambda c: token_mean(_likelihood(c, adv.mean_baseline(c))) / 2),
+    "kimi": Formula("kimi", lambda c: _squares(c, lambda log_ratio, a: a - 0.1 * log_ratio)),
+    "asymre": Formula("asymre", lambda c: _sum_mean(_likelihood(c, adv.lowered(c)))),
+    "rec": Formula("rec", lambda c: token_mean(_weighed(c, adv.mean_baseline(c), _one_sided))),
+    "sppo": Formula("sppo", lambda c: _squares(c, lambda log_ratio, a: log_ratio - a / 1e-3)),
+    "sppo beta .5": Formula(
+        "sppo", lambda c: _squares(c, lambda log_ratio, a: log_ratio - a / 0.5), keys={"loss": {"beta": 0.5}}
+    ),
+    "raft": Formula("raft", lambda c: token_mean(_accepted(c))),
+    "gpg": Formula(
+        "gpg", lambda c: token_mean(_differing(c, _likelihood(c, adv.mean_baseline(c)), adv.uniform_groups(c)))
+    ),
+    "dppo": Formula("dppo", lambda c: token_mean(_in_total_variation(c)), noise=1.0),
+    "gdpo": Formula("gdpo", lambda c: sequence_mean(surrogate(c, adv.parts(c)))),
+    "gdpo without a part": Formula(
+        "gdpo", lambda c: sequence_mean(surrogate(c, adv.parts(c))), prepare=_without_a_part
+    ),
+    "gdpo differing groups": Formula(
+        "gdpo",
+        lambda c: sequence_mean(_differing(c, surrogate(c, adv.parts(c)), adv.uniform_parts(c))),
+        prepare=_equal_sums_of_parts,
+        keys={"drop_uniform_groups": True},
+    ),
+    "stepwise_grpo": Formula(
+        "stepwise_grpo", lambda c: sequence_mean(surrogate(c, adv.stepwise(c))), prepare=_one_reward_per_episode
+    ),
+    "gigpo": Formula("gigpo", lambda c: sequence_mean(surrogate(c, adv.group_in_group(c)))),
+    "sft": Formula("sft", _imitation),
+    "mix": Formula("mix", lambda c: 0.9 * _surrogate_mean(c) + 0.1 * _imitation(c)),
+    "chord": Formula("chord", lambda c: 0.1 * _surrogate_mean(c) + 0.9 * _unsure_imitation(c)),
+    "dpo": Formula("dpo", lambda c: torch.log(1 + torch.exp(-0.1 * _margins(c))).mean()),
+    "ipo": Formula("dpo", lambda c: ((_margins(c) - 1 / (2 * 0.1)) ** 2).mean(), keys={"loss": "ipo"}),
+}
