@@ -62,7 +62,7 @@ def test_loss_and_gradient_equal_the_formula(
     watched = watch_gradients(monkeypatch)
     trainer = trainer_of(model, options, teacher=teacher, micro_batch_tokens=budget, logprob_chunk=chunk)
     metrics = trainer.step(batch, 0)
-    assert metrics["loss/distill"] == pytest.approx(float(loss), rel=1e-4)
+    assert metrics["loss/distill"] == pytest.approx(loss.item(), rel=1e-4)
     assert distance(watched["policy"][0], expected) < 1e-4
 
 
