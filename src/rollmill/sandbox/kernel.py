@@ -1,0 +1,110 @@
+"""The kernel's calls that Python lacks. Each raises OSError that names the call."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import signal
+from typing import Any
+
+CLONE_NEWNS, CLONE_NEWCGROUP, CLONE_NEWUTS = 0x00020000, 0x02000000, 0x04000000
+CLONE_NEWIPC, CLONE_NEWUSER, CLONE_NEWPID, CLONE_NEWNET = 0x08000000, 0x10000000, 0x20000000, 0x40000000
+MS_NOSUID, MS_NODEV, MS_BIND, MS_REC, MS_PRIVATE = 2, 4, 4096, 16384, 1 << 18
+_MNT_DETACH = 2
+_PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_SECCOMP = 1, 4, 22
+_PR_CAPBSET_DROP, _PR_SET_NO_NEW_PRIVS, _PR_CAP_AMBIENT = 24, 38, 47
+_PR_CAP_AMBIENT_CLEAR_ALL, _SECCOMP_MODE_FILTER = 4, 2
+_CAPABILITY_VERSION_3 = 0x20080522
+_SYS_CLONE = {"x86_64": 56, "aarch64": 220}
+_SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
+_SYS_MOUNT_SETATTR = 442
+_MOUNT_ATTR_RDONLY, _MOUNT_ATTR_NOSUID, _AT_RECURSIVE, _AT_FDCWD = 1, 2, 0x8000, -100
+_libc: Any = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def clone(flags: int) -> int:
+    """A fork into new namespaces: 0 in the child, the process id in the parent. The caller has one thread."""
+    return syscall("clone", _SYS_CLONE[platform.machine()], flags | signal.SIGCHLD, 0, 0, 0, 0)
+
+
+def unshare(flags: int) -> None:
+    """Move this process into new namespaces."""
+    _checked("unshare", _libc.unshare(flags))
+
+
+def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
+    """mount(2)."""
+    words = [word.encode() for word in (source, target, kind, options)]
+    _checked(f"mount on {target}", _libc.mount(*words[:3], ctypes.c_ulong(flags), words[3]))
+
+
+def pivot_root_here() -> None:
+    """Make the current folder the root of the mount namespace, and leave the old root behind."""
+    syscall("pivot_root", _SYS_PIVOT_ROOT[platform.machine()], b".", b".")
+    _checked("umount of the old root", _libc.umount2(b".", _MNT_DETACH))
+    os.chdir("/")
+
+
+def make_read_only(target: str) -> None:
+    """Make a mount and all below it read-only, without set-uid programs (Linux 5.12)."""
+    attributes = (ctypes.c_uint64 * 4)(_MOUNT_ATTR_RDONLY | _MOUNT_ATTR_NOSUID, 0, 0, 0)
+    syscall("mount_setattr", _SYS_MOUNT_SETATTR, _AT_FDCWD, target.encode(), _AT_RECURSIVE, attributes, 32)
+
+
+def die_with_parent() -> None:
+    """SIGKILL this process when its parent ends."""
+    _prctl("PR_SET_PDEATHSIG", _PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def set_dumpable(dumpable: bool) -> None:
+    """Whether processes of the same user may look into this one through /proc and ptrace."""
+    _prctl("PR_SET_DUMPABLE", _PR_SET_DUMPABLE, int(dumpable))
+
+
+def set_host_name(name: str) -> None:
+    """sethostname(2)."""
+    _checked("sethostname", _libc.sethostname(name.encode(), ctypes.c_size_t(len(name))))
+
+
+def drop_privileges() -> None:
+    """Give up every capability and every way to gain one."""
+    _prctl("PR_SET_NO_NEW_PRIVS", _PR_SET_NO_NEW_PRIVS, 1)
+    _prctl("PR_CAP_AMBIENT_CLEAR_ALL", _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    capability = 0
+    while _libc.prctl(_PR_CAPBSET_DROP, ctypes.c_ulong(capability), 0, 0, 0) == 0:
+        capability += 1
+    header = (ctypes.c_uint32 * 2)(_CAPABILITY_VERSION_3, 0)
+    _checked("capset", _libc.capset(header, (ctypes.c_uint32 * 6)()))
+
+
+def install_filter(code: bytes) -> None:
+    """Put a seccomp filter on this process; `code` is an array of struct sock_filter."""
+
+    class Program(ctypes.Structure):
+        _fields_ = (("length", ctypes.c_ushort), ("code", ctypes.c_char_p))
+
+    program = Program(len(code) // 8, code)
+    _prctl("PR_SET_SECCOMP", _PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.byref(program))
+
+
+def syscall(name: str, number: int, *arguments: Any) -> int:
+    """A system call by number."""
+    found: int = _libc.syscall(
+        ctypes.c_long(number), *(ctypes.c_long(a) if isinstance(a, int) else a for a in arguments)
+    )
+    _checked(name, found)
+    return found
+
+
+def _prctl(name: str, option: int, value: int, pointer: Any = 0) -> None:
+    last = ctypes.c_ulong(0) if pointer == 0 else pointer
+    zero = ctypes.c_ulong(0)
+    _checked(f"prctl({name})", _libc.prctl(option, ctypes.c_ulong(value), last, zero, zero))
+
+
+def _checked(name: str, found: int) -> None:
+    if found < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{name}: {os.strerror(number)}")

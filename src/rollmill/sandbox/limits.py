@@ -1,0 +1,61 @@
+"""What a program may use, and how it ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Outcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
+"""How a program ended.
+
+ok: exit status 0. error: another exit status. timeout: the wall or CPU limit. memory: a MemoryError that nobody caught.
+output: more output than the limit. killed: a signal that is not a limit's, for example a segmentation fault.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The limits of one program."""
+
+    wall_s: float = 10.0
+    """Seconds from its start until it is killed."""
+    cpu_s: int = 10
+    """CPU seconds of each process; whole seconds, because that is the kernel's unit."""
+    memory_mb: int = 512
+    """Address space of each process, MiB."""
+    disk_mb: int = 64
+    """Size of /tmp, its only writable folder, and of each file in it, MiB. `files` count."""
+    output_bytes: int = 1 << 20
+    """Bytes of stdout and stderr together."""
+    processes: int = 1
+    """Processes at once; at 1 it may not fork."""
+    threads: int = 64
+    """Threads of all its processes at once, beyond one for each process."""
+
+    def __post_init__(self) -> None:
+        for name in ("wall_s", "cpu_s", "memory_mb", "disk_mb", "output_bytes", "processes"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"Limits.{name} is {getattr(self, name)}; it has to be above 0")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a program ended and what it wrote."""
+
+    outcome: Outcome
+    exit_code: int
+    """The exit status; minus the signal that ended it otherwise."""
+    stdout: str
+    """Up to the limit; bytes that are not UTF-8 are replaced by U+FFFD."""
+    stderr: str
+    seconds: float
+    """From the program's start to its end."""
+    cpu_seconds: float
+    """Of all its processes."""
+    peak_mb: float
+    """The largest resident memory of one process, MiB. About 15 MiB of it are the interpreter's.
+
+    In the `plain` backend it is not below the caller's own, since the kernel counts from the fork.
+    """
+    safe: bool = True
+    """False where the program ran in the `plain` backend, which isolates nothing."""

@@ -1,0 +1,102 @@
+"""Runs a program in a process that can do nothing else."""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import contextlib
+import gc
+import linecache
+import os
+import resource
+import signal
+import sys
+import threading
+import traceback
+import types
+from typing import Any, NoReturn
+
+from rollmill.sandbox.limits import Limits
+
+NAME = "main.py"
+MEMORY_ERROR = b"MemoryError\n"
+
+
+def set_limits(limits: Limits, supervisors: int) -> None:
+    """The kernel's limits on this process and its children. `supervisors` is how many processes are not theirs."""
+    memory, disk, cpu = limits.memory_mb << 20, limits.disk_mb << 20, limits.cpu_s
+    for kind, value in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_NOFILE, 256),
+        (resource.RLIMIT_CORE, 0),
+        (resource.RLIMIT_MEMLOCK, 0),
+        (resource.RLIMIT_MSGQUEUE, 0),
+    ):
+        resource.setrlimit(kind, (value, value))
+    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    if supervisors:
+        most = supervisors + limits.processes + limits.threads
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+
+
+def run_program(text: str) -> NoReturn:
+    """Run a program as `__main__`, the way the interpreter does, and end the process. Never returns."""
+    status = 1
+    try:
+        status = _status_of(text)
+        threading._shutdown()  # type: ignore[attr-defined]  # waits for its threads, as the interpreter does
+        atexit._run_exitfuncs()
+    except MemoryError:
+        status = 1
+        os.write(2, MEMORY_ERROR)
+    except BaseException:
+        status = 1
+        traceback.print_exc()
+    finally:
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(Exception):
+                stream.flush()
+        os._exit(status)
+
+
+def _status_of(text: str) -> int:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv, sys.path[:0] = [NAME], [os.getcwd()]
+    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # tracebacks show its lines
+    module: Any = types.ModuleType("__main__")
+    module.__dict__.update(__file__=NAME, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    try:
+        exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
+    except SystemExit as wish:
+        return _exit_status(wish.code)
+    except MemoryError:
+        module.__dict__.clear()
+        gc.collect()
+        os.write(2, MEMORY_ERROR)
+        return 1
+    except BaseException as error:
+        _print_traceback(error)
+        return 1
+    return 0
+
+
+def _exit_status(code: object) -> int:
+    if code is None:
+        return 0
+    if isinstance(code, int):
+        return code & 0xFF
+    print(code, file=sys.stderr)
+    return 1
+
+
+def _print_traceback(error: BaseException) -> None:
+    """Without the frames of this file."""
+    inner = error.__traceback__
+    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+        inner = inner.tb_next
+    if sys.excepthook is sys.__excepthook__:
+        traceback.print_exception(error.with_traceback(inner))  # the interpreter's own hook would look for the file
+    else:
+        sys.excepthook(type(error), error.with_traceback(inner), inner)

@@ -1,0 +1,65 @@
+"""The seccomp filter of a program, in classic BPF (linux/filter.h, linux/seccomp.h)."""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+
+from rollmill.sandbox.syscalls import CLONE, CLONE3, DENIED, FIRST_UNKNOWN, FORKS, PRLIMIT64
+
+AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_COLUMN = {"x86_64": 0, "aarch64": 1}
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; both architectures are little endian
+_ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_CLONE_THREAD = 0x00010000
+_CLONE_NEW = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
+
+
+def build_filter(forks: bool, machine: str = "") -> bytes:
+    """The filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
+
+    `forks` says whether new processes are allowed; threads always are. `machine` is "x86_64" or "aarch64", this
+    machine's if empty; KeyError for another. `clone3` fails with ENOSYS, because its flags are out of a filter's
+    reach, and the C library then uses `clone`.
+    """
+    machine = machine or platform.machine()
+    column = _COLUMN[machine]
+    code = [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, AUDIT_ARCH[machine], 1, 0),
+        _step(_RETURN, _KILL_PROCESS),
+        _step(_LOAD, _NUMBER),
+        *_if(_AT_LEAST, FIRST_UNKNOWN, _ERRNO | errno.ENOSYS),  # the x32 calls too: they start at 2**30
+        *_if(_EQUAL, CLONE3[column], _ERRNO | errno.ENOSYS),
+    ]
+    denied = DENIED if forks else DENIED | FORKS
+    for numbers in denied.values():
+        if numbers[column] >= 0:
+            code += _if(_EQUAL, numbers[column], _ERRNO | errno.EPERM)
+    on_clone = _if(_ANY_BIT, _CLONE_NEW, _ERRNO | errno.EPERM)
+    if not forks:
+        on_clone += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+    code += _with_argument(CLONE[column], on_clone)
+    on_prlimit = [_step(_EQUAL, 0, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]  # its own limits only
+    code += _with_argument(PRLIMIT64[column], on_prlimit)
+    return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def _with_argument(number: int, then: list[bytes]) -> list[bytes]:
+    """`then`, with the low half of the first argument loaded, for one system call; it is allowed where that ends."""
+    return [
+        _step(_EQUAL, number, 0, len(then) + 2),
+        _step(_LOAD, _FIRST_ARGUMENT),
+        *then,
+        _step(_RETURN, _ALLOW),
+    ]
+
+
+def _if(test: int, value: int, answer: int) -> list[bytes]:
+    return [_step(test, value, 0, 1), _step(_RETURN, answer)]
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("<HBBI", code, if_true, if_false, value)

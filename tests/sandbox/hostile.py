@@ -1,0 +1,198 @@
+"""Programs that try to get out, to stay, or to use up the machine. Each prints BREACH if it got through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollmill.sandbox import Limits, Result
+
+SMALL = Limits(wall_s=5.0, cpu_s=3, memory_mb=128, disk_mb=8, output_bytes=1 << 16)
+QUICK = Limits(wall_s=0.4, cpu_s=3, memory_mb=128)
+CPU = Limits(wall_s=20.0, cpu_s=1, memory_mb=128)
+FORKS = Limits(wall_s=5.0, cpu_s=3, memory_mb=128, processes=8, threads=8)
+TRY = """
+import ctypes, errno, os, signal, socket, sys, time
+libc = ctypes.CDLL(None, use_errno=True)
+def syscall(*arguments):
+    if libc.syscall(*map(ctypes.c_long, arguments)) < 0:
+        raise OSError(ctypes.get_errno(), "syscall")
+def attempt():
+%s
+try:
+    attempt()
+    print("BREACH")
+except OSError as error:
+    print(errno.errorcode[error.errno])
+"""
+
+
+@dataclass(frozen=True)
+class Hostile:
+    """A program and how it has to end: one of `outcome`, after printing one of the errno names in `error`, if any."""
+
+    name: str
+    program: str
+    outcome: str = "ok"
+    error: str = ""
+    limits: Limits = SMALL
+
+    def contained(self, found: Result) -> bool:
+        """Whether a result is how it has to end."""
+        errors = self.error.split() or [found.stdout.strip()]
+        return "BREACH" not in found.stdout and found.outcome in self.outcome.split() and found.stdout.strip() in errors
+
+
+def refused(name: str, statements: str, error: str = "EPERM", limits: Limits = SMALL) -> Hostile:
+    """Statements that have to fail with an OSError."""
+    return Hostile(name, TRY % "\n".join(f"    {line}" for line in statements.splitlines()), "ok", error, limits)
+
+
+NETWORK = [
+    refused(f"socket {family} {kind}", f"socket.socket(socket.{family}, socket.{kind})")
+    for family, kind in (
+        *(("AF_INET", "SOCK_STREAM"), ("AF_INET", "SOCK_DGRAM"), ("AF_INET6", "SOCK_STREAM")),
+        *(
+            ("AF_UNIX", "SOCK_STREAM"),
+            ("AF_NETLINK", "SOCK_RAW"),
+            ("AF_PACKET", "SOCK_RAW"),
+            ("AF_VSOCK", "SOCK_STREAM"),
+        ),
+    )
+] + [
+    refused("bind an abstract name", "a, b = socket.socketpair()\na.bind('\\0name')"),
+    refused("io_uring instead of sockets", "syscall(425, 8, 0)"),
+    refused("a name server", "socket.create_connection(('127.0.0.1', 53), 1)"),
+]
+FILES = [
+    refused("read the users", "open('/etc/passwd')", "ENOENT"),
+    refused("read root's home", "os.listdir('/root/.ssh')", "ENOENT"),
+    refused("read /proc", "open('/proc/1/environ')", "ENOENT"),
+    refused("read /sys", "os.listdir('/sys')", "ENOENT"),
+    refused("read the disk", "open('/dev/vda', 'rb')", "ENOENT"),
+    refused("read the kernel's log", "open('/dev/kmsg', 'rb')", "ENOENT"),
+    refused("write the root", "open('/x', 'w')", "EROFS"),
+    refused("write beside Python", "open(os.__file__, 'a')", "EACCES EROFS"),
+    refused("chmod Python", "os.chmod(os.__file__, 0o777)", "EROFS"),
+    refused("utime Python", "os.utime(os.__file__)", "EROFS"),
+    refused("chmod a device", "os.chmod('/dev/null', 0o777)", "EROFS"),
+    refused("a symlink out", "os.symlink('/../../etc/passwd', 'x')\nopen('x')", "ENOENT"),
+    refused("climb out", "os.chdir('../../../../../../..')\nopen('etc/shadow')", "ENOENT"),
+    refused("chroot", "os.chroot('/tmp')"),
+    refused("a device node", "os.mknod('x', 0o666 | 0x2000, os.makedev(1, 1))"),
+    refused("open by handle", "syscall(304, 3, 0, 0)"),
+    refused("delete Python", "os.unlink(os.__file__)", "EROFS"),
+    Hostile(
+        "delete everything",
+        "import shutil, os\nshutil.rmtree('/', ignore_errors=True)\n"
+        "print('BREACH' if not os.path.exists(os.__file__) else 'there')",
+    ),
+    refused(
+        "an inherited file",
+        "for number in range(3, 5000):\n    try: os.fstat(number)\n    except OSError: pass\n"
+        "    else: return\nos.fstat(3)",
+        "EBADF",
+    ),
+    refused("write the sealed stdin", "os.write(0, b'x')"),
+]
+PROCESSES = [
+    refused("fork", "if os.fork() == 0: os._exit(0)"),
+    refused("vfork", "import subprocess\nsubprocess.run([sys.executable, '-c', ''])"),
+    refused("a daemon", "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"),
+    refused("ptrace", "syscall(101, 16, 1, 0, 0)"),
+    refused("read another's memory", "syscall(310, 1, 0, 0, 0, 0, 0)"),
+    refused("another's limits", "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (0, 0))"),
+    refused("a process descriptor", "os.pidfd_open(1)"),
+    refused("kill all by another name", "os.kill(1234567, 9)", "ESRCH"),
+    refused("clone with namespaces", "syscall(56, 0x10000000 | 17, 0, 0, 0, 0)"),
+    refused("clone3", "syscall(435, 0, 0)", "ENOSYS"),
+]
+KERNEL = [
+    refused("a user namespace", "syscall(272, 0x10000000)"),
+    refused("another's namespace", "syscall(308, 0, 0)"),
+    refused("mount", "syscall(165, 0, 0, 0, 0, 0)"),
+    refused("the new mount calls", "syscall(430, 0, 0)"),
+    refused("pivot_root", "syscall(155, 0, 0)"),
+    refused("keyctl", "syscall(250, 0, 0)"),
+    refused("bpf", "syscall(321, 0, 0, 0)"),
+    refused("perf_event_open", "syscall(298, 0, 0, 0, 0, 0)"),
+    refused("userfaultfd", "syscall(323, 0)"),
+    refused("memfd_create", "os.memfd_create('x')"),
+    refused("shared memory", "syscall(29, 0, 4096, 0o1666)"),
+    refused("load a module", "syscall(175, 0, 0, 0)"),
+    refused("kexec", "syscall(246, 0, 0, 0, 0)"),
+    refused("reboot", "syscall(169, 0, 0, 0, 0)"),
+    refused("set the clock", "time.clock_settime(time.CLOCK_REALTIME, 0)"),
+    refused("a call from the future", "syscall(700, 0)", "ENOSYS"),
+    refused("a call of x32", "syscall(0x40000000 + 41, 2, 1, 0)", "ENOSYS"),
+    refused("become root", "os.setuid(0)", "EINVAL"),
+    refused("raise a limit", "libc.setrlimit(9, (ctypes.c_ulong * 2)(1 << 62, 1 << 62)) and syscall(302, 1, 0, 0, 0)"),
+]
+BOMBS = [
+    Hostile("memory", "x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
+    Hostile("memory at once", "x = bytearray(1 << 40)", "memory"),
+    Hostile(
+        "memory caught and tried again",
+        "while True:\n try: x = [bytearray(1 << 24) for _ in range(99)]\n except MemoryError: pass",
+        "timeout",
+        limits=CPU,
+    ),
+    Hostile(
+        "threads",
+        "import threading, time\nfor _ in range(5000):\n"
+        " threading.Thread(target=time.sleep, args=(99,), daemon=True).start()\nprint('BREACH')",
+        "error",
+    ),
+    Hostile("forks", "import os\nwhile True: os.fork()", "error", limits=FORKS),
+    Hostile(
+        "forks that go on",
+        "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
+        "timeout",
+        limits=Limits(wall_s=1.0, processes=16),
+    ),
+    refused("disk in one file", "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "EFBIG"),
+    refused("disk in many files", "for n in range(99999):\n    open(str(n), 'wb').write(bytes(1 << 20))", "ENOSPC"),
+    refused("empty files", "for n in range(99999):\n    open(str(n), 'wb').close()", "ENOSPC"),
+    refused("a sparse file", "open('x', 'wb').truncate(1 << 40)", "EFBIG"),
+    refused("descriptors", "x = [os.dup(0) for _ in range(5000)]", "EMFILE"),
+    Hostile("stdout", "while True: print('x' * 4096)", "output"),
+    Hostile("stderr", "import os\nwhile True: os.write(2, b'x' * 4096)", "output"),
+    Hostile("sleep", "import time\ntime.sleep(1e6)", "timeout", limits=QUICK),
+    Hostile("busy", "while True: pass", "timeout", limits=CPU),
+    Hostile(
+        "busy without a signal",
+        "import signal\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        "timeout",
+        limits=CPU,
+    ),
+    Hostile(
+        "deaf",
+        "import signal, time\nfor n in range(1, 65):\n try: signal.signal(n, signal.SIG_IGN)\n"
+        " except (OSError, ValueError): pass\ntime.sleep(1e6)",
+        "timeout",
+        limits=QUICK,
+    ),
+    Hostile("a power tower", "print(9 ** 9 ** 9)", "timeout", limits=QUICK),
+    Hostile(
+        "deep recursion",
+        "import sys\nsys.setrecursionlimit(1 << 30)\nf = lambda: f()\nf()",
+        "killed error memory",
+        limits=Limits(wall_s=60.0, cpu_s=30, memory_mb=48),
+    ),
+    Hostile("segmentation fault", "import ctypes\nctypes.string_at(0)", "killed"),
+    Hostile("abort", "import os\nos.abort()", "killed"),
+    Hostile("kill all", "import os\ntry: os.kill(-1, 9)\nexcept OSError: os.kill(os.getpid(), 9)", "killed"),
+    Hostile("kill process 1", "import os, time\nfor n in (2, 9, 15, 19): \n try: os.kill(1, n)\n except OSError: pass"),
+    Hostile("exit before output", "import os\nprint('lost')\nos._exit(0)"),
+    Hostile("a wrong status", "import os\nos._exit(7)", "error"),
+    Hostile("null bytes", "print('\0')", "error"),
+    Hostile("not even Python", "\ud800 (((", "error"),
+    Hostile("nested brackets", "x = " + "(" * 10_000, "error"),
+    Hostile(
+        "a tracer of the runner",
+        "import sys\nfor n in range(9):\n"
+        " try: f = sys._getframe(n)\n except ValueError: break\n f.f_globals.clear()\nprint('on')",
+        "error",
+    ),
+    Hostile("closed streams", "import os\nfor n in range(3): os.close(n)"),
+]
+HOSTILE = NETWORK + FILES + PROCESSES + KERNEL + BOMBS

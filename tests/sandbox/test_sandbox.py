@@ -1,0 +1,331 @@
+"""What the sandbox does for ordinary programs: input, files, outcomes, limits, concurrency, recovery."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rollmill.sandbox import Limits, Sandbox, SandboxError
+from rollmill.sandbox import probe as probing
+from rollmill.sandbox.landlock import landlock_version
+from rollmill.sandbox.limits import Result
+from rollmill.sandbox.process import Server
+from rollmill.sandbox.seccomp import AUDIT_ARCH, build_filter
+from rollmill.sandbox.syscalls import CLONE, CLONE3, DENIED, FORKS, PRLIMIT64
+from rollmill.sandbox.view import view_of
+
+BACKENDS = ("namespaces", "plain")
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
+    with Sandbox(backend=request.param) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("program", "outcome", "exit_code"),
+    [
+        ("", "ok", 0),
+        ("import sys; sys.exit()", "ok", 0),
+        ("import sys; sys.exit(3)", "error", 3),
+        ("raise SystemExit('why')", "error", 1),
+        ("1 / 0", "error", 1),
+        ("(", "error", 1),
+        ("x = [1] * 10**11", "memory", 1),
+        ("print('x' * 2_000_000)", "output", None),
+        ("import time; time.sleep(99)", "timeout", -signal.SIGKILL),
+        ("while True: pass", "timeout", None),
+        ("import os; os.kill(os.getpid(), 11)", "killed", -signal.SIGSEGV),
+        ("import os; os.kill(os.getpid(), 15)", "killed", -signal.SIGTERM),
+        ("import threading; threading.Thread(target=lambda: print('late')).start()", "ok", 0),
+    ],
+)
+def test_outcomes_are_told_apart(sandbox: Sandbox, program: str, outcome: str, exit_code: int | None) -> None:
+    found = sandbox.run_sync(program, limits=Limits(wall_s=2.0, cpu_s=1))
+    assert found.outcome == outcome, found
+    assert exit_code is None or found.exit_code == exit_code
+    assert found.safe == (sandbox.backend == "namespaces")
+
+
+def test_a_program_reads_stdin_and_files_and_runs_as_main(sandbox: Sandbox) -> None:
+    program = (
+        "import sys, helper\nfrom pathlib import Path\n"
+        "print(__name__, sys.stdin.read(), helper.value, Path('data/x.bin').read_bytes(), sys.argv)"
+    )
+    files = {"helper.py": b"value = 7", "data/x.bin": b"\xff\x00"}
+    found = sandbox.run_sync(program, stdin="zwölf " * 50_000, files=files)
+    assert found.stderr == ""
+    assert found.stdout == f"__main__ {'zwölf ' * 50_000} 7 b'\\xff\\x00' ['main.py']\n"
+
+
+def test_output_that_is_not_utf8_is_replaced(sandbox: Sandbox) -> None:
+    found = sandbox.run_sync("import os; os.write(1, b'a\\xffb'); os.write(2, '✓'.encode())")
+    assert (found.stdout, found.stderr) == ("a\ufffdb", "✓")
+
+
+def test_a_traceback_names_the_programs_lines_only(sandbox: Sandbox) -> None:
+    found = sandbox.run_sync("def f():\n    return 1 / 0\nf()")
+    assert found.stderr.count("File") == 2
+    assert 'File "main.py", line 2, in f\n    return 1 / 0' in found.stderr
+
+
+def test_all_output_before_the_end_arrives(sandbox: Sandbox) -> None:
+    found = sandbox.run_sync("import atexit; atexit.register(print, 'bye'); print('x' * 900_000, end='')")
+    assert found.stdout == "x" * 900_000 + "bye\n"
+
+
+def test_measures_have_their_units(sandbox: Sandbox) -> None:
+    found = sandbox.run_sync(
+        "import time\nx = bytearray(50 << 20)\nwhile time.process_time() < .3: pass\ntime.sleep(.2)",
+    )
+    assert 0.25 <= found.cpu_seconds < found.seconds
+    assert found.peak_mb > 50
+    assert found.peak_mb < 200 or sandbox.backend == "plain"  # it counts from the caller's
+
+
+def test_processes_are_allowed_when_asked_for(sandbox: Sandbox) -> None:
+    program = (
+        "import subprocess, sys, multiprocessing\n"
+        "print(subprocess.run([sys.executable, '-c', 'print(5)'], capture_output=True, text=True).stdout)\n"
+        "with multiprocessing.get_context('fork').Pool(2) as pool: print(pool.map(abs, [-1, -2]))"
+    )
+    found = sandbox.run_sync(program, limits=Limits(processes=8))
+    assert found.stdout == "5\n\n[1, 2]\n", found.stderr
+
+
+def test_asyncio_and_threads_work_inside(sandbox: Sandbox) -> None:
+    program = "import asyncio\nprint(asyncio.run(asyncio.to_thread(sum, [1, 2])))"
+    assert sandbox.run_sync(program).stdout == "3\n"
+
+
+def test_many_at_once_wait_for_their_turn() -> None:
+    async def all_of_them(sandbox: Sandbox) -> list[Result]:
+        return await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.05); print({n})") for n in range(40)))
+
+    with Sandbox(jobs=4) as sandbox:
+        started = time.monotonic()
+        found = asyncio.run(all_of_them(sandbox))
+        assert time.monotonic() - started >= 40 / 4 * 0.05
+    assert [result.stdout for result in found] == [f"{n}\n" for n in range(40)]
+
+
+def test_threads_share_a_sandbox() -> None:
+    with Sandbox(jobs=3) as sandbox, ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(lambda n: sandbox.run_sync(f"print({n})").stdout, range(40)))
+    assert found == [f"{n}\n" for n in range(40)]
+
+
+def test_a_cancelled_run_is_killed_and_gives_its_turn_back() -> None:
+    async def cancel(sandbox: Sandbox) -> Result:
+        await sandbox.run("")
+        tasks = [asyncio.create_task(sandbox.run("import time; time.sleep(99)")) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        return await sandbox.run("print('next')")
+
+    with Sandbox(jobs=1) as sandbox:
+        assert asyncio.run(cancel(sandbox)).stdout == "next\n"
+        assert _childless(sandbox)
+
+
+def test_a_server_killed_from_outside_is_replaced() -> None:
+    with Sandbox() as sandbox:
+        sandbox.run_sync("")
+        first = sandbox.pid()
+        os.kill(first, signal.SIGKILL)
+        assert sandbox.run_sync("print(1)").stdout == "1\n"
+        assert sandbox.pid() != first
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_server_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
+    monkeypatch.setattr("rollmill.sandbox.sandbox.GRACE_S", 0.5)
+    limits = Limits(wall_s=1.5)
+    with Sandbox() as sandbox:
+        sandbox.run_sync("")
+        first = sandbox.pid()
+        os.kill(first, signal.SIGSTOP)
+        if asynchronous:
+            found = asyncio.run(sandbox.run("print(1)", limits=limits))
+        else:
+            found = sandbox.run_sync("print(1)", limits=limits)
+        assert found.stdout == "1\n"
+        assert sandbox.pid() != first
+
+
+def test_a_program_whose_server_is_killed_runs_again() -> None:
+    async def kill_it(sandbox: Sandbox) -> Result:
+        await sandbox.run("")
+        task = asyncio.create_task(sandbox.run("import time; time.sleep(.5); print('done')"))
+        await asyncio.sleep(0.2)
+        os.kill(sandbox.pid(), signal.SIGKILL)
+        return await task
+
+    with Sandbox() as sandbox:
+        assert asyncio.run(kill_it(sandbox)).stdout == "done\n"
+
+
+def test_a_program_killed_from_outside_says_so() -> None:
+    async def kill_it(sandbox: Sandbox) -> Result:
+        await sandbox.run("")
+        assert _childless(sandbox)
+        task = asyncio.create_task(sandbox.run("import time; time.sleep(99)"))
+        while not (children := psutil.Process(sandbox.pid()).children()):
+            await asyncio.sleep(0.01)
+        children[0].kill()
+        return await task
+
+    with Sandbox() as sandbox:
+        assert asyncio.run(kill_it(sandbox)).outcome == "killed"
+        assert sandbox.run_sync("print(1)").stdout == "1\n"
+
+
+def test_no_process_outlives_its_caller(tmp_path: Path) -> None:
+    program = (
+        "import os, threading, time\nfrom rollmill.sandbox import Sandbox\n"
+        "sandbox = Sandbox(); sandbox.run_sync('')\n"
+        "threading.Thread(target=sandbox.run_sync, args=('import time; time.sleep(99)',), daemon=True).start()\n"
+        "time.sleep(.2); print(sandbox.pid(), flush=True); os.kill(os.getpid(), 9)"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(int(ended.stdout)) and psutil.Process(int(ended.stdout)).status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def _as_ordinary_user(kind: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-B", str(Path(__file__).with_name("ordinary_user.py")), kind]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd="/")
+
+
+@pytest.mark.parametrize(("kind", "uid"), [("user", 65534), ("root", 0)])
+@pytest.mark.skipif(os.getuid() != 0, reason="the other tests run as an ordinary user already")
+def test_an_ordinary_user_is_as_safe(kind: str, uid: int) -> None:
+    """Also as the root of a user namespace, as in a container without root."""
+    ended = _as_ordinary_user(kind)
+    assert ended.returncode == 0, ended.stderr
+    assert json.loads(ended.stdout) == {"uid": uid, "wrong": []}
+
+
+def test_a_machine_without_user_namespaces_is_refused() -> None:
+    ended = _as_ordinary_user("none")
+    assert ended.returncode == 1
+    assert "SandboxError: the sandbox's server cannot start: [Errno 28] unshare" in ended.stderr
+    assert "user.max_user_namespaces above 0" in ended.stderr
+
+
+def test_only_packages_that_are_named_can_be_imported() -> None:
+    program = "import numpy; print(numpy.arange(3).sum())"
+    with Sandbox() as sandbox:
+        assert "No module named 'numpy'" in sandbox.run_sync(program).stderr
+    with Sandbox(packages=["numpy"]) as sandbox:
+        found = sandbox.run_sync(program, limits=Limits(memory_mb=2048))
+        assert found.stdout == "3\n", found.stderr
+        assert "No module named 'torch'" in sandbox.run_sync("import torch").stderr
+
+
+@pytest.mark.parametrize("name", ["../x", "/etc/x", "a/../../x", "", "x\0y"])
+def test_a_path_out_of_the_folder_is_refused(sandbox: Sandbox, name: str) -> None:
+    with pytest.raises(SandboxError, match="is not a path inside"):
+        sandbox.run_sync("", files={name: b""})
+
+
+def test_what_cannot_be_is_an_error_that_says_so() -> None:
+    with pytest.raises(SandboxError, match="package 'no_such_package' cannot be allowed"):
+        Sandbox(packages=["no_such_package"])
+    with pytest.raises(ValueError, match="wall_s is 0"):
+        Limits(wall_s=0)
+    with Sandbox() as sandbox, pytest.raises(SandboxError, match="disk limit of 1 MiB"):
+        sandbox.run_sync("", files={"x": bytes(2 << 20)}, limits=Limits(disk_mb=1))
+    sandbox.close()
+    with pytest.raises(SandboxError, match="closed"):
+        sandbox.run_sync("")
+
+
+def test_a_machine_that_contains_nothing_is_refused(sandbox: Sandbox) -> None:
+    """The probe finds that the plain backend lets programs through, and lets the other one pass."""
+    found = sandbox.run_sync(probing.PROGRAM, limits=probing.LIMITS)
+    if sandbox.backend == "namespaces":
+        probing.check(found)
+    else:
+        with pytest.raises(SandboxError, match="open a socket, fork"):
+            probing.check(found)
+
+
+def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.sandbox.process.interpreter", lambda: "/bin/false")
+    with Sandbox() as sandbox, pytest.raises(SandboxError, match=r"cannot start: .*needs Linux 5.12"):
+        sandbox.run_sync("")
+
+
+def test_a_server_says_what_the_kernel_refuses() -> None:
+    view = view_of([])
+    view.binds["/no/such/path"] = "/no/such/path"
+    with pytest.raises(SandboxError, match="No such file"):
+        Server(view)
+
+
+@pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")
+def test_landlock_alone_lets_a_process_write_in_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    program = (
+        "import sys, os\nfrom rollmill.sandbox import kernel, landlock\n"
+        "kernel.drop_privileges()\nlandlock.restrict_files(landlock.landlock_version(), 'mine')\n"
+        "open('mine/x', 'w').close()\nprint(len(os.listdir('/')) > 0)\n"
+        "try: open('x', 'w')\nexcept PermissionError: print('refused')"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert ended.stdout == "True\nrefused\n", ended.stderr
+
+
+def test_filters_exist_for_both_architectures() -> None:
+    for machine in AUDIT_ARCH:
+        strict, forks = build_filter(False, machine), build_filter(True, machine)
+        assert len(forks) < len(strict) <= 4096 * 8
+        assert AUDIT_ARCH[machine].to_bytes(4, "little") in strict
+
+
+@pytest.mark.parametrize(
+    ("column", "header"),
+    [(0, "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), (1, "/usr/include/asm-generic/unistd.h")],
+)
+def test_call_numbers_are_those_of_the_kernels_headers(column: int, header: str) -> None:
+    if not Path(header).exists():
+        pytest.skip(f"no {header}")
+    words = [line.split() for line in Path(header).read_text().splitlines() if line.startswith("#define __NR")]
+    numbers = {
+        name.removeprefix("__NR_").removeprefix("__NR3264_"): int(number)
+        for _, name, number, *_ in words
+        if number.isdigit()
+    }
+    table = DENIED | FORKS | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT64}
+    wrong = {name: pair[column] for name, pair in table.items() if numbers.get(name, -1) != pair[column]}
+    assert wrong == {}
+
+
+def _childless(sandbox: Sandbox) -> bool:
+    deadline = time.monotonic() + 10
+    while psutil.Process(sandbox.pid()).children(recursive=True):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
