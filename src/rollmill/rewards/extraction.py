@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import re
-from typing import Literal
 
-Place = Literal["auto", "boxed", "hash", "last_number"]
+from rollmill.config.reward import AnswerPlace
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*")
@@ -13,8 +12,8 @@ _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$]+)")
 _BETWEEN_BOXES = re.compile(
     r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;)?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
 )
-_SAID = re.compile(r"\banswers?\s*(?:is|are|:|=)+\s*:?", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)")
+_SAID = re.compile(r"\banswers?\s*(?:is|are|:|=)+\s*:?|答案\s*(?:是|为|：|:)+", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)|。")
 _NUMBER_TEXT = r"[+-]?\$?(?:\\frac\s*\{-?\d+\}\s*\{-?\d+\}|\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s?/\s?\d+)?|\.\d+)%?"
 _NUMBER = re.compile(rf"(?<![\w.^/]){_NUMBER_TEXT}")
 _JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.IGNORECASE)
@@ -22,7 +21,7 @@ _LATEX = re.compile(r"\$\$?([^$]{1,200})\$\$?|\\\(([^$]{1,200}?)\\\)|\\\[([^$]{1
 _WORDS = re.compile(r"(?<![\\A-Za-z])(?!sqrt|pi|sin|cos|tan|log|ln|exp)[A-Za-z]{2,}")
 
 
-def extract(text: str, place: Place) -> str | None:
+def extract(text: str, place: AnswerPlace) -> str | None:
     """The final answer as it is written, or None where the place asked for is empty."""
     if place == "boxed":
         return boxed(text)

@@ -72,10 +72,25 @@ def _load(kind: str) -> float:
     return 1.0
 
 
-def _math(payload: dict[str, str]) -> float:
-    """1 if math-verify finds the answer equal to the reference. Text that it cannot parse is equal to nothing."""
-    gold, answer = (_parsed(payload[key]) for key in ("gold", "answer"))
-    return float(any(_equal(one, other) for one in gold for other in answer))
+def _math(payload: dict[str, Any]) -> float:
+    """1 if math-verify finds the answer equal to the reference. Text that it cannot parse is equal to nothing.
+
+    Where both are lists, each reference has to equal another answer. `tolerance` is the relative difference that two
+    numbers may have.
+    """
+    gold, answer = payload["gold"], payload["answer"]
+    golds = [_parsed(text) for text in ([gold] if isinstance(gold, str) else gold)]
+    answers = [_parsed(text) for text in ([answer] if isinstance(answer, str) else answer)]
+    for expressions in golds:
+        match = next((i for i, other in enumerate(answers) if _any_equal(expressions, other, payload)), None)
+        if match is None:
+            return 0.0
+        del answers[match]
+    return float(not answers)
+
+
+def _any_equal(gold: list[Any], answer: list[Any], payload: dict[str, Any]) -> bool:
+    return any(_equal(one, other, payload.get("tolerance", 0.0)) for one in gold for other in answer)
 
 
 def _parsed(text: str) -> list[Any]:
@@ -86,10 +101,13 @@ def _parsed(text: str) -> list[Any]:
     return list(found)
 
 
-def _equal(gold: Any, answer: Any) -> bool:
+def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
     from math_verify import verify
 
     try:
+        same = _same_value(gold, answer, tolerance)
+        if same is not None:
+            return same
         return bool(
             verify(
                 gold, answer, float_rounding=12, allow_set_relation_comp=True, timeout_seconds=None, raise_on_error=True
@@ -99,6 +117,27 @@ def _equal(gold: Any, answer: Any) -> bool:
         raise
     except Exception:
         return False
+
+
+def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
+    """Whether two constants are the same to 30 digits, or within the tolerance; None where algebra has to tell.
+
+    math-verify rounds to an absolute number of digits, so that it takes any two tiny constants for equal. Formulas with
+    variables are refused here where they differ at one point, which is far faster than simplifying their difference.
+    """
+    from sympy import Expr, Float, Rational  # type: ignore[import-untyped]
+
+    if not isinstance(gold, Expr) or not isinstance(answer, Expr):
+        return None
+    variables = sorted(gold.free_symbols | answer.free_symbols, key=str)
+    point = {variable: Rational(7 + 6 * index, 5 + 4 * index) for index, variable in enumerate(variables)}
+    exact = [each.xreplace({part: Rational(str(part)) for part in each.atoms(Float)}) for each in (gold, answer)]
+    one, other = (each.subs(point).evalf(40) for each in exact)
+    size, difference = abs(one), abs(one - other)
+    if not all(each.is_Number and each.is_finite for each in (size, difference)):
+        return None
+    close = bool(difference <= max(tolerance, 1e-30) * size)
+    return None if close and variables else close
 
 
 def _reasoning_gym(payload: dict[str, Any]) -> float | str:

@@ -1,39 +1,37 @@
-"""The math reward: extract the final answer, compare cheaply, and ask math-verify in a grader process for the rest.
+"""The math reward: extract the final answer, compare texts and numbers here, and ask math-verify for the rest.
 
-math-verify accepts a set, an interval or a false equation for a number, so what an answer is made of is told here
-first: every side of an equation has to equal the reference, and a number equals nothing but one number.
+math-verify runs in a grader process, which is killed when it takes too long.
 """
 
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from fractions import Fraction
 
 from rollmill.config.reward import MathReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, Verdict
+from rollmill.rewards.choices import chosen, known_options, letter_of
+from rollmill.rewards.comparison import TRIGONOMETRY, Question, Rules, settle
 from rollmill.rewards.extraction import boxed, extract, hashed
 from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.numbers import agree, normalised, quantity, squeezed
+from rollmill.rewards.numbers import normalised, squeezed
 
 LONGEST_ANSWER = 2000
 """Characters; a longer answer earns 0 with the outcome `too_long`."""
-
-_NO_SLACK, _ROUNDING, _APPROXIMATE = Fraction(0), Fraction(1, 10**9), Fraction(1, 100)
-"""Relative difference allowed by text and integers, by a Python float, and behind an approximation sign."""
-
-_SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z]))")
-_NOT_ONE_NUMBER = re.compile(
-    r"[<>≤≥≠±∈∪∩;]|\\(?:leq?|geq?|l|g|neq?|pm|mp|in|cup|cap|to|lt|gt|leqslant|geqslant|subset)(?![A-Za-z])"
-    r"|(?<![A-Za-z])(?:or|and)(?![A-Za-z])",
-    re.IGNORECASE,
-)
-_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")
-_CHOICE = re.compile(r"\(([A-J])\)(?!\S*[+*/^])|([A-J])[.):](?=\s|$)")
+DEEPEST_ANSWER = 100
+"""Braces and parentheses inside each other; a deeper answer earns 0 with the outcome `too_deep`."""
+_ROUNDING = Fraction(1, 10**9)
+"""Relative difference allowed where the reference is a Python float."""
 
 
 class Math:
-    """1 if the final answer equals the reference, else 0. A task without an answer is not judged."""
+    """1 if the final answer equals the reference, else 0. A task without an answer is not judged.
+
+    A task's column `math` may hold `extract`, `tolerance` and `units` of its own. Its column `options` or `choices`
+    says what the option letters stand for.
+    """
 
     def __init__(self, config: MathReward, graders: GraderPool) -> None:
         self._config, self._graders = config, graders
@@ -41,21 +39,24 @@ class Math:
     async def judge(self, task: Task, completion: Completion) -> Verdict:
         if task.answer is None:
             return Verdict(None)
-        gold = reference(task.answer)
-        answer = extract(completion.text, self._config.extract)
+        gold, config = reference(task.answer), self._config.of_task(task.taskset, task.metadata)
+        answer = extract(completion.text, config.extract)
         if answer is None:
             return Verdict(0.0, "no_answer")
         if squeezed(normalised(answer)) == squeezed(normalised(gold)):
             return Verdict(1.0)
         if len(answer) > LONGEST_ANSWER:
             return Verdict(0.0, "too_long")
-        return await self._compared(gold, answer, slack=_ROUNDING if isinstance(task.answer, float) else _NO_SLACK)
+        if _depth(answer) > DEEPEST_ANSWER:
+            return Verdict(0.0, "too_deep")
+        slack = max(Fraction(config.tolerance), _ROUNDING if isinstance(task.answer, float) else Fraction(0))
+        rules = Rules(slack, units_required=config.units == "required")
+        return await self._compared(*_meant(gold, answer, known_options(task.metadata), rules), rules)
 
-    async def _compared(self, gold: str, answer: str, *, slack: Fraction) -> Verdict:
-        questions = settle(gold, answer, slack=slack)
+    async def _compared(self, gold: str, answer: str, rules: Rules) -> Verdict:
+        questions = settle(gold, answer, rules)
         for question in questions if isinstance(questions, list) else []:
-            payload = {"gold": _latex(normalised(gold)), "answer": _latex(question)}
-            reply = await self._graders.ask("math", payload, self._config.time_limit_s)
+            reply = await self._graders.ask("math", _payload(question, rules), self._config.time_limit_s)
             if reply.outcome != OK:
                 return Verdict(self._config.timeout_reward, reply.outcome)
             if reply.value != 1.0:
@@ -75,74 +76,42 @@ def reference(answer: object) -> str:
     return boxed(text) or hashed(text) or text
 
 
-def settle(gold: str, answer: str, *, slack: Fraction = _NO_SLACK) -> bool | list[str]:
-    """True or False where text and plain numbers decide; else the expressions that must all equal the reference.
+def _meant(gold: str, answer: str, options: dict[str, str], rules: Rules) -> tuple[str, str]:
+    """What is to be compared where the options are known: letters, or what the options say.
 
-    `slack` is the relative difference that plain numbers may have.
+    A letter stands for its option, and the text of an option for its letter. A letter with the text of another option
+    is compared as that other option.
     """
-    gold, answer = normalised(gold), normalised(answer)
-    if re.fullmatch(r"\(?([A-J])\)?", gold):
-        choice = _CHOICE.match(answer)
-        letter = next(filter(None, choice.groups())) if choice else squeezed(answer).strip("()").upper()
-        return letter == gold.strip("()")
-    if _is_words(gold):
-        return squeezed(gold).casefold() == squeezed(answer).casefold()
-    if _SIGNS.search(gold):
-        return [answer] if answer else False
-    if _is_ordered(gold) and not _is_ordered(answer) and _has_list_comma(answer):
-        return False
-    return _settle_sides(gold, answer, slack)
+    letter, choice = letter_of(normalised(gold)), chosen(normalised(answer))
+    said = normalised(answer) if choice is None else choice[1]
+    exact = replace(rules, slack=Fraction(0))
+    if letter in options:
+        meant = [name for name, option in options.items() if said and settle(option, said, exact) is True]
+        return gold, (meant[0] if len(meant) == 1 else answer)
+    if options and choice is not None and not choice[1]:
+        return gold, options.get(choice[0], answer)
+    return gold, answer
 
 
-def _settle_sides(gold: str, answer: str, slack: Fraction) -> bool | list[str]:
-    number = quantity(gold)
-    pieces = [piece.strip() for piece in _SIGNS.split(answer)]
-    sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
-    if len(sides) > 1 and _LETTER.search(sides[0][1]):
-        sides = [("=", sides[1][1]), *sides[2:]]
-    unknown = []
-    for sign, side in sides:
-        if not side or (number is not None and not _may_be_one_number(side)):
-            return False
-        found = quantity(side)
-        if number is not None and found is not None:
-            if not agree(number, found, slack=slack if sign == "=" else _APPROXIMATE):
-                return False
-        elif sign == "=":
-            unknown.append(side)
-    return unknown or True
-
-
-def _may_be_one_number(text: str) -> bool:
-    bracketed = re.fullmatch(r"\\\{.*\\\}|\[.*\]|\{.*\}|\(.*,.*\)", text) is not None
-    return not bracketed and not _NOT_ONE_NUMBER.search(text) and not _has_list_comma(text)
-
-
-def _has_list_comma(text: str) -> bool:
-    """Whether a comma outside brackets separates several answers (and not thousands)."""
-    depth = 0
-    for character in re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text):
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
         depth += (character in "([{") - (character in ")]}")
-        if character == "," and depth <= 0:
-            return True
-    return False
+        deepest = max(deepest, depth)
+    return deepest
 
 
-def _is_ordered(text: str) -> bool:
-    """Whether it is written as a pair, a tuple or an interval."""
-    return re.fullmatch(r"[(\[].*,.*[)\]].*", text) is not None
-
-
-def _is_words(text: str) -> bool:
-    """Whether it is plain language and no product of variables: letters with a vowel, no digits, no formula."""
-    if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
-        return False
-    return not text.isascii() or text.lower() == "no" or re.search(r"(?i)(?=\w*[aeiou])\w{3}", text) is not None
+def _payload(question: Question, rules: Rules) -> dict[str, object]:
+    golds, answers = ([_latex(text) for text in texts] for texts in (question.golds, question.answers))
+    return {"gold": golds, "answer": answers, "tolerance": float(rules.slack)}
 
 
 def _latex(text: str) -> str:
     """The text as LaTeX that math-verify reads: sqrt(2), pi and 1e-7 are common in answers too."""
     text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
     text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
-    return text.replace("%", "\\%").replace("°", "^{\\circ}")
+    if TRIGONOMETRY.search(text):
+        text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)
+    return text.replace("$", "").replace("%", "\\%").replace("°", "^{\\circ}")

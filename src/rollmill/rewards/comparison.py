@@ -1,0 +1,211 @@
+"""Whether an answer equals a reference, as far as their texts decide it; the rest is left as questions.
+
+math-verify accepts a set, an interval or a false equation for a number, `1,2` for `(1,2)`, and drops units. So the
+structure is compared here, and math-verify is asked about single expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rollmill.rewards.choices import chosen, letter_of
+from rollmill.rewards.numbers import Quantity, agree, normalised, quantity, split_unit, squeezed
+from rollmill.rewards.structure import RELATION, Collection, as_list, collection, condition, named
+from rollmill.rewards.units import Unit
+
+_APPROXIMATE = Fraction(1, 100)
+"""Relative difference allowed behind an approximation sign."""
+
+_SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
+_SEVERAL = re.compile(
+    r"\\(?:cup|cap|to|pm|mp|setminus)(?![A-Za-z])|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE
+)
+TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_RATIO = re.compile(r"(\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+)(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
+_BASE = re.compile(r"([0-9A-F]+)_ ?\{?(\d+)\}?")
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """Expressions that symbolic algebra has to pair off: each of `golds` equals another one of `answers`."""
+
+    golds: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """`slack` is the relative difference that plain numbers may have; `units_required` refuses a missing unit."""
+
+    slack: Fraction = Fraction(0)
+    units_required: bool = False
+
+
+EXACT = Rules()
+
+
+def settle(gold: str, answer: str, rules: Rules = EXACT) -> bool | list[Question]:
+    """True or False where the texts decide, else the questions that must all be answered with yes.
+
+    Both texts are normalised here. Never raises.
+    """
+    gold, answer = normalised(gold), normalised(answer)
+    if not answer:
+        return not gold
+    if squeezed(gold) == squeezed(answer):
+        return True
+    letter, choice = letter_of(gold), chosen(answer)
+    if letter is not None and choice is not None:
+        return letter == choice[0]
+    if letter is None and choice is not None and choice[1]:
+        answer = choice[1]
+    if _is_words(gold):
+        return squeezed(gold).casefold() == squeezed(answer).casefold()
+    for written in (_RATIO, _BASE):
+        if (found := written.fullmatch(gold)) is not None:
+            return _same_notation(found, answer, written)
+    return _settle(gold, answer, rules)
+
+
+def _settle(gold: str, answer: str, rules: Rules) -> bool | list[Question]:
+    one, other = quantity(gold), quantity(answer)
+    if one is not None and other is not None:
+        return agree(one, other, slack=rules.slack, units_required=rules.units_required)
+    is_named = named(gold)
+    if is_named is not None and not _VARIABLE.search(is_named[1]):
+        also = named(answer)
+        return (also is None or also[0] == is_named[0]) and settle(is_named[1], answer, rules)
+    gold, answer = condition(gold), condition(answer)
+    golds, answers = collection(gold), collection(answer)
+    if golds is not None and answers is None:
+        answers = as_list(answer)
+    if golds is not None and answers is not None:
+        return _settle_collections(golds, answers, rules)
+    if _SIGNS.search(gold) or RELATION.search(gold):
+        return other is None and [Question((gold,), (answer,))]
+    if golds is not None:
+        return golds.kind in ("ordered", "list") and bool(RELATION.search(answer)) and [Question((gold,), (answer,))]
+    if answers is not None or RELATION.search(answer) or _SEVERAL.search(answer):
+        return bool(_SEVERAL.search(gold)) and [Question((gold,), (answer,))]
+    return _settle_sides(gold, answer, rules)
+
+
+def _settle_collections(golds: Collection, answers: Collection, rules: Rules) -> bool | list[Question]:
+    unordered = "list", "set"
+    if golds.kind == "list" and golds.names and answers.names:
+        return golds.names == answers.names and _settle_in_order(golds.values, answers.values, rules)
+    if golds.kind in unordered and answers.kind in unordered:
+        return _settle_unordered(golds, answers, rules)
+    if golds.kind == answers.kind:
+        return golds.brackets == answers.brackets and _settle_in_order(golds.items, answers.items, rules)
+    if {golds.kind, answers.kind} != {"list", "ordered"} or (golds.kind == "ordered" and not answers.names):
+        return False
+    tupled = golds if golds.kind == "ordered" else answers
+    return tupled.brackets == "()" and _settle_in_order(golds.values, answers.values, rules)
+
+
+def _settle_in_order(golds: tuple[str, ...], answers: tuple[str, ...], rules: Rules) -> bool | list[Question]:
+    if len(golds) != len(answers):
+        return False
+    questions = []
+    for gold, answer in zip(golds, answers, strict=True):
+        found = settle(gold, answer, rules)
+        if found is False:
+            return False
+        questions += found if isinstance(found, list) else []
+    return questions or True
+
+
+def _settle_unordered(golds: Collection, answers: Collection, rules: Rules) -> bool | list[Question]:
+    """Pairs off the items; a set holds each text once, a list may repeat it."""
+    left, right = list(golds.values), list(answers.values)
+    if "set" in (golds.kind, answers.kind):
+        left, right = list(dict.fromkeys(map(squeezed, left))), list(dict.fromkeys(map(squeezed, right)))
+    if len(left) != len(right):
+        return False
+    open_left, may_be_equal = [], True
+    for gold in left:
+        found = {answer: settle(gold, answer, rules) for answer in right}
+        equal = next((answer for answer, same in found.items() if same is True), None)
+        if equal is not None:
+            right.remove(equal)
+        else:
+            open_left.append(gold)
+            may_be_equal = may_be_equal and any(isinstance(same, list) for same in found.values())
+    if not right:
+        return True
+    return may_be_equal and [Question(tuple(open_left), tuple(right))]
+
+
+def _settle_sides(gold: str, answer: str, rules: Rules) -> bool | list[Question]:
+    """Every side of an equation has to equal the reference, except for a name on the left of it."""
+    number = quantity(gold)
+    pieces = [piece.strip() for piece in _SIGNS.split(answer)]
+    sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
+    if len(sides) > 1 and _LETTER.search(sides[0][1]):
+        sides = [("=", sides[1][1]), *sides[2:]]
+    questions = []
+    for sign, side in sides:
+        found = quantity(side)
+        if not side or (number is not None and collection(side) is not None):
+            return False
+        if number is not None and found is not None:
+            slack = rules.slack if sign == "=" else max(rules.slack, _APPROXIMATE)
+            if not agree(number, found, slack=slack, units_required=rules.units_required):
+                return False
+        elif sign == "=":
+            question = _in_one_unit(gold, side, rules)
+            if question is None:
+                return False
+            questions.append(question)
+    return questions or True
+
+
+def _in_one_unit(gold: str, answer: str, rules: Rules) -> Question | None:
+    r"""The question without units, `2\sqrt{3}` m being `200\sqrt{3}` cm; None where the units differ in kind."""
+    one, other = _measured(gold), _measured(answer)
+    if one[1] is None or other[1] is None:
+        return None if rules.units_required and one[1] is not None else Question((one[0],), (other[0],))
+    if one[1].measure != other[1].measure:
+        return None
+    ratio = other[1].size / one[1].size
+    scaled = other[0] if ratio == 1 else rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \cdot ({other[0]})"
+    return Question((one[0],), (scaled,))
+
+
+def _measured(text: str) -> tuple[str, Unit | None]:
+    """A formula without variables and its unit; with variables all of it, because `m` may be one of them."""
+    if TRIGONOMETRY.search(text):
+        return text, None
+    number, unit = split_unit(text)
+    if unit is None and (words := re.fullmatch(r"(.*(?:\\pi|[)}!])) (\S.*)", text)) is not None:
+        number, unit = words[1], split_unit(f"1 {words[2]}")[1]
+    return (number, unit) if isinstance(unit, Unit) and not _VARIABLE.search(number) else (text, None)
+
+
+def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:
+    """Ratios, times of day and numbers with a base: the same digits. "am" and the base may be missing on one side.
+
+    A ratio of two is also a fraction, unless it says that it is a time of day.
+    """
+    found = written.fullmatch(answer)
+    if found is not None:
+        same = gold[1].replace(" ", "") == found[1].replace(" ", "")
+        return same and (gold[2] is None or found[2] is None or gold[2].lower() == found[2].lower())
+    if written is _BASE:
+        return answer == gold[1]
+    top, *rest = gold[1].replace(" ", "").split(":")
+    value = quantity(answer)
+    is_fraction = len(rest) == 1 and not gold[2] and Fraction(rest[0]) != 0
+    return is_fraction and value is not None and value == Quantity(Fraction(top) / Fraction(rest[0]))
+
+
+def _is_words(text: str) -> bool:
+    """Whether it is plain language and no product of variables: letters with a vowel, no digits, no formula."""
+    if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
+        return False
+    return not text.isascii() or text.lower() == "no" or re.search(r"(?i)(?=\w*[aeiou])\w{3}", text) is not None
