@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from rollmill.algorithms.advantages import (
     grpo,
     mean_baseline,
     opmd,
-    reinforce_plus_plus,
     remax,
     rloo,
     whiten,
@@ -32,6 +32,7 @@ from rollmill.algorithms.token_advantages import (
     length_adaptive_lambda,
     stepwise,
 )
+from rollmill.algorithms.token_advantages import reinforce_plus_plus as per_token
 
 NAN = float("nan")
 ONE_HOT = torch.tensor([1.0, 0, 0, 0])
@@ -45,6 +46,16 @@ def doubles(*values: float) -> Tensor:
 
 def ids(*values: int) -> Tensor:
     return torch.tensor(values)
+
+
+def reinforce_plus_plus(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None, **options: Any) -> Tensor:
+    """Without a KL in the reward all tokens of a completion have one advantage."""
+    lengths = torch.ones_like(groups) if lengths is None else lengths
+    sequence = torch.arange(len(rewards)).repeat_interleave(lengths)
+    values = per_token(rewards, groups, sequence, **({"eps": 1e-6} | options))
+    first = lengths.cumsum(0) - lengths
+    assert torch.equal(values, values[first].repeat_interleave(lengths))
+    return values[first].to(rewards.dtype)
 
 
 def two_parts(rewards: Tensor, groups: Tensor) -> Tensor:

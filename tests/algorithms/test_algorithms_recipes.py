@@ -170,3 +170,11 @@ def test_raft_learns_from_what_was_accepted_alone() -> None:
     assert term.fn(inputs).tolist() == [1, 0, 0]
     assert term.uses_advantage
     assert term.only_positive
+
+
+def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
+    import rollmill.algorithms as package
+    from rollmill.algorithms.binding import ADVANTAGES, LOSSES
+
+    names = {*ADVANTAGES, *LOSSES, "gae", "reinforce_plus_plus"}
+    assert {name for name in names if not callable(getattr(package, name, None))} == set()

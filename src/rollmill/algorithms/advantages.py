@@ -95,33 +95,6 @@ def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "no
     return torch.nan_to_num(_floating(rewards), nan=0.0)
 
 
-def reinforce_plus_plus(
-    rewards: Tensor,
-    groups: Tensor,
-    *,
-    baseline: Literal["none", "group"] = "none",
-    lengths: Tensor | None = None,
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Tensor:
-    """(A - mean_batch(A)) / (std_batch(A) + eps) (REINFORCE++, arXiv:2501.03262).
-
-    A is the reward, or with `baseline="group"` r - mean(r) within the group (REINFORCE++-baseline); then uniform groups
-    get exactly 0. With a KL penalty inside the token rewards, `whiten` the tokens' `discounted_returns` instead.
-
-    Args:
-        lengths: [N] action tokens. Given, every experience counts once per token in the batch's mean and deviation, as
-            in implementations that normalise per token; None: every experience counts once.
-        ddof: 0 population, 1 sample standard deviation.
-    """
-    judged = ~rewards.isnan()
-    if baseline == "none":
-        return whiten(rewards, judged, weights=lengths, ddof=ddof, eps=eps)
-    centred = mean_baseline(rewards.double(), groups)
-    scaled = whiten(centred, judged, weights=lengths, ddof=ddof, eps=eps)
-    return _finish(scaled, uniform_groups(rewards, groups), rewards)
-
-
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
     """r - r(greedy completion of the same prompt) (ReMax, arXiv:2310.10505): an unbiased gradient estimate.
 

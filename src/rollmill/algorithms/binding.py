@@ -24,7 +24,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "mean_baseline": advantages.mean_baseline,
     "rloo": advantages.rloo,
     "reinforce": advantages.reinforce,
-    "reinforce_plus_plus": advantages.reinforce_plus_plus,
     "remax": advantages.remax,
     "opmd": advantages.opmd,
     "asymre": advantages.asymre,

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-KLEstimator = Literal["none", "k1", "k2", "k3", "abs", "unbiased"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "unbiased"]
 
 
 def k1(logprob: Tensor, reference_logprob: Tensor) -> Tensor:
@@ -45,7 +45,6 @@ def unbiased(logprob: Tensor, reference_logprob: Tensor, old_logprob: Tensor) ->
 
 
 _ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
-    "none": lambda logprob, reference, old: torch.zeros_like(logprob),
     "k1": lambda logprob, reference, old: k1(logprob, reference),
     "k2": lambda logprob, reference, old: k2(logprob, reference),
     "k3": lambda logprob, reference, old: k3(logprob, reference),
@@ -55,7 +54,7 @@ _ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 
 
 def estimator(name: KLEstimator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    """The estimator a run file names: (logprob, reference_logprob, old_logprob) -> [tokens]. "none" is 0."""
+    """The estimator a run file names: (logprob, reference_logprob, old_logprob) -> [tokens]."""
     return _ESTIMATORS[name]
 
 

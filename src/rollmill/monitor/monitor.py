@@ -6,10 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rollmill.monitor.metrics as metrics_file
+import rollmill.monitor.rollouts as rollouts
 from rollmill.config.run import MonitorConfig
 from rollmill.core.types import Experience
-from rollmill.monitor import metrics as metrics_file
-from rollmill.monitor import rollouts
 from rollmill.monitor.metrics import Metrics, MetricsLog, read_metrics
 from rollmill.monitor.progress import Stages
 from rollmill.monitor.report import write_report

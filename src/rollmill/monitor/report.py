@@ -13,8 +13,8 @@ import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
+import rollmill.monitor.charts as charts
 from rollmill.core.types import Experience
-from rollmill.monitor import charts
 from rollmill.monitor.charts import Chart, Line, Row
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics

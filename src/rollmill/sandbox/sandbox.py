@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import PurePosixPath
 from typing import Literal, Self
 
-from rollmill.sandbox import probe
+import rollmill.sandbox.probe as probe
 from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.limits import Limits, Result
 from rollmill.sandbox.plain import run_plain
