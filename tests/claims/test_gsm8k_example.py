@@ -8,9 +8,13 @@ from pathlib import Path
 import pytest
 from toys import toy_checkpoint
 
+from rollmill.config.loader import load_run
 from rollmill.master import run
+from rollmill.master.launch import _texts
+from rollmill.models.tokenizer import train_tokenizer
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.view import PlainView
+from rollmill.tasks import encode_demonstration, load_taskset
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k.yaml"
 SHORT = [
@@ -34,3 +38,13 @@ def test_a_checkpoint_folder_needs_only_the_path(
     assert [row["stage"] for row in steps if row["step"] > 0] == ["imitate", "reinforce", "reinforce"]
     assert all(key in steps[-1] for key in ("reward/math", "reward/format", "eval/greedy", "eval/sampled"))
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_every_demonstration_fits_the_examples_model(data_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GSM8K", str(data_dir / "gsm8k"))
+    loaded = load_run(EXAMPLE)
+    new, taskset = loaded.config.model.new, load_taskset(loaded.stages[0].taskset)
+    assert new is not None
+    tokenizer = train_tokenizer(new.tokenizer, _texts([taskset]))
+    assert (len(taskset.tasks), len(taskset.rejected)) == (7473, 0)
+    assert max(len(encode_demonstration(task, tokenizer, 0)[0]) for task in taskset.tasks) <= new.context
