@@ -27,7 +27,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from rollmill.config.reward import PythonReward
+    from rollmill.config.rewards import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig

@@ -23,7 +23,7 @@ from bench.peers.rollouts import rollouts
 from bench.peers.trl_learn import right
 from bench.prefix import token_ratio
 from bench.report import Case, finish
-from rollmill.config.reward import ExactReward
+from rollmill.config.rewards import ExactReward
 from rollmill.core.types import Completion, StopReason, Task
 from rollmill.rewards.exact import Exact
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.reward import ExactReward, FormatReward, MathReward, PythonReward, ReasoningGymReward
+from rollmill.config.rewards import ExactReward, FormatReward, MathReward, PythonReward, ReasoningGymReward
 from rollmill.core.errors import ConfigError, RewardError
 from rollmill.rewards import Judge, Judgement, build_judge
 from rollmill.rewards.base import checked_value
@@ -245,9 +245,10 @@ def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> N
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.one_of(st.none(), st.floats(-3, 3))), max_size=4))
 def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, float | None]]) -> None:
+    from rollmill.config.judging import JudgingConfig
+    from rollmill.config.rewards import RewardSection
     from rollmill.rewards import Part, Verdict
-    from rollmill.rewards.grader import GraderPool
-    from rollmill.rewards.threads import Threads
+    from rollmill.rewards.resources import Resources
 
     class Single:
         def __init__(self, value: float | None) -> None:
@@ -260,12 +261,12 @@ def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, flo
         def __init__(self, value: float | None) -> None:
             self.value = value
 
-        async def judge_group(self, task: Any, completions: Any) -> list[Verdict]:
+        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Verdict]:
             return [Verdict(self.value)] * len(completions)
 
     def reward_of(kinds: Any) -> float | None:
-        built = [Part(f"p{i}", weight, kinds(i)(value)) for i, (weight, value) in enumerate(parts)]
-        judge = Judge(built, GraderPool(), Threads())
+        built = [Part(f"p{i}", RewardSection(weight=weight), kinds(i)(v)) for i, (weight, v) in enumerate(parts)]
+        judge = Judge(built, JudgingConfig(), Resources())
         return asyncio.run(judge.judge_group(task(1), [completion("a"), completion("b")]))[1].reward
 
     given = [weight * value for weight, value in parts if value is not None]

@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.reward import MathReward
+from rollmill.config.judging import JudgingConfig
+from rollmill.config.rewards import MathReward
 from rollmill.core.errors import RewardError
 from rollmill.rewards import Judge, build_judge
 from rollmill.rewards.comparison import settle
@@ -231,7 +232,9 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
     ticks: list[None] = []
 
     async def judge_all() -> None:
-        with build_judge([MathReward(name="math", time_limit_s=0.5, timeout_reward=-0.25)], workers=2) as judge:
+        with build_judge(
+            [MathReward(name="math", time_limit_s=0.5, timeout_reward=-0.25)], JudgingConfig(workers=2)
+        ) as judge:
 
             async def one(name: str) -> None:
                 found = await judge.judge(task(r"\sqrt{2}"), completion(PATHOLOGICAL[name]))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
-from rollmill.config.reward import MathReward
+from rollmill.config.rewards import MathReward
 from rollmill.core.errors import RewardError
 from rollmill.rewards import build_judge
 from rollmill.rewards.choices import chosen

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from reward_helpers import judged
 
-from rollmill.config.reward import MathReward
+from rollmill.config.rewards import MathReward
 from rollmill.rewards import Judge, build_judge
 
 

@@ -20,7 +20,7 @@ from toys import toy_checkpoint, toy_model, toy_tokenizer
 from transformers import AutoModelForSequenceClassification
 
 from rollmill.cli import main
-from rollmill.config.reward import ExactReward, ModelReward
+from rollmill.config.rewards import ExactReward, ModelReward
 from rollmill.core.errors import ModelError, RewardError
 from rollmill.core.types import Completion, StopReason
 from rollmill.models.classifier import save_classifier
@@ -137,7 +137,7 @@ def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
 
 def test_no_torch_without_a_reward_model() -> None:
     program = (
-        "import sys\nfrom rollmill.config.reward import ExactReward\nfrom rollmill.rewards import build_judge\n"
+        "import sys\nfrom rollmill.config.rewards import ExactReward\nfrom rollmill.rewards import build_judge\n"
         "build_judge([ExactReward(name='exact')]).close()\nassert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)

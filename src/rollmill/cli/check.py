@@ -10,7 +10,7 @@ import typer
 
 from rollmill.config.describe import describe, estimated_parameters
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.reward import PythonReward
+from rollmill.config.rewards import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.core.registry import reward_function

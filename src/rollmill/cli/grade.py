@@ -17,7 +17,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollmill.config.base import Section
 from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unknown_key
-from rollmill.config.reward import RewardConfig
+from rollmill.config.rewards import RewardConfig
 from rollmill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -41,11 +41,12 @@ def command(
 
     The summary goes to standard error, or to standard output with --json and --output.
     """
+    from rollmill.config.judging import JudgingConfig
     from rollmill.rewards import build_judge
 
     config = reward_config(reward, option or [])
     rows = read_rows(input)
-    with build_judge([config], workers=workers) as judge, _opened(output) as file:
+    with build_judge([config], JudgingConfig(workers=workers)) as judge, _opened(output) as file:
         judgements = asyncio.run(_judge_all(judge, rows))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}

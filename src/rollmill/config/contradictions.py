@@ -13,7 +13,7 @@ from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOption
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.reward import FormatReward, PythonReward, ReasoningGymReward
+from rollmill.config.rewards import FormatReward, PythonReward, ReasoningGymReward
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.tree import KeyPath

@@ -8,8 +8,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
+from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
-from rollmill.config.reward import RewardConfig
+from rollmill.config.rewards import RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.trainer import TrainerConfig
@@ -87,6 +88,7 @@ class StageConfig(Section):
     taskset: TasksetConfig
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
+    judging: JudgingConfig = JudgingConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig | None = None

@@ -184,7 +184,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = _device(config.device)
     # what is missing in the last stage's rewards shows before the first has run
-    judges = [build_judge(stage.rewards, device=str(device)) for stage in loaded.stages]
+    judges = [build_judge(stage.rewards, stage.judging, device=str(device)) for stage in loaded.stages]
     for judge in judges:
         judge.close()
     tasksets = _load_tasksets(loaded.stages)

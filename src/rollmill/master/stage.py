@@ -83,7 +83,9 @@ class StageRun:
         self._experts = Sampler(tasks.experts, order, fold(self._seed, EXPERT_STREAM)) if tasks.experts else None
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts:
-            self._judge = build_judge(config.rewards, tokenizer=policy.tokenizer, device=str(policy.device))
+            self._judge = build_judge(
+                config.rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device)
+            )
         self._trainer = self._make_trainer(config.trainer.model_copy(update={"precision": precision}))
         self._engine = NativeEngine(
             policy.model,

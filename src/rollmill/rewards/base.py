@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol
 
@@ -13,15 +13,28 @@ from rollmill.core.types import Completion, Task
 Value = float | dict[str, float | None] | None
 """A number, several named parts, or None where the reward does not apply to the task."""
 
-OK, TIMEOUT, NOT_APPLICABLE = "ok", "timeout", "not_applicable"
+OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting."""
+    """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
+
+    `queued` is the part of its time, in seconds, that passed before a worker began.
+    """
 
     value: Value
     outcome: str = OK
+    queued: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """When one reward judged one completion: `time.perf_counter()` seconds. Until `started` it waited for a worker."""
+
+    asked: float
+    started: float
+    ended: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,14 +42,17 @@ class Judgement:
     """What all rewards say of one completion.
 
     `reward` is the weighted sum of the parts that apply, None when none does. `parts` has an entry per reward, or
-    name/part for a reward that gives several; `outcomes` has an entry per reward: ok, timeout, not_applicable, or a
-    word of the reward's own. `seconds` is wall time, waiting for a free worker included.
+    name/part for a reward that gives several; `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
+    gated, or a word of the reward's own. `seconds` is wall time, waiting for a free worker included; `spans` tells when
+    each reward judged. `closed_by` names the gate that was not passed.
     """
 
     reward: float | None
     parts: dict[str, float | None]
     outcomes: dict[str, str]
     seconds: float
+    spans: dict[str, Span] = field(default_factory=dict)
+    closed_by: str | None = None
 
 
 class Reward(Protocol):
@@ -46,9 +62,14 @@ class Reward(Protocol):
 
 
 class GroupReward(Protocol):
-    """Judges all completions of a task together: one verdict per completion, in their order."""
+    """Judges all completions of a task together: one verdict per completion, in their order.
 
-    async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[Verdict]: ...
+    `judged` is what the rewards that see one completion at a time said of each.
+    """
+
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[Verdict]: ...
 
 
 def checked_value(found: Any) -> Value:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.config.reward import ExactReward
+from rollmill.config.rewards import ExactReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, Verdict, tail_after
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollmill.config.reward import AnswerPlace
+from rollmill.config.rewards import AnswerPlace
 
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*")

@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,10 +36,14 @@ _WORKER = Path(__file__).with_name("grader_worker.py")
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory"."""
+    """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory".
+
+    `queued` is how many seconds no process was free.
+    """
 
     outcome: str
     value: float | str = 0.0
+    queued: float = 0.0
 
 
 @dataclass(slots=True)
@@ -48,6 +52,7 @@ class _Job:
     payload: Any
     time_limit_s: float
     reply: Future[Reply] = field(default_factory=Future)
+    asked: float = field(default_factory=time.perf_counter)
 
 
 class GraderPool:
@@ -131,7 +136,8 @@ class _Lane:
             while (job := self._pool.take(self)) is not None:
                 if job.reply.set_running_or_notify_cancel():
                     try:
-                        job.reply.set_result(self._graded(job))
+                        queued = time.perf_counter() - job.asked
+                        job.reply.set_result(replace(self._graded(job), queued=queued))
                     except Exception as error:
                         job.reply.set_exception(error)
                 self.idle = True

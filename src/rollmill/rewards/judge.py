@@ -1,61 +1,61 @@
-"""The judge: every configured reward on a completion, concurrently, summed into one number."""
+"""The judge: every configured reward on a completion, concurrently, composed into one number.
+
+Gates come first: where one is not passed, nothing else is judged. Then all other rewards of single completions at once,
+then those that see a whole group. Each number is clipped, weighted and added; the sum is clipped.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
-from pathlib import PurePath
+from collections.abc import Awaitable, Coroutine, Sequence
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, TypeVar
 
-from rollmill.config.reward import (
-    ExactReward,
-    FormatReward,
-    MathReward,
-    ModelReward,
-    PythonReward,
-    ReasoningGymReward,
-    RewardConfig,
-)
+from rollmill.config.judging import JudgingConfig
+from rollmill.config.rewards import RewardSection
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import NOT_APPLICABLE, OK, GroupReward, Judgement, Reward, Verdict
-from rollmill.rewards.exact import Exact
-from rollmill.rewards.format import Format
-from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.math import Math
-from rollmill.rewards.python import PythonFunction, PythonGroupFunction, load_function
-from rollmill.rewards.reasoning_gym import ReasoningGym
-from rollmill.rewards.threads import Threads
+from rollmill.rewards.base import GATED, LATE, NOT_APPLICABLE, OK, GroupReward, Judgement, Reward, Span, Verdict
+from rollmill.rewards.resources import Resources
 
 Result = TypeVar("Result")
-_Light = MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward
+_GRACE_S = 0.05
+"""For results that arrived while something else held the event loop until after the deadline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One reward of a judge: the key of its numbers, its factor in the sum, and what judges."""
+    """One reward of a judge: the key of its numbers, how they count, and what judges."""
 
     name: str
-    weight: float
+    config: RewardSection
     reward: Reward | GroupReward
+
+    @property
+    def groupwise(self) -> bool:
+        return hasattr(self.reward, "judge_group")
+
+
+_Timed = tuple[Verdict, Span]
 
 
 class Judge:
     """Judges completions; any number of judgements may be under way, from any event loop in any thread."""
 
-    def __init__(self, parts: Sequence[Part], graders: GraderPool, threads: Threads) -> None:
-        self._single = [part for part in parts if not hasattr(part.reward, "judge_group")]
-        self._groupwise = [part for part in parts if hasattr(part.reward, "judge_group")]
-        self._weights = {part.name: part.weight for part in parts}
-        self._graders, self._threads = graders, threads
+    def __init__(self, parts: Sequence[Part], judging: JudgingConfig, resources: Resources) -> None:
+        single = [part for part in parts if not part.groupwise]
+        self._parts = {part.name: part for part in parts}
+        self._gates = [part for part in single if part.config.gate is not None]
+        self._single = [part for part in single if part.config.gate is None]
+        self._groupwise = [part for part in parts if part.groupwise]
+        self._judging, self._resources = judging, resources
 
     @property
     def weights(self) -> dict[str, float]:
         """Name of every reward -> its factor in the sum."""
-        return dict(self._weights)
+        return {name: part.config.weight for name, part in self._parts.items()}
 
     @property
     def groupwise(self) -> bool:
@@ -73,15 +73,18 @@ class Judge:
             RewardError: a reward raised or gave something that is not a reward. It names the reward, the task and the
                 completion, and has the original exception as its cause.
         """
-        parts = self._single if group_follows else [*self._single, *self._groupwise]
-        together = [part.name for part in parts if not hasattr(part.reward, "judge")]
+        alone = [] if group_follows else self._groupwise
+        together = [part.name for part in alone if not hasattr(part.reward, "judge")]
         if together:
             names = ", ".join(together)
             raise RewardError(f"reward `{names}` sees all completions of a task together; judge the whole group")
         started = time.perf_counter()
-        verdicts = await _all([_one(part, task, completion) for part in parts])
-        named = dict(zip([part.name for part in parts], verdicts, strict=True))
-        return self._judgement(named, time.perf_counter() - started)
+        found = await self._asked(self._gates, task, completion)
+        closed_by = self._closed_by(found)
+        if closed_by is None:
+            found |= await self._asked([*self._single, *alone], task, completion)
+        last = not (group_follows and self._groupwise)
+        return self._judgement(found, completion, time.perf_counter() - started, closed_by, last)
 
     async def finish_group(
         self, task: Task, completions: Sequence[Completion], judgements: Sequence[Judgement]
@@ -94,43 +97,129 @@ class Judge:
         if not self._groupwise or not completions:
             return list(judgements)
         started = time.perf_counter()
-        columns = await _all([_group(part, task, completions) for part in self._groupwise])
+        columns = await _all([self._group(part, task, completions, judgements) for part in self._groupwise])
         seconds = time.perf_counter() - started
         names = [part.name for part in self._groupwise]
         rows = [dict(zip(names, row, strict=True)) for row in zip(*columns, strict=True)]
-        return [self._joined(old, self._judgement(row, seconds)) for old, row in zip(judgements, rows, strict=True)]
+        return [
+            self._joined(old, completion, row, seconds)
+            for old, completion, row in zip(judgements, completions, rows, strict=True)
+        ]
 
     async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[Judgement]:
         """Judge all completions of a task, in their order. Raises RewardError like `judge` and `finish_group`."""
         judgements = await _all([self.judge(task, each, group_follows=True) for each in completions])
         return await self.finish_group(task, completions, judgements)
 
-    def _judgement(self, verdicts: dict[str, Verdict], seconds: float) -> Judgement:
+    # -- asking ------------------------------------------------------------------------------------------------
+
+    async def _asked(self, parts: Sequence[Part], task: Task, completion: Completion) -> dict[str, _Timed]:
+        found = await _all([self._one(part, task, completion) for part in parts])
+        return dict(zip([part.name for part in parts], found, strict=True))
+
+    async def _one(self, part: Part, task: Task, completion: Completion) -> _Timed:
+        asked = time.perf_counter()
+        try:
+            verdict = await self._in_time(part.reward.judge(task, completion))  # type: ignore[union-attr]
+        except Exception as error:
+            raise _failure(part.name, task, f"completion {completion.index}", completion.text, error) from error
+        return _timed(verdict or Verdict(part.config.timeout_reward, LATE), asked)
+
+    async def _group(
+        self, part: Part, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[_Timed]:
+        asked = time.perf_counter()
+        try:
+            verdicts = await self._in_time(part.reward.judge_group(task, completions, judged))  # type: ignore[union-attr]
+            if verdicts is None:
+                verdicts = [Verdict(part.config.timeout_reward, LATE)] * len(completions)
+            if len(verdicts) != len(completions):
+                raise ValueError(
+                    f"gave {len(verdicts)} values for {len(completions)} completions; it must give one each"
+                )
+        except Exception as error:
+            which = f"{len(completions)} completions, the first"
+            raise _failure(part.name, task, which, completions[0].text, error) from error
+        return [_timed(verdict, asked) for verdict in verdicts]
+
+    async def _in_time(self, work: Awaitable[Result]) -> Result | None:
+        """What `work` gives; None where the deadline came first, and then it is cancelled."""
+        pending = asyncio.ensure_future(work)
+        try:
+            for seconds in (self._judging.deadline_s, _GRACE_S):
+                await asyncio.wait({pending}, timeout=seconds)
+                if pending.done():
+                    return pending.result()
+            return None
+        finally:
+            if not pending.done():
+                pending.cancel()
+                await asyncio.wait({pending})
+
+    # -- composing ---------------------------------------------------------------------------------------------
+
+    def _closed_by(self, found: dict[str, _Timed]) -> str | None:
+        """The gate that decides the reward of a completion: of those not passed, the one that leaves least."""
+        closed = {}
+        for name, (verdict, _) in found.items():
+            gate, value = self._parts[name].config.gate, _total(verdict)
+            if gate is not None and value is not None and value < gate.at_least:
+                closed[name] = gate.otherwise
+        return min(closed, key=lambda name: closed[name]) if closed else None
+
+    def _judgement(
+        self, found: dict[str, _Timed], completion: Completion, seconds: float, closed_by: str | None, last: bool
+    ) -> Judgement:
         parts: dict[str, float | None] = {}
         outcomes: dict[str, str] = {}
-        reward: float | None = None
-        for name, verdict in verdicts.items():
-            found = _keyed(name, verdict)
-            given = [value for value in found.values() if value is not None]
-            parts |= found
+        counted: list[float] = []
+        for name, (verdict, _) in found.items():
+            values = self._keyed(name, verdict)
+            given = [value for value in values.values() if value is not None]
+            parts |= values
             outcomes[name] = verdict.outcome if given or verdict.outcome != OK else NOT_APPLICABLE
-            if given:
-                reward = (reward or 0.0) + self._weights[name] * sum(given)
-        return Judgement(reward, parts, outcomes, seconds)
+            config = self._parts[name].config
+            if given and _steps_made(completion) >= config.after_steps:
+                counted.append(config.weight * sum(given))
+        spans = {name: span for name, (_, span) in found.items()}
+        if closed_by is not None:
+            gate = self._parts[closed_by].config.gate
+            assert gate is not None
+            skipped = dict.fromkeys((part.name for part in self._single), GATED)
+            return Judgement(gate.otherwise, parts, outcomes | skipped, seconds, spans, closed_by)
+        reward = sum(counted) if counted else None
+        return Judgement(self._clipped(reward) if last else reward, parts, outcomes, seconds, spans)
 
-    def _joined(self, first: Judgement, second: Judgement) -> Judgement:
-        given = [reward for reward in (first.reward, second.reward) if reward is not None]
-        return Judgement(
-            sum(given) if given else None,
-            first.parts | second.parts,
-            first.outcomes | second.outcomes,
-            first.seconds + second.seconds,
+    def _joined(self, old: Judgement, completion: Completion, row: dict[str, _Timed], seconds: float) -> Judgement:
+        new = self._judgement(row, completion, seconds, None, last=False)
+        given = [reward for reward in (old.reward, new.reward) if reward is not None]
+        total = self._clipped(sum(given) if given else None)
+        return replace(
+            old,
+            reward=old.reward if old.closed_by else total,
+            parts=old.parts | new.parts,
+            outcomes=old.outcomes | new.outcomes,
+            seconds=old.seconds + new.seconds,
+            spans=old.spans | new.spans,
         )
 
+    def _clipped(self, reward: float | None) -> float | None:
+        return None if reward is None else _between(reward, self._judging.clip)
+
+    def _keyed(self, name: str, verdict: Verdict) -> dict[str, float | None]:
+        clip = self._parts[name].config.clip
+        if isinstance(verdict.value, dict):
+            return {
+                f"{name}/{key}": None if value is None else _between(value, clip)
+                for key, value in verdict.value.items()
+            }
+        return {name: None if verdict.value is None else _between(verdict.value, clip)}
+
+    # -- closing -----------------------------------------------------------------------------------------------
+
     def close(self) -> None:
-        """End the grader processes and the idle threads. Judgements under way fail. May be called twice."""
-        self._graders.close()
-        self._threads.close()
+        """End the processes and idle threads. Judgements under way fail. May be called twice."""
+        self._resources.close()
 
     async def aclose(self) -> None:
         """`close` without blocking the event loop."""
@@ -151,82 +240,25 @@ class Judge:
         await self.aclose()
 
 
-def build_judge(
-    configs: Sequence[RewardConfig], *, workers: int = 1, tokenizer: Any = None, device: str | None = None
-) -> Judge:
-    """The judge of a run file's `rewards`.
-
-    Rewards of one name are told apart as name, name#2, ...; a Python function goes by its own name. Grader processes
-    start when the first answer needs one.
-
-    Args:
-        workers: how many grader processes all rewards share.
-        tokenizer: what the completions' tokens are of; None where they are text.
-        device: where reward models go; None: a GPU where torch finds one.
-
-    Raises:
-        ConfigError: a Python function cannot be loaded.
-        ModelError: a reward model cannot.
-    """
-    graders, threads = GraderPool(workers), Threads()
-    seen: dict[str, int] = {}
-    parts = []
-    for config in configs:
-        name = _name(config)
-        seen[name] = count = seen.get(name, 0) + 1
-        key = name if count == 1 else f"{name}#{count}"
-        if isinstance(config, ModelReward):
-            from rollmill.rewards.model import Model  # the only reward that needs torch
-
-            reward: Reward | GroupReward = Model(config, tokenizer, device)
-        else:
-            reward = _build(config, graders, threads)
-        parts.append(Part(key, config.weight, reward))
-    return Judge(parts, graders, threads)
+def _timed(verdict: Verdict, asked: float) -> _Timed:
+    ended = time.perf_counter()
+    return verdict, Span(asked, min(asked + verdict.queued, ended), ended)
 
 
-def _keyed(name: str, verdict: Verdict) -> dict[str, float | None]:
-    if isinstance(verdict.value, dict):
-        return {f"{name}/{key}": value for key, value in verdict.value.items()}
-    return {name: verdict.value}
+def _total(verdict: Verdict) -> float | None:
+    if not isinstance(verdict.value, dict):
+        return verdict.value
+    given = [value for value in verdict.value.values() if value is not None]
+    return sum(given) if given else None
 
 
-def _name(config: RewardConfig) -> str:
-    return PurePath(config.function).name.rpartition(":")[2] if isinstance(config, PythonReward) else config.name
+def _between(value: float, bounds: tuple[float, float] | None) -> float:
+    return value if bounds is None else min(max(value, bounds[0]), bounds[1])
 
 
-def _build(config: _Light, graders: GraderPool, threads: Threads) -> Reward | GroupReward:
-    match config:
-        case MathReward():
-            return Math(config, graders)
-        case ExactReward():
-            return Exact(config)
-        case FormatReward():
-            return Format(config)
-        case ReasoningGymReward():
-            return ReasoningGym(config, graders)
-        case PythonReward():
-            function = load_function(config)
-            kind = PythonGroupFunction if getattr(function, "group", False) else PythonFunction
-            return kind(config, function, threads)
-
-
-async def _one(part: Part, task: Task, completion: Completion) -> Verdict:
-    try:
-        return await part.reward.judge(task, completion)  # type: ignore[union-attr]
-    except Exception as error:
-        raise _failure(part.name, task, f"completion {completion.index}", completion.text, error) from error
-
-
-async def _group(part: Part, task: Task, completions: Sequence[Completion]) -> list[Verdict]:
-    try:
-        verdicts: list[Verdict] = await part.reward.judge_group(task, completions)  # type: ignore[union-attr]
-        if len(verdicts) != len(completions):
-            raise ValueError(f"gave {len(verdicts)} values for {len(completions)} completions; it must give one each")
-    except Exception as error:
-        which = f"{len(completions)} completions, the first"
-        raise _failure(part.name, task, which, completions[0].text, error) from error
-    return verdicts
+def _steps_made(completion: Completion) -> int:
+    """Training steps of the newest weights that wrote the completion; none for text that no policy wrote."""
+    return int(completion.versions.max()) if completion.versions.size else 0
 
 
 def _failure(name: str, task: Task, which: str, text: str, error: Exception) -> RewardError:

@@ -9,7 +9,7 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
-from rollmill.config.reward import MathReward
+from rollmill.config.rewards import MathReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, Verdict
 from rollmill.rewards.choices import chosen, known_options, letter_of
@@ -55,13 +55,15 @@ class Math:
 
     async def _compared(self, gold: str, answer: str, rules: Rules) -> Verdict:
         questions = settle(gold, answer, rules)
+        queued = 0.0
         for question in questions if isinstance(questions, list) else []:
             reply = await self._graders.ask("math", _payload(question, rules), self._config.time_limit_s)
+            queued += reply.queued
             if reply.outcome != OK:
-                return Verdict(self._config.timeout_reward, reply.outcome)
+                return Verdict(self._config.timeout_reward, reply.outcome, queued)
             if reply.value != 1.0:
-                return Verdict(0.0)
-        return Verdict(float(questions is not False))
+                return Verdict(0.0, queued=queued)
+        return Verdict(float(questions is not False), queued=queued)
 
 
 def reference(answer: object) -> str:

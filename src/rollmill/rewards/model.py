@@ -13,10 +13,10 @@ from weakref import WeakValueDictionary
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from rollmill.config.reward import ModelReward
+from rollmill.config.rewards import ModelReward
 from rollmill.core.types import Completion, StopReason, Task
 from rollmill.models.classifier import read_classifier
-from rollmill.rewards.base import Verdict, checked_value
+from rollmill.rewards.base import Judgement, Verdict, checked_value
 from rollmill.tasks.render import encode_prompt
 
 _log = logging.getLogger(__name__)
@@ -96,9 +96,11 @@ class Model:
             self._scorer.announce_text()
 
     async def judge(self, task: Task, completion: Completion) -> Verdict:
-        return (await self.judge_group(task, [completion]))[0]
+        return (await self.judge_group(task, [completion], []))[0]
 
-    async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[Verdict]:
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[Verdict]:
         sequences = [self._tokens(task, completion) for completion in completions]
         loop, scorer = asyncio.get_running_loop(), self._scorer
         found = await loop.run_in_executor(scorer.thread, scorer.scores, sequences, self._batch_tokens)

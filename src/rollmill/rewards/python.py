@@ -8,11 +8,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rollmill.config.reward import PythonReward
+from rollmill.config.rewards import PythonReward
 from rollmill.core.errors import ConfigError
 from rollmill.core.registry import reward_function
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import OK, TIMEOUT, Verdict, checked_value
+from rollmill.rewards.base import OK, TIMEOUT, Judgement, Verdict, checked_value
+from rollmill.rewards.resources import Resources
 from rollmill.rewards.threads import StuckError, Threads
 
 Function = Callable[..., Any]
@@ -35,6 +36,13 @@ def load_function(config: PythonReward) -> Function:
     return function
 
 
+def python_reward(config: PythonReward, resources: Resources) -> PythonFunction | PythonGroupFunction:
+    """The reward of a user's function. Raises ConfigError when it is missing or does not take the options."""
+    function = load_function(config)
+    kind = PythonGroupFunction if getattr(function, "group", False) else PythonFunction
+    return kind(config, function, resources.threads)
+
+
 class PythonFunction:
     """A user's `(task, completion, **options) -> number | mapping | None`, plain (in a thread) or async."""
 
@@ -52,7 +60,9 @@ class PythonGroupFunction:
     def __init__(self, config: PythonReward, function: Function, threads: Threads) -> None:
         self._config, self._function, self._threads = config, function, threads
 
-    async def judge_group(self, task: Task, completions: Sequence[Completion]) -> list[Verdict]:
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[Verdict]:
         found, in_time = await _call(self._config, self._function, self._threads, task, list(completions))
         if not in_time:
             return [Verdict(self._config.timeout_reward, TIMEOUT)] * len(completions)

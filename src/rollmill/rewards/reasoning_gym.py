@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollmill.config.reward import ReasoningGymReward
+from rollmill.config.rewards import ReasoningGymReward
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import OK, Verdict, tail_after
+from rollmill.rewards.base import OK, TIMEOUT, Verdict, tail_after
 from rollmill.rewards.grader import GraderPool
 
 
@@ -13,7 +13,7 @@ class ReasoningGym:
     """The score of the generator that made the task: a number from 0 to 1, partial credit as the generator gives it.
 
     Outcomes besides ok: `no_answer` (the marker is missing), `timeout`, `memory`, and `unscorable` where the scorer
-    raises on the answer but accepts the reference; all of these earn 0.
+    raises on the answer but accepts the reference; a timeout earns the configured reward, the others 0.
     """
 
     def __init__(self, config: ReasoningGymReward, graders: GraderPool) -> None:
@@ -32,6 +32,9 @@ class ReasoningGym:
         reply = await self._graders.ask(
             "reasoning_gym", payload | {"answer": answer.strip()}, self._config.time_limit_s
         )
-        if reply.outcome != OK or isinstance(reply.value, str):
-            return Verdict(0.0, reply.outcome if reply.outcome != OK else str(reply.value))
-        return Verdict(reply.value)
+        if reply.outcome != OK:
+            earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
+            return Verdict(earned, reply.outcome, reply.queued)
+        if isinstance(reply.value, str):
+            return Verdict(0.0, reply.value, reply.queued)
+        return Verdict(reply.value, queued=reply.queued)

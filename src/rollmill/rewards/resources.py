@@ -1,0 +1,54 @@
+"""What the rewards of a judge share, made when first asked for and closed with the judge."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol, TypeVar
+
+from rollmill.rewards.grader import GraderPool
+from rollmill.rewards.threads import Threads
+
+
+class Closable(Protocol):
+    """Something that holds processes, threads or connections."""
+
+    def close(self) -> None: ...
+
+
+Shared = TypeVar("Shared", bound=Closable)
+
+
+@dataclass(slots=True, eq=False)
+class Resources:
+    """Processes, threads and models for the rewards of one judge.
+
+    `workers` is the number of grader processes; `tokenizer` is what the completions' tokens are of, None where they are
+    text; `device` is where models go, None: a GPU where torch finds one.
+    """
+
+    workers: int = 1
+    tokenizer: Any = None
+    device: str | None = None
+    _made: dict[str, Closable] = field(default_factory=dict)
+
+    @property
+    def graders(self) -> GraderPool:
+        """Processes that evaluate text under a time limit."""
+        return self.shared("graders", lambda: GraderPool(self.workers))
+
+    @property
+    def threads(self) -> Threads:
+        """Threads for functions that block, and an event loop that no training step holds up."""
+        return self.shared("threads", Threads)
+
+    def shared(self, key: str, make: Callable[[], Shared]) -> Shared:
+        """What is kept under `key`; made at the first call, closed with the judge."""
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Close all of it. May be called twice."""
+        for each in self._made.values():
+            each.close()
