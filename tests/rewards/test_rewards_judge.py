@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -11,18 +13,30 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.rewards import ExactReward, FormatReward, MathReward, PythonReward, ReasoningGymReward
+from rollmill.config.judging import JudgingConfig
+from rollmill.config.rewards import (
+    ExactReward,
+    FormatReward,
+    GateConfig,
+    MathReward,
+    PythonReward,
+    ReasoningGymReward,
+    RewardSection,
+)
 from rollmill.core.errors import ConfigError, RewardError
+from rollmill.core.registry import import_file, reward
 from rollmill.rewards import Judge, Judgement, build_judge
 from rollmill.rewards.base import checked_value
 from rollmill.rewards.threads import LIMIT, MOST_STUCK
 
 Make = Callable[..., Judge]
+FIRST = "judges0.py"
 
 
 @pytest.fixture
@@ -113,7 +127,8 @@ def test_async_functions_are_awaited_and_plain_ones_leave_the_loop_alone(judge_o
         assert asyncio.run(twenty(judge)) == list(range(20))
     with judge_of(
         "def f(task, completion):\n"
-        "    return None if threading.current_thread() is threading.main_thread() else task.answer"
+        "    return None if threading.current_thread() is threading.main_thread() else task.answer",
+        run_in="thread",
     ) as judge:
         assert asyncio.run(twenty(judge)) == list(range(20)) == asyncio.run(twenty(judge))
 
@@ -173,11 +188,72 @@ def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplo
         await judge.judge(task("5"), completion("5"))
 
     with (
-        judge_of(source, time_limit_s=0.02) as judge,
+        judge_of(source, time_limit_s=0.02, run_in="thread") as judge,
         pytest.raises(RewardError, match="make the function stop by itself"),
     ):
         asyncio.run(many(judge))
     assert "judges0.py:f` did not return within 0.02 s; its thread cannot be ended (8 are stuck)" in caplog.text
+
+
+def test_plain_functions_run_in_processes_that_are_ended_at_their_limit(judge_of: Make) -> None:
+    source = """
+import os
+def f(task, completion):
+    print("hello")
+    while task.answer == "stay":
+        pass
+    return os.getpid()
+"""
+    with judge_of(source, time_limit_s=1.0) as judge:
+        first, second = judged(judge, "go", "5").reward, judged(judge, "go", "6").reward
+        assert first == second != os.getpid()
+        assert judged(judge, "stay", "5").outcomes == {"f": "timeout"}
+        third = judged(judge, "go", "5").reward
+    assert third not in (None, first)
+    assert not psutil.pid_exists(int(third or 0))
+
+
+def test_processes_work_at_the_same_time_and_only_as_many_as_are_needed(judge_of: Make) -> None:
+    source = "import os\ndef f(task, completion): time.sleep(0.5); return os.getpid()"
+
+    async def three(judge: Judge) -> set[float | None]:
+        return {each.reward for each in await judge.judge_group(task("5"), [completion(text, 0) for text in "abc"])}
+
+    with judge_of(source, processes=3) as judge:
+        assert len({judged(judge, "5", "5").reward for _ in range(2)}) == 1
+        assert len(asyncio.run(three(judge))) == 3
+    with judge_of(source, processes=1) as judge:
+        assert len(asyncio.run(three(judge))) == 1
+
+
+def test_registered_functions_run_in_processes_too(tmp_path: Path) -> None:
+    path = tmp_path / "plugin_of_rewards.py"
+    path.write_text("import os, rollmill\n@rollmill.reward\ndef pid_of_plugin(task, completion): return os.getpid()\n")
+    import_file(path)
+    with build_judge([PythonReward(name="python", function="pid_of_plugin")]) as judge:
+        assert judged(judge, "5", "5").reward != os.getpid()
+
+
+def test_a_function_without_a_file_runs_in_a_thread() -> None:
+    @reward
+    def pid_of_nowhere(task: Any, completion: Any) -> int:
+        return os.getpid()
+
+    with build_judge([PythonReward(name="python", function="pid_of_nowhere")]) as judge:
+        assert judged(judge, "5", "5").reward == os.getpid()
+
+
+def test_a_task_that_cannot_travel_says_what_to_do(judge_of: Make) -> None:
+    with judge_of("def f(task, completion): return 1") as judge, pytest.raises(RewardError, match="set run_in: thread"):
+        judged(judge, lambda: 5, "5")
+
+
+def test_the_cause_has_the_traceback_of_the_function(judge_of: Make) -> None:
+    with judge_of("def f(task, completion):\n    return 1 / 0") as judge, pytest.raises(RewardError) as caught:
+        judged(judge, "5", "5")
+    cause = caught.value.__cause__
+    assert cause is not None
+    assert "return 1 / 0" in str(cause.__cause__)
 
 
 def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -> None:
@@ -186,7 +262,7 @@ def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -
         return {each.outcomes["f"] for each in found}
 
     before = threading.enumerate()
-    with judge_of("def f(task, completion): time.sleep(.2); return 1", time_limit_s=0.75) as judge:
+    with judge_of("def f(task, completion): time.sleep(.2); return 1", time_limit_s=0.75, run_in="thread") as judge:
         assert asyncio.run(many(judge)) == {"ok"}
     mine = [thread for thread in threading.enumerate() if thread.name == "rollmill-reward" and thread not in before]
     for thread in mine:
@@ -201,7 +277,7 @@ def test_functions_that_cannot_be_called_are_refused_at_once(judge_of: Make) -> 
         judge_of("def f(task, completion): return 1", name="nothing")
 
 
-def test_the_first_error_cancels_what_else_is_judged(judge_of: Make) -> None:
+def test_the_first_error_cancels_what_else_is_judged(judge_of: Make, tmp_path: Path) -> None:
     source = """
 CANCELLED = []
 async def f(task, completion):
@@ -216,8 +292,8 @@ async def f(task, completion):
     with judge_of(source) as judge:
         with pytest.raises(RewardError, match="ValueError: first"):
             asyncio.run(judge.judge_group(task("5"), [completion("a", 0), completion("b", 1), completion("c", 2)]))
-        cancelled = judge._single[0].reward._function.__globals__["CANCELLED"]  # type: ignore[union-attr]
-    assert sorted(cancelled) == [1, 2]
+        [module] = [each for each in sys.modules.values() if getattr(each, "__file__", None) == str(tmp_path / FIRST)]
+    assert sorted(module.CANCELLED) == [1, 2]
 
 
 RANK = "def f(task, completions): return {body}\nf.group = True"
@@ -245,8 +321,6 @@ def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> N
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.one_of(st.none(), st.floats(-3, 3))), max_size=4))
 def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, float | None]]) -> None:
-    from rollmill.config.judging import JudgingConfig
-    from rollmill.config.rewards import RewardSection
     from rollmill.rewards import Part, Verdict
     from rollmill.rewards.resources import Resources
 
@@ -272,6 +346,124 @@ def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, flo
     given = [weight * value for weight, value in parts if value is not None]
     for kinds in (lambda i: Single, lambda i: Together, lambda i: (Single, Together)[i % 2]):
         assert reward_of(kinds) == (pytest.approx(sum(given)) if given else None)
+
+
+def test_group_functions_may_see_what_single_rewards_said(judge_of: Make, tmp_path: Path) -> None:
+    path = tmp_path / "shorter.py"
+    path.write_text(
+        "def f(task, completions, judged):\n"
+        "    return [-len(c.text) * parts['exact'] for c, parts in zip(completions, judged)]\nf.group = True\n"
+    )
+    group = [completion("5", 0), completion(" 5 ", 1), completion("6", 2)]
+    for run_in in ("process", "thread"):
+        function = PythonReward(name="python", function=f"{path}:f", run_in=run_in)
+        with build_judge([ExactReward(name="exact", weight=10), function]) as judge:
+            found = asyncio.run(judge.judge_group(task("5"), group))
+        assert [each.reward for each in found] == [9.0, 7.0, 0.0]
+
+
+def gated(**keys: Any) -> FormatReward:
+    return FormatReward(name="format", pattern=r"^<a>", gate=GateConfig(at_least=1.0, **keys), weight=0.25)
+
+
+def test_a_gate_that_is_not_passed_decides_alone(judge_of: Make) -> None:
+    refused = PythonReward(name="python", function=f"{__file__}:never_called", run_in="thread")
+    with build_judge([refused, gated(otherwise=-0.5)]) as judge:
+        found = judged(judge, "5", "5")
+    assert found.reward == -0.5
+    assert found.parts == {"format": 0.0}
+    assert found.outcomes == {"format": "ok", "never_called": "gated"}
+    assert found.closed_by == "format"
+
+
+def never_called(task: Any, completion: Any) -> float:
+    raise AssertionError("a closed gate must keep everything else from judging")
+
+
+def test_a_gate_that_is_passed_counts_like_any_reward() -> None:
+    with build_judge([ExactReward(name="exact", after="<a>"), gated()]) as judge:
+        found = judged(judge, "5", "<a>5")
+    assert (found.reward, found.closed_by) == (1.25, None)
+
+
+def test_of_several_gates_the_lowest_counts() -> None:
+    other = ExactReward(name="exact", gate=GateConfig(at_least=0.5, otherwise=-2.0))
+    with build_judge([gated(otherwise=-1.0), other]) as judge:
+        assert judged(judge, "5", "6").reward == -2.0
+        assert judged(judge, None, "6").reward == -1.0  # exact does not apply, so it is passed
+
+
+def test_group_rewards_do_not_count_where_a_gate_is_closed(judge_of: Make, tmp_path: Path) -> None:
+    path = tmp_path / "longer.py"
+    path.write_text("def f(task, completions): return [len(c.text) for c in completions]\nf.group = True\n")
+    with build_judge([gated(), PythonReward(name="python", function=f"{path}:f")]) as judge:
+        found = asyncio.run(judge.judge_group(task("5"), [completion("<a>", 0), completion("none", 1)]))
+    assert [each.reward for each in found] == [3.25, 0.0]
+    assert [each.parts["f"] for each in found] == [3.0, 4.0]
+
+
+def test_parts_are_clipped_before_their_weight_and_the_sum_at_the_end(judge_of: Make, tmp_path: Path) -> None:
+    path = tmp_path / "many.py"
+    path.write_text(
+        "def one(task, completion): return {'a': 5, 'b': -5, 'c': None}\n"
+        "def group(task, completions): return [100.0 for _ in completions]\ngroup.group = True\n"
+    )
+    one = PythonReward(name="python", function=f"{path}:one", clip=(-1, 2), weight=10)
+    group = PythonReward(name="python", function=f"{path}:group")
+    with build_judge([one]) as judge:
+        found = judged(judge, "5", "5")
+    assert found.parts == {"one/a": 2.0, "one/b": -1.0, "one/c": None}
+    assert found.reward == 10.0
+    with build_judge([one.model_copy(update={"weight": -9.0}), group], JudgingConfig(clip=(0, 95))) as judge:
+        [found] = asyncio.run(judge.judge_group(task("5"), [completion("5")]))
+    assert found.reward == 100 - 9  # the sum is clipped once, at the end
+
+
+def test_a_reward_may_wait_for_later_weights() -> None:
+    late = ExactReward(name="exact", after_steps=3)
+    with build_judge([late, FormatReward(name="format", pattern="5", weight=0.5)]) as judge:
+        for version, reward in ((2, 0.5), (3, 1.5)):
+            written = completion("5")
+            written.versions = np.array([version, version - 1], np.int32)
+            found = asyncio.run(judge.judge(task("5"), written))
+            assert (found.reward, found.parts["exact"]) == (reward, 1.0)
+
+
+def test_what_is_late_has_an_outcome_and_a_reward_of_its_own(judge_of: Make, tmp_path: Path) -> None:
+    path = tmp_path / "slow.py"
+    path.write_text("import time\ndef f(task, completion): time.sleep(1)\n")
+    slow = PythonReward(name="python", function=f"{path}:f", timeout_reward=-1, processes=1)
+
+    async def both(judge: Judge) -> list[Judgement]:
+        return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(2)))
+
+    with build_judge([slow, ExactReward(name="exact")], JudgingConfig(deadline_s=0.2)) as judge:
+        found = asyncio.run(both(judge))
+    assert [each.outcomes for each in found] == [{"f": "late", "exact": "ok"}] * 2
+    assert [each.reward for each in found] == [0.0, 0.0]
+
+
+def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
+    path = tmp_path / "timed.py"
+    path.write_text("import time\ndef f(task, completion):\n    time.sleep(0.2)\n    return 1\n")
+
+    async def three(judge: Judge) -> list[Judgement]:
+        return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(3)))
+
+    with build_judge([PythonReward(name="python", function=f"{path}:f", processes=1)]) as judge:
+        judged(judge, "5", "5")  # starts the process
+        spans = sorted((each.spans["f"] for each in asyncio.run(three(judge))), key=lambda span: span.ended)
+    assert all(span.ended - span.started >= 0.19 for span in spans)
+    assert [span.started - span.asked >= least for span, least in zip(spans, (0, 0.19, 0.38), strict=True)] == [
+        True
+    ] * 3
+    assert spans[0].started - spans[0].asked < spans[2].started - spans[2].asked
+
+
+@pytest.mark.parametrize("section", [RewardSection, JudgingConfig])
+def test_bounds_the_wrong_way_round_are_refused(section: type) -> None:
+    with pytest.raises(ValueError, match="the lower bound 2 is above the upper 1"):
+        section(clip=(2, 1))
 
 
 def test_reasoning_gym_scores_its_own_tasks() -> None:

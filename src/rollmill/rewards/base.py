@@ -81,6 +81,15 @@ def checked_value(found: Any) -> Value:
     return _number(found, "")
 
 
+def checked_answer(found: Any, in_groups: bool) -> Value | list[Value]:
+    """What a user's function returned: a Value, or a list of them from a function that sees groups."""
+    if not in_groups:
+        return checked_value(found)
+    if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
+        raise TypeError(f"returned {found!r:.80}; a group reward returns a list with one value per completion")
+    return [checked_value(value) for value in found]
+
+
 def _key(key: Any) -> str:
     if not isinstance(key, str):
         raise TypeError(f"returned a part named {key!r}; part names must be strings")

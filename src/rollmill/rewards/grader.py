@@ -1,4 +1,4 @@
-"""Long-lived grader processes with a hard time limit, shared by every reward that evaluates a model's text.
+"""Long-lived grader processes with a hard time limit, for libraries that evaluate a model's text and users' functions.
 
 Symbolic algebra on such text can run for hours while holding the interpreter lock, so it happens in processes that the
 parent kills. They are started afresh (not forked from a process that holds torch) and die with their parent.
@@ -27,10 +27,11 @@ from typing import Any
 from rollmill.core.errors import RewardError
 
 MEMORY_BYTES = 2 << 30
-"""Address space of one grader process."""
+"""Address space of one grader process that evaluates a model's text."""
 START_LIMIT_S = 120.0
 """Longest wait for a fresh process to import its grading library."""
-_LARGEST_REPLY = 1 << 16
+_LARGEST_REPLY = 1 << 20
+_CHUNK = 1 << 16
 _WORKER = Path(__file__).with_name("grader_worker.py")
 
 
@@ -42,7 +43,7 @@ class Reply:
     """
 
     outcome: str
-    value: float | str = 0.0
+    value: Any = 0.0
     queued: float = 0.0
 
 
@@ -51,33 +52,39 @@ class _Job:
     kind: str
     payload: Any
     time_limit_s: float
+    setup: str
     reply: Future[Reply] = field(default_factory=Future)
     asked: float = field(default_factory=time.perf_counter)
 
 
 class GraderPool:
-    """Up to `workers` grader processes, started when first needed, that take jobs first come, first served."""
+    """Up to `workers` grader processes, started when first needed, that take jobs first come, first served.
 
-    def __init__(self, workers: int = 1) -> None:
+    `memory_bytes` limits the address space of each, 0 does not. `quiet` discards what they print.
+    """
+
+    def __init__(self, workers: int = 1, *, memory_bytes: int = MEMORY_BYTES, quiet: bool = True) -> None:
         assert workers >= 1
         self._workers = workers
+        self.memory_bytes, self.quiet = memory_bytes, quiet
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._lanes: list[_Lane] = []
         self._waiting = 0
         self._closed = False
 
-    async def ask(self, kind: str, payload: Any, time_limit_s: float) -> Reply:
+    async def ask(self, kind: str, payload: Any, time_limit_s: float, setup: str = "") -> Reply:
         """What a grader process says of `payload`. The limit counts from when a process starts on it.
 
-        `kind` is "math" or "reasoning_gym"; `payload` must pickle. Raises RewardError when the grader itself fails:
-        it cannot start, it raised, or two processes in a row died on this payload.
+        `kind` is a handler of grader_worker.py, `setup` what it loads once per process; `payload` must pickle. Raises
+        RewardError when the grader itself fails: it cannot start, it raised, or two processes in a row died on this
+        payload.
         """
-        return await asyncio.wrap_future(self.submit(kind, payload, time_limit_s))
+        return await asyncio.wrap_future(self.submit(kind, payload, time_limit_s, setup))
 
-    def submit(self, kind: str, payload: Any, time_limit_s: float) -> Future[Reply]:
+    def submit(self, kind: str, payload: Any, time_limit_s: float, setup: str = "") -> Future[Reply]:
         """`ask` for callers without an event loop."""
-        job = _Job(kind, payload, time_limit_s)
+        job = _Job(kind, payload, time_limit_s, setup)
         with self._lock:
             if self._closed:
                 raise RewardError("the graders are closed; judge before closing")
@@ -157,21 +164,23 @@ class _Lane:
 
     def _asked(self, job: _Job) -> Reply:
         if self.process is None:
-            self.process = _Process()
+            self.process = _Process(self._pool.memory_bytes, self._pool.quiet)
         if self.closing:  # `close` sets this before it kills the process it sees
             raise _DiedError("closed")
-        if job.kind not in self.process.loaded:
-            found = self.process.ask("load", job.kind, START_LIMIT_S)
+        if (job.kind, job.setup) not in self.process.loaded:
+            found = self.process.ask("load", (job.kind, job.setup), START_LIMIT_S)
             if found is None or "error" in found:
                 self._end_process()
                 why = found["error"] if found else f"it took longer than {START_LIMIT_S:g} s"
                 raise RewardError(f"the {job.kind} grader cannot start: {why}")
-            self.process.loaded.add(job.kind)
-        found = self.process.ask(job.kind, job.payload, job.time_limit_s)
+            self.process.loaded.add((job.kind, job.setup))
+        found = self.process.ask(job.kind, (job.setup, job.payload), job.time_limit_s)
         if found is None or "outcome" in found:
             self._end_process()
             return Reply("timeout" if found is None else "memory")
         if "error" in found:
+            if "traceback" in found:
+                raise RewardError(found["error"]) from RemoteError(found["traceback"])
             raise RewardError(f"the {job.kind} grader raised {found['error']}")
         return Reply("ok", found["value"])
 
@@ -181,6 +190,13 @@ class _Lane:
             process.end()
 
 
+class RemoteError(Exception):
+    """An exception of a user's function in another process, with its traceback as text."""
+
+    def __str__(self) -> str:
+        return f"in a reward process:\n{self.args[0]}"
+
+
 class _DiedError(Exception):
     """A grader process ended by itself, or was killed from outside."""
 
@@ -188,18 +204,18 @@ class _DiedError(Exception):
 class _Process:
     """One grader process and its two pipes."""
 
-    def __init__(self) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(os.getpid()), str(MEMORY_BYTES)]
+    def __init__(self, memory_bytes: int, quiet: bool) -> None:
+        command = [sys.executable, "-P", str(_WORKER), str(os.getpid()), str(memory_bytes)]
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
         self._popen = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL if quiet else None,
             env=environment,
             start_new_session=True,
         )
-        self.loaded: set[str] = set()
+        self.loaded: set[tuple[str, str]] = set()
 
     @property
     def pid(self) -> int:
@@ -221,7 +237,7 @@ class _Process:
             left = deadline - time.monotonic()
             if left <= 0 or not _readable(self._popen.stdout.fileno(), left):
                 return None
-            chunk = os.read(self._popen.stdout.fileno(), _LARGEST_REPLY)
+            chunk = os.read(self._popen.stdout.fileno(), _CHUNK)
             if not chunk or len(received) > _LARGEST_REPLY:
                 raise _DiedError(self._ending())
             received += chunk

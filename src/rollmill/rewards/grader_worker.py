@@ -1,13 +1,16 @@
 """The program of a grader process: judges one answer at a time, because the parent can kill it and a thread cannot be.
 
-Run by path, never imported by the parent; it imports the standard library and, when first asked, a grading library.
+Run by path, never imported by the parent; it imports the standard library and, when first asked, a grading library or a
+user's file.
 Frames are a 4-byte big-endian length and a body: pickle towards this process, JSON back, since what comes out of a
 process that evaluates a model's text is not to be trusted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import ctypes
+import inspect
 import json
 import logging
 import os
@@ -16,6 +19,7 @@ import resource
 import signal
 import struct
 import sys
+import traceback
 from collections.abc import Callable
 from functools import cache
 from typing import Any, BinaryIO
@@ -26,12 +30,12 @@ PR_SET_PDEATHSIG = 1
 def main() -> None:
     parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
     _die_with(parent)
-    resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    if memory_bytes:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
     requests, replies = _take_pipes()
-    logging.disable(logging.CRITICAL)
     while len(header := requests.read(4)) == 4:
         kind, payload = pickle.loads(requests.read(struct.unpack("!I", header)[0]))
-        body = json.dumps(_answer(kind, payload)).encode()
+        body = json.dumps(_answered(kind, payload)).encode()
         replies.write(struct.pack("!I", len(body)) + body)
         replies.flush()
 
@@ -44,32 +48,70 @@ def _die_with(parent: int) -> None:
 
 
 def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
-    """The two pipes, out of reach of code that prints or reads standard input."""
+    """The two pipes, out of reach of code that prints or reads standard input. What is printed goes to stderr."""
     requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
+    os.dup2(os.open(os.devnull, os.O_RDWR), 0)
+    os.dup2(2, 1)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     return requests, replies
 
 
-def _answer(kind: str, payload: Any) -> dict[str, Any]:
+def _answered(kind: str, payload: Any) -> dict[str, Any]:
     try:
-        return {"value": HANDLERS[kind](payload)}
+        if kind == "load":
+            LOADERS[payload[0]](payload[1])
+            return {"value": 1.0}
+        if kind == "python":
+            return _python(*payload)
+        return {"value": HANDLERS[kind](payload[1])}
     except MemoryError:
         return {"outcome": "memory"}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000]}
 
 
-def _load(kind: str) -> float:
-    """Import what `kind` needs, so that no judgement pays for it."""
-    if kind == "math":
-        import math_verify
+# Loaders import what judgements need, so that none of them pays for it.
 
-        math_verify.parse("$1$", parsing_timeout=None)
-    else:
-        import reasoning_gym  # noqa: F401
-    return 1.0
+
+def _load_math(setup: str) -> None:
+    import math_verify
+
+    logging.disable(logging.CRITICAL)
+
+    math_verify.parse("$1$", parsing_timeout=None)
+
+
+def _load_reasoning_gym(setup: str) -> None:
+    import reasoning_gym  # noqa: F401
+
+    logging.disable(logging.CRITICAL)
+
+
+def _load_python(setup: str) -> None:
+    from rollmill.core.registry import import_object
+
+    functions[setup] = import_object(setup)
+
+
+def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
+    """What a user's function gives for these arguments, checked."""
+    from rollmill.rewards.base import checked_answer
+
+    arguments, options = payload
+    function = functions[setup]
+    try:
+        found = function(*arguments, **options)
+        if inspect.isawaitable(found):
+            found = asyncio.run(_awaited(found))
+        return {"value": checked_answer(found, in_groups=isinstance(arguments[1], list))}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()[-4000:]}
+    except BaseException as error:
+        return {"error": f"RuntimeError: {type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()}
+
+
+async def _awaited(found: Any) -> Any:
+    return await found
 
 
 def _math(payload: dict[str, Any]) -> float:
@@ -163,7 +205,13 @@ def _dataset(name: str, options: bytes) -> Any:
     return reasoning_gym.create_dataset(name, **pickle.loads(options))
 
 
-HANDLERS: dict[str, Callable[[Any], float | str]] = {"load": _load, "math": _math, "reasoning_gym": _reasoning_gym}
+HANDLERS: dict[str, Callable[[Any], float | str]] = {"math": _math, "reasoning_gym": _reasoning_gym}
+LOADERS: dict[str, Callable[[str], None]] = {
+    "math": _load_math,
+    "reasoning_gym": _load_reasoning_gym,
+    "python": _load_python,
+}
+functions: dict[str, Callable[..., Any]] = {}
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
