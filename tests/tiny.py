@@ -74,7 +74,7 @@ def outcome(run: Path) -> dict[str, Any]:
 
 
 def _timeless(metrics: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in metrics.items() if "second" not in key}
+    return {key: value for key, value in metrics.items() if "second" not in key and not key.startswith("judging/")}
 
 
 def _experiences(folder: Path) -> dict[str, list[dict[str, Any]]]:

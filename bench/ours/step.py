@@ -21,9 +21,8 @@ def even_ids(task: Any, completion: Any) -> float:
     return float((completion.token_ids % 2 == 0).mean())
 
 
-async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
-    """Build the stage of a run and make one step per command."""
-    began = time.perf_counter()
+def build_stage(args: argparse.Namespace, reward: str, **rollout: Any) -> Any:
+    """The stage of a run with this reward function, and the precision it computes in."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -48,15 +47,23 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     config = StageConfig(
         steps=1000,
         taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
-        rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens),
-        rewards=[PythonReward(name="python", function="bench.ours.step:even_ids")],
+        rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens, **rollout),
+        rewards=[PythonReward(name="python", function=reward, processes=1)],
         algorithm=GRPO(),
         trainer=TrainerConfig(lr=1e-5),
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.taskset), experts=None, held_out=[], notes=[])
-    stage = StageRun(config, policy, tasks, index=0, seed=0, first_version=0, precision=precision)
+    return StageRun(config, policy, tasks, index=0, seed=0, first_version=0, precision=precision), precision
+
+
+async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
+    """Build the stage of a run and make one step per command."""
+    began = time.perf_counter()
+    import torch
+
+    stage, precision = build_stage(args, "bench.ours.step:even_ids")
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,
@@ -65,7 +72,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     for _ in channel.commands():
         started, cpu = time.perf_counter(), time.process_time()
         result = await stage.step()
-        if device.type == "cuda":
+        if args.device == "cuda":
             torch.cuda.synchronize()
         channel.say(
             seconds=time.perf_counter() - started,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import tempfile
 import time
+from collections.abc import Callable
 from typing import Any
 
 from bench.models import model_dir, prompts
@@ -55,18 +56,9 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--micro-batch", type=int, default=0, help="completions per forward pass; 0 takes all at once")
-    parser.add_argument("--cache", default=None, help="GRPOConfig.cache_implementation")
-    parser.add_argument("--device", default="cpu")
-    args = parser.parse_args()
-    channel = Channel()
+def train(args: argparse.Namespace, channel: Channel, reward: Any, report: Callable[[float, float], dict[str, Any]],
+          **more: Any) -> None:  # fmt: skip
+    """Make one step per command and say `report(began, seconds)` of it; `more` are arguments of GRPOConfig."""
     began = time.perf_counter()
 
     import torch
@@ -76,7 +68,7 @@ def main() -> None:
 
     if args.device == "cpu":
         torch.set_num_threads(1)
-    folder, reward = model_dir(args.model), Reward()
+    folder = model_dir(args.model)
 
     class Pace(TrainerCallback):  # type: ignore[misc]
         """A step starts when the parent says so."""
@@ -94,19 +86,38 @@ def main() -> None:
             if args.device == "cuda":
                 torch.cuda.synchronize()
             seconds, cpu_s = time.perf_counter() - self.started, time.process_time() - self.cpu
-            channel.say(seconds=seconds, cpu_s=cpu_s, tokens=reward.tokens)
+            channel.say(seconds=seconds, cpu_s=cpu_s, **report(self.started, seconds))
 
     words = [" ".join(f"w{token}" for token in ids) for ids in prompts(args.model, 256, 20)]
     trainer = GRPOTrainer(
         model=AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32),
         processing_class=AutoTokenizer.from_pretrained(folder, padding_side="left"),
         reward_funcs=reward,
-        args=GRPOConfig(**settings(args)),
+        args=GRPOConfig(**settings(args) | more),
         train_dataset=Dataset.from_dict({"prompt": words}),
         callbacks=[Pace()],
     )
     channel.say(startup_s=time.perf_counter() - began, versions=versions("trl", "torch", "transformers"))
     trainer.train()
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What every caller can set."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--micro-batch", type=int, default=0, help="completions per forward pass; 0 takes all at once")
+    parser.add_argument("--cache", default=None, help="GRPOConfig.cache_implementation")
+    parser.add_argument("--device", default="cpu")
+    return parser
+
+
+def main() -> None:
+    args, reward = arguments().parse_args(), Reward()
+    train(args, Channel(), reward, lambda began, seconds: {"tokens": reward.tokens})
 
 
 if __name__ == "__main__":

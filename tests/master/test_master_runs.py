@@ -64,12 +64,46 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
         **RL,
         steps=4,
         max_staleness=1,
-        rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine"}],
+        rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "run_in": "thread"}],
         rollout={"group_size": 2},
         taskset={"order": "sequential"},
         evaluation=None,
     )
     assert during == [8, 8, 8, 0]
+
+
+SLOW = """
+import time
+def mine(task, completion):
+    time.sleep(0.05)
+    return float("1" in completion.text)
+"""
+
+
+def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW)
+    started(
+        tmp_path,
+        **RL | {"algorithm": {"name": "grpo", "kl": 0.1}},
+        steps=2,
+        rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "processes": 1}],
+        rollout={"group_size": 2},
+        evaluation=None,
+    )
+    [line] = [json.loads(line) for line in (tmp_path / "out/timeline.jsonl").read_text().splitlines()]
+    assert (line["step"], line["stage"]) == (1, "train")
+    spans = line["spans"]
+    assert list(spans) == ["generate", "rollout", "inference", "reward/mine", "reward", "train"]
+    [[_, began, ended]] = spans["inference"]
+    assert sum(began < end for _, _, end in spans["reward/mine"]) >= 6  # of 8 judgements, one after the other
+    assert spans["rollout"][0][2] <= began < ended <= spans["train"][0][1]
+    assert spans["train"][0][2] <= line["seconds"] + 0.01
+    rows = read_metrics(tmp_path / "out")
+    assert all(row["judging/mine/seconds"] >= 0.05 and row["judging/mine/waiting"] >= 6 for row in rows)
+    assert all(row["judging/mine/queued"] > row["judging/mine/seconds"] for row in rows)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "Step 1 in time" in page
+    assert page.count('class="waits"') >= 6
 
 
 def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ class GroupQueue:
 
     def __init__(self) -> None:
         self._groups: deque[tuple[str, asyncio.Future[list[Experience]]]] = deque()
+        self._unjudged: dict[asyncio.Future[list[Experience]], list[Experience]] = {}
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -25,6 +26,21 @@ class GroupQueue:
     def put(self, name: str, group: asyncio.Future[list[Experience]]) -> None:
         """Add a group under way; `name` (its task) appears in errors."""
         self._groups.append((name, group))
+
+    def generated(self, group: asyncio.Future[list[Experience]], experiences: list[Experience]) -> None:
+        """The tokens of a group under way are there; the same experiences are judged later."""
+        self._unjudged[group] = experiences
+
+    def peek(self, groups: int) -> list[Experience] | None:
+        """What `get` will give, judged or not; None where some tokens are still missing."""
+        found: list[Experience] = []
+        for _, future in list(self._groups)[:groups]:
+            judged = future.done() and not future.cancelled() and future.exception() is None
+            known = future.result() if judged else self._unjudged.get(future)
+            if known is None:
+                return None
+            found += known
+        return found
 
     def restore(self, groups: list[list[Experience]]) -> None:
         """Add finished groups of a checkpoint."""
@@ -41,8 +57,9 @@ class GroupQueue:
         """
         wanted = list(self._groups)[:groups]
         await self._wait(wanted, deadline_s)
-        for _ in wanted:
+        for _, future in wanted:
             self._groups.popleft()
+            self._unjudged.pop(future, None)
         return [experience for _, future in wanted for experience in future.result()]
 
     def futures(self) -> list[asyncio.Future[list[Experience]]]:
@@ -53,6 +70,7 @@ class GroupQueue:
         """Drop everything."""
         futures = [future for _, future in self._groups]
         self._groups.clear()
+        self._unjudged.clear()
         for future in futures:
             future.cancel()
         await asyncio.gather(*futures, return_exceptions=True)

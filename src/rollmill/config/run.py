@@ -73,6 +73,8 @@ class MonitorConfig(Section):
     """Sample completions in the terminal view."""
     rollouts_every: int = Field(1, ge=1)
     """Store the experiences of every Nth step under RUN/rollouts."""
+    timeline_every: int = Field(10, ge=1)
+    """Write when each completion was generated and judged to RUN/timeline.jsonl, for the first and every Nth step."""
     report: bool = True
     """Write RUN/report.html at the end."""
 

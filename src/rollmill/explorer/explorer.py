@@ -6,37 +6,60 @@ An explorer knows an engine, a judge and a tokenizer; it does not know who train
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, Experience, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
+from rollmill.monitor.trace import Trace
 from rollmill.rewards import Judge, Judgement
 from rollmill.tasks import encode_prompt, prompt_text
 
+Generated = Callable[[list[Experience]], None]
+"""Is handed a group when its tokens are there and its rewards are not: the same objects are judged later."""
+GENERATE, REWARD = "generate", "reward/"
+
 
 class Explorer:
-    """Rolls out one group of completions per task."""
+    """Rolls out one group of completions per task. `trace` is told when each completion was generated and judged."""
 
-    def __init__(self, engine: RolloutEngine, judge: Judge, tokenizer: Any) -> None:
+    def __init__(self, engine: RolloutEngine, judge: Judge, tokenizer: Any, trace: Trace | None = None) -> None:
         self._engine = engine
         self._judge = judge
         self._tokenizer = tokenizer
+        self._trace = trace or Trace()
 
     async def rollout_with_greedy(
-        self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
     ) -> list[Experience]:
         """As `rollout`; each experience's info has the reward of the prompt's greedy completion, `greedy_reward`."""
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         experiences, [baseline] = await asyncio.gather(
-            self.rollout(task, sampling, n=n, seed=seed, group=group),
+            self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated),
             self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy"),
         )
         for experience in experiences:
             experience.info["greedy_reward"] = baseline.reward
         return experiences
 
-    async def rollout(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
+    async def rollout(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
+    ) -> list[Experience]:
         """n judged experiences of one task, ordered by index.
 
         Args:
@@ -56,22 +79,34 @@ class Explorer:
                 completions[completion.index] = completion
                 work = self._judge.judge(task, completion, group_follows=True)
                 judging[completion.index] = asyncio.ensure_future(work)
+                self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
             ordered = [completions[index] for index in sorted(completions)]
+            prompt = prompt_text(task, self._tokenizer)
+            experiences = [_experience(task, prompt, each, sampling, group) for each in ordered]
+            if generated is not None:
+                generated(experiences)
             judgements = await asyncio.gather(*(judging[each.index] for each in ordered))
             judgements = await self._judge.finish_group(task, ordered, judgements)
-            prompt = prompt_text(task, self._tokenizer)
-            return [_experience(task, prompt, *pair, sampling, group) for pair in zip(ordered, judgements, strict=True)]
+            for experience, judgement in zip(experiences, judgements, strict=True):
+                self._add(experience, judgement)
+            return experiences
         except BaseException:
             for pending in judging.values():
                 pending.cancel()
             await asyncio.gather(*judging.values(), return_exceptions=True)
             raise
 
+    def _add(self, experience: Experience, judgement: Judgement) -> None:
+        experience.reward = judgement.reward
+        experience.reward_parts = dict(judgement.parts)
+        experience.info["outcomes"] = dict(judgement.outcomes)
+        experience.timings["reward"] = judgement.seconds
+        for name, span in judgement.spans.items():
+            self._trace.add(REWARD + name, span.asked, span.started, span.ended)
 
-def _experience(
-    task: Task, prompt: str, completion: Completion, judgement: Judgement, sampling: SamplingConfig, group: str
-) -> Experience:
-    experience = experience_from_completion(
+
+def _experience(task: Task, prompt: str, completion: Completion, sampling: SamplingConfig, group: str) -> Experience:
+    return experience_from_completion(
         completion,
         id=f"{group}/{completion.index}",
         task_id=task.id,
@@ -79,8 +114,3 @@ def _experience(
         prompt=prompt,
         temperature=sampling.temperature or 1.0,
     )
-    experience.reward = judgement.reward
-    experience.reward_parts = dict(judgement.parts)
-    experience.info["outcomes"] = dict(judgement.outcomes)
-    experience.timings["reward"] = judgement.seconds
-    return experience

@@ -144,7 +144,7 @@ class Master:
             metrics |= await self._evaluate(config, stage)
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between makes the step again and drops this line
-        self._monitor.step(metrics, result.experiences)
+        self._monitor.step(metrics, result.experiences, result.began, result.spans)
         keep = self._config.checkpoint
         is_best = keep.keep_best and self.state.best_step == self.state.step
         if not last and not stage.state.stopped and (is_best or stage.state.step % keep.every == 0):

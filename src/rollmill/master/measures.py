@@ -6,6 +6,11 @@ import numpy as np
 
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason
+from rollmill.explorer.explorer import REWARD
+from rollmill.monitor.trace import Span, most_waiting
+
+PHASES = ("rollout", "inference", "reward", "train")
+"""What the process of a step does, one after the other."""
 
 
 def require_rewards(experiences: list[Experience], where: str) -> None:
@@ -49,4 +54,20 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
             metrics[f"reward/{name}"] = float(np.mean(values))
     outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count("timeout"))
+    return metrics
+
+
+def seconds_of(spans: list[Span], kind: str) -> float:
+    """Seconds of all spans of one kind."""
+    return sum(span.ended - span.started for span in spans if span.kind == kind)
+
+
+def judging_metrics(spans: list[Span]) -> dict[str, float]:
+    """Of every reward: mean seconds of a judgement and of waiting for a worker, and how many waited at most."""
+    metrics: dict[str, float] = {}
+    for kind in dict.fromkeys(span.kind for span in spans if span.kind.startswith(REWARD)):
+        name, own = kind.removeprefix(REWARD), [span for span in spans if span.kind == kind]
+        metrics[f"judging/{name}/seconds"] = float(np.mean([span.ended - span.started for span in own]))
+        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own]))
+        metrics[f"judging/{name}/waiting"] = float(most_waiting(own))
     return metrics

@@ -23,18 +23,19 @@ from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.errors import DeadlineError
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, Task
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
 from rollmill.master.evaluation import Evaluator
-from rollmill.master.measures import batch_metrics, require_rewards
+from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
 from rollmill.master.pacing import Pacing
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy, load_teacher
 from rollmill.monitor.codec import decode_experience, encode_experience
+from rollmill.monitor.trace import Span, Trace
 from rollmill.recipes import Distill, RewardModel
 from rollmill.recipes.mix import Mixed
 from rollmill.rewards import Judge, build_judge
@@ -43,6 +44,7 @@ from rollmill.tasks import Sampler, expert_experience, preference_pair
 from rollmill.trainer import ScoreTrainer, Trainer
 
 EXPERT_STREAM = 0xE4
+_TURNS = 5
 
 
 @dataclass(slots=True)
@@ -52,7 +54,9 @@ class StepResult:
     metrics: dict[str, Any]
     experiences: list[Experience]
     generated_tokens: int
+    began: float
     seconds: dict[str, float] = field(default_factory=dict)
+    spans: list[Span] = field(default_factory=list)
 
 
 class StageRun:
@@ -101,12 +105,14 @@ class StageRun:
         self._queue = GroupQueue()
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps * config.rollout.batch)
         self._mark_boundary()
+        self._trace = Trace()
         self._explorer: Explorer | None = None
         self.evaluator: Evaluator | None = None
         if self._judge is not None:
-            self._explorer = Explorer(self._engine, self._judge, policy.tokenizer)
+            self._explorer = Explorer(self._engine, self._judge, policy.tokenizer, self._trace)
             if config.evaluation is not None:
-                self.evaluator = Evaluator(self._explorer, tasks.held_out, config.evaluation, config.rollout, seed)
+                examiner = Explorer(self._engine, self._judge, policy.tokenizer)
+                self.evaluator = Evaluator(examiner, tasks.held_out, config.evaluation, config.rollout, seed)
 
     def _make_trainer(self, config: TrainerConfig) -> Trainer | ScoreTrainer:
         algorithm, policy, steps = self.config.algorithm, self._policy, self.config.steps
@@ -127,24 +133,35 @@ class StageRun:
 
     # -- one training step -------------------------------------------------------------------------------------
 
-    async def collect(self) -> tuple[list[Experience], dict[str, float]]:
-        """The experiences of the next step, and seconds spent rolling out and waiting for rewards."""
-        started = time.perf_counter()
+    async def collect(self) -> list[Experience]:
+        """The experiences of the next step. While rewards are awaited, the trainer's inference goes on."""
         if not self._uses_rollouts:
-            assert self._experts is not None
             assert isinstance(self.config.algorithm, DemonstrationOptions)
-            return self._demonstrations(self.config.algorithm.batch), {}
-        self._admit()
-        await asyncio.sleep(0)  # lets what was admitted reach the engine
-        deadline = self.config.rollout.deadline_s
-        await _within(self._engine.drain(), deadline, "the master", "the engine to finish its completions")
-        generated = time.perf_counter()
-        experiences = await self._queue.get(self.config.rollout.batch, deadline)
-        judged = time.perf_counter()
+            return self._demonstrations(self.config.algorithm.batch)
+        with self._trace.during("rollout"):
+            self._admit()
+            await asyncio.sleep(0)  # lets what was admitted reach the engine
+            deadline = self.config.rollout.deadline_s
+            await _within(self._engine.drain(), deadline, "the master", "the engine to finish its completions")
+        experts: list[Experience] = []
         if isinstance(self.config.algorithm, Mixed):
             usual = self.config.rollout.batch * self.config.rollout.group_size
-            experiences += self._demonstrations(math.ceil(self.config.algorithm.expert_ratio * usual))
-        return experiences, {"rollout": generated - started, "reward": judged - generated}
+            experts = self._demonstrations(math.ceil(self.config.algorithm.expert_ratio * usual))
+        await self._infer(experts)
+        with self._trace.during("reward"):
+            return await self._queue.get(self.config.rollout.batch, deadline) + experts
+
+    async def _infer(self, experts: list[Experience]) -> None:
+        """The trainer's passes over the next batch that need no rewards."""
+        batch = None
+        for _ in range(_TURNS):  # of the event loop, until the explorer has seen that its completions have ended
+            await asyncio.sleep(0)
+            batch = batch or self._queue.peek(self.config.rollout.batch)
+        if batch is None or not isinstance(self._trainer, Trainer):
+            return
+        with self._trace.during("inference"):
+            for _ in self._trainer.ahead(batch + experts, self.version):
+                await asyncio.sleep(0)
 
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """Update the weights and publish them; the trainer's metrics."""
@@ -157,15 +174,18 @@ class StageRun:
     async def step(self) -> StepResult:
         """collect, then learn."""
         started, tokens = time.perf_counter(), self._engine.tokens_generated
-        experiences, seconds = await self.collect()
+        experiences = await self.collect()
         generated = self._engine.tokens_generated - tokens
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
-        before = time.perf_counter()
         staleness = self.version
-        metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
-        seconds["train"] = time.perf_counter() - before
-        seconds["total"] = time.perf_counter() - started  # evaluation and checkpoints come on top
-        return StepResult(metrics, experiences, generated, seconds)
+        with self._trace.during("train"):
+            metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
+        total = time.perf_counter() - started  # evaluation and checkpoints come on top
+        spans = self._trace.take()
+        seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
+        return StepResult(
+            metrics | judging_metrics(spans), experiences, generated, started, seconds | {"total": total}, spans
+        )
 
     def _admit(self) -> None:
         """Start as many rollouts as the pacing rule allows."""
@@ -174,12 +194,20 @@ class StageRun:
             number = self._pacing.submitted
             task = self._sampler.next()
             group = f"{self.config.name}-{number:06d}"
-            roll = self._explorer.rollout_with_greedy if self._uses_greedy else self._explorer.rollout
-            work = roll(
-                task, self.config.rollout, n=self.config.rollout.group_size, seed=fold(self._seed, number), group=group
-            )
-            self._queue.put(f"task {task.id}", asyncio.ensure_future(work))
+            self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
             self._pacing.submitted += 1
+
+    def _start(self, task: Task, group: str, seed: int) -> asyncio.Future[list[Experience]]:
+        assert self._explorer is not None
+        roll = self._explorer.rollout_with_greedy if self._uses_greedy else self._explorer.rollout
+        sampling = self.config.rollout
+
+        def generated(experiences: list[Experience]) -> None:
+            self._queue.generated(future, experiences)
+
+        work = roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
+        future = asyncio.ensure_future(work)
+        return future
 
     def _demonstrations(self, count: int) -> list[Experience]:
         assert self._experts is not None

@@ -14,8 +14,10 @@ from rollmill.monitor.metrics import Metrics, MetricsLog, read_metrics
 from rollmill.monitor.progress import Stages
 from rollmill.monitor.report import write_report
 from rollmill.monitor.rollouts import RolloutStore
+from rollmill.monitor.step_timeline import write_step
 from rollmill.monitor.summary import write_summary
 from rollmill.monitor.tensorboard import TensorBoardWriter
+from rollmill.monitor.trace import Span
 from rollmill.monitor.view import View
 
 
@@ -48,13 +50,17 @@ class Monitor:
         """Tell the user something."""
         self._view.message(text)
 
-    def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
-        """A training step ended; `experiences` are those it learned from."""
+    def step(
+        self, metrics: Metrics, experiences: Sequence[Experience], began: float = 0.0, spans: Sequence[Span] = ()
+    ) -> None:
+        """A training step ended. `experiences` are those it learned from, `spans` what happened since it `began`."""
         step = metrics["step"]
         assert isinstance(step, int)
         self._log.append(metrics)
         if step % self._config.rollouts_every == 0:
             self._store.write(step, experiences)
+        if spans and (step == 1 or step % self._config.timeline_every == 0):
+            write_step(self._run_dir, dict(metrics), began, spans)
         if self._tensorboard is not None:
             self._tensorboard.write(metrics, experiences)
         self._view.step(metrics, experiences)

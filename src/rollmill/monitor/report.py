@@ -19,8 +19,9 @@ from rollmill.monitor.charts import Chart, Line, Row
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.rollouts import check_run_dir, load_experiences, stored_steps
+from rollmill.monitor.step_timeline import LEFT, WIDTH, StepChart, draw_step, read_steps
 from rollmill.monitor.summary import read_summary
-from rollmill.monitor.timeline import phase_totals, seconds_by_stage, timeline
+from rollmill.monitor.timeline import PHASES, phase_totals, seconds_by_stage, timeline
 from rollmill.monitor.tokens import Decode, advantage_levels, load_decode, surprise_levels, token_texts
 from rollmill.monitor.view import show_number, show_seconds
 
@@ -88,9 +89,19 @@ def _context(run: Path) -> dict[str, Any]:
         "sections": _sections(rows, steps),
         "timeline": timeline(steps),
         "phase_totals": phase_totals(steps),
+        "phases": PHASES,
+        "one_step": _one_step(run),
+        "step_left": LEFT,
+        "step_width": WIDTH,
         "chosen": _completions(run),
         "config": config,
     }
+
+
+def _one_step(run: Path) -> StepChart | None:
+    """The last step whose times were written."""
+    steps = read_steps(run)
+    return draw_step(steps[max(steps)], PHASES) if steps else None
 
 
 def _settings(settings: dict[str, Any]) -> list[str]:

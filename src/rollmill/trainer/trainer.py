@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,12 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import Experience, Source
 from rollmill.models.norms import Replacements, find_norms, replaced
-from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches, token_table
+from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches
 from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.critic import Critic, usual_experiences, value_metrics
 from rollmill.trainer.divergences import token_divergences
 from rollmill.trainer.failure import training_failure
+from rollmill.trainer.inference import Inference
 from rollmill.trainer.logprobs import attending_to, hidden_states, predict
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.objective import Judgement, Objective, Scores, judge
@@ -88,11 +89,31 @@ class Trainer:
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
         self._norms = self._find_norms()
+        self._inference = Inference(
+            self.model,
+            recipe,
+            config,
+            reference=self._reference,
+            critic=self._critic,
+            ranks=self._ranks,
+            rows=self._rows,
+            predict=self._predict,
+            ready=self._ready,
+        )
+        self._refreshed: int | None = None
 
     @property
     def kl_coefficient(self) -> float:
         """Weight of the KL penalty now."""
         return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
+
+    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+        """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
+
+        These are old and reference log-probs and values. There may be none.
+        """
+        self._refresh_reference()
+        return self._inference.ahead(experiences, version, self.device)
 
     def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
         """Learn from one batch; `version` is the version of the weights as they are now.
@@ -106,21 +127,18 @@ class Trainer:
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
         """
-        config, table = self.config, token_table(experiences, self.device)
+        config = self.config
         if self.recipe.reset_optimizer:
             self._optimizer.state.clear()
-        refresh = self.recipe.kl.refresh_every
-        if self._reference is not None and refresh and self.steps % refresh == 0:
-            self._reference.refresh()
+        self._refresh_reference()
+        table, scores = self._inference.take(experiences, version, self.device)
         lr = learning_rate(config, self.steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
-        critic = nullcontext() if self._critic is None else evaluation_mode(self._critic.model)
-        with evaluation_mode(self.model), critic, replaced(self._norms):
-            scores = self._scores(experiences, table, version)
+        with self._ready():
             judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
                 for part in cut(experiences, config.updates_per_batch, self._generator if epoch else None):
@@ -174,6 +192,20 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
+
+    @contextmanager
+    def _ready(self) -> Iterator[None]:
+        """Models as they are during a pass: dropout off, fast norms."""
+        critic = nullcontext() if self._critic is None else evaluation_mode(self._critic.model)
+        with evaluation_mode(self.model), critic, replaced(self._norms):
+            yield
+
+    def _refresh_reference(self) -> None:
+        """Every N steps, once, the policy of the moment becomes the reference."""
+        refresh = self.recipe.kl.refresh_every
+        if self._reference is not None and refresh and self.steps % refresh == 0 and self._refreshed != self.steps:
+            self._reference.refresh()
+            self._refreshed = self.steps
 
     @property
     def _critic_only(self) -> bool:
@@ -296,38 +328,6 @@ class Trainer:
             ranks=self._ranks.size,
             rank=self._ranks.rank,
         )
-
-    def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Scores:
-        """Old and reference log-probs and values, where this batch needs them."""
-        single = self.config.updates_per_batch * self.config.epochs_per_batch == 1
-        fresh = bool((table.version[table.version >= 0] == version).all())
-        own = single and (fresh or self.recipe.proximal != "rollout")
-        recompute = self.recipe.proximal == "recompute" and not own
-        policy = None
-        if recompute or self.recipe.kl_in_reward:
-            policy = self._evaluate(self.model, experiences, table)
-        old = policy if recompute else None
-        if self.recipe.proximal == "rollout" and not own:
-            old = table.rollout_logprob
-        reference = None
-        if self._reference is not None:
-            with self._reference.active() as model:
-                reference = self._evaluate(model, experiences, table)
-        values = None
-        if self._critic is not None:
-            usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
-            values = self._critic.values(self._rows(experiences, table, usual), table)
-        return Scores(old, reference, values, policy, interpolated=self.recipe.proximal == "interpolate" and not own)
-
-    @torch.no_grad()
-    def _evaluate(self, model: nn.Module, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
-        """Log-probs of all action tokens of the batch but the experts': float32 [A], 0 for experts."""
-        result = torch.zeros_like(table.rollout_logprob)
-        judged = [i for i, e in enumerate(experiences) if e.source is not Source.EXPERT]
-        for micro in self._rows(experiences, table, judged):
-            with attending_to(model, micro):
-                result[micro.tokens] = self._predict(model, micro, table)[0].float()
-        return self._ranks.add(result)
 
     def _check_loss(self, batch: _Part, micro: MicroBatch, terms: Terms) -> None:
         for name, (_, value) in terms.items():

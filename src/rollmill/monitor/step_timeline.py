@@ -1,0 +1,123 @@
+"""timeline.jsonl: when each completion of a step was generated and judged, and how the report draws it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmill.core.errors import RollmillError
+from rollmill.monitor.charts import nice_ticks, number
+from rollmill.monitor.files import writing
+from rollmill.monitor.trace import Span
+
+FILE = "timeline.jsonl"
+WIDTH, LEFT, RIGHT = 1180, 130, 1165
+_PHASE_HEIGHT, _LANE_HEIGHT, _GAP = 14, 84, 12
+_MOST_BARS = 56
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One span as the page draws it: `x` to `middle` waiting, `middle` to `end` working."""
+
+    x: float
+    middle: float
+    end: float
+    y: float
+    height: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class Lane:
+    """The spans of one kind."""
+
+    name: str
+    note: str
+    y: float
+    bars: list[Bar]
+
+
+@dataclass(frozen=True)
+class StepChart:
+    """One step in time."""
+
+    step: int
+    seconds: float
+    height: float
+    lanes: list[Lane]
+    ticks: list[tuple[float, str]]
+
+
+def write_step(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequence[Span]) -> None:
+    """Add a step's line: {"step", "stage", "seconds", "spans": {kind: [[asked, started, ended], ...]}}.
+
+    Times are seconds since the step began; what began in the step before is negative.
+    """
+    kinds: dict[str, list[list[float]]] = {}
+    for span in spans:
+        times = [round(each - began, 5) for each in (span.asked, span.started, span.ended)]
+        kinds.setdefault(span.kind, []).append(times)
+    line = {"step": metrics["step"], "stage": metrics["stage"], "seconds": metrics["seconds/total"], "spans": kinds}
+    path = run_dir / FILE
+    with writing(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The lines by step; of a step that was made again after a resume, the last. Raises RollmillError on damage."""
+    path = run_dir / FILE
+    if not path.is_file():
+        return {}
+    found = {}
+    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise RollmillError(f"{path}:{place} is damaged ({error.msg}); delete the line") from error
+        found[int(row["step"])] = row
+    return found
+
+
+def draw_step(row: dict[str, Any], phases: Sequence[str]) -> StepChart:
+    """A line of the file as a picture: the phases one after the other, and a lane for generation and each reward."""
+    spans: dict[str, list[list[float]]] = row["spans"]
+    begin = min((times[0] for some in spans.values() for times in some), default=0.0)
+    end = max((times[2] for some in spans.values() for times in some), default=0.0)
+    begin, end = min(begin, 0.0), max(end, row["seconds"])
+
+    def place(seconds: float) -> float:
+        return float(round(LEFT + (seconds - begin) / max(end - begin, 1e-9) * (RIGHT - LEFT), 2))
+
+    lanes, y = [_phase_lane(spans, phases, place)], float(_PHASE_HEIGHT + _GAP)
+    for kind in sorted(spans.keys() - {*phases}, key=lambda kind: (kind.startswith("reward/"), kind)):
+        lane, height = _lane(kind, spans[kind], y, place)
+        lanes.append(lane)
+        y += height + _GAP
+    ticks = [(place(at), f"{number(at)} s") for at in nice_ticks(begin, end) if begin <= at <= end]
+    return StepChart(row["step"], row["seconds"], y + 16, lanes, ticks)
+
+
+def _phase_lane(spans: dict[str, list[list[float]]], phases: Sequence[str], place: Any) -> Lane:
+    bars = [
+        Bar(place(times[1]), place(times[1]), place(times[2]), 0.0, _PHASE_HEIGHT, phase)
+        for phase in phases
+        for times in spans.get(phase, [])
+    ]
+    return Lane("step", "", 0.0, bars)
+
+
+def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[Lane, float]:
+    ordered = sorted(times)
+    shown = ordered[:: -(-len(ordered) // _MOST_BARS)]
+    height = min(6.0, _LANE_HEIGHT / len(shown))
+    bars = [
+        Bar(place(asked), place(started), place(ended), round(y + i * height, 2), round(0.8 * height, 2), kind)
+        for i, (asked, started, ended) in enumerate(shown)
+    ]
+    mean = sum(ended - started for _, started, ended in ordered) / len(ordered)
+    note = f"{len(ordered)}, mean {number(mean)} s"
+    return Lane(kind.removeprefix("reward/"), note, y, bars), max(height * len(shown), 30.0)

@@ -1,0 +1,118 @@
+"""The inference phase: what a loss compares with, computed before the weights change. It needs no rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager
+
+import torch
+from torch import Tensor, nn
+
+from rollmill.algorithms.recipe import Recipe
+from rollmill.config.trainer import TrainerConfig
+from rollmill.core.types import Experience, Source
+from rollmill.trainer.batch import MicroBatch, TokenTable, token_table
+from rollmill.trainer.critic import Critic
+from rollmill.trainer.logprobs import attending_to
+from rollmill.trainer.objective import Scores
+from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.reference import Reference
+
+Rows = Callable[[Sequence[Experience], TokenTable, list[int]], list[MicroBatch]]
+Predict = Callable[[nn.Module, MicroBatch, TokenTable], tuple[Tensor, Tensor]]
+Passes = Generator[None, None, Scores]
+
+
+class Inference:
+    """Old and reference log-probs and values of a batch, as far as a recipe needs them.
+
+    Args:
+        rows: cuts chosen experiences into this rank's micro-batches.
+        predict: log-probs and entropies of a micro-batch.
+        ready: makes the models ready for one pass.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        recipe: Recipe,
+        config: TrainerConfig,
+        *,
+        reference: Reference | None,
+        critic: Critic | None,
+        ranks: Ranks,
+        rows: Rows,
+        predict: Predict,
+        ready: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._recipe, self._config = model, recipe, config
+        self._reference, self._critic, self._ranks = reference, critic, ranks
+        self._rows, self._predict, self._ready = rows, predict, ready
+        self._ahead: tuple[list[int], int, TokenTable, Scores] | None = None
+
+    def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
+        """Compute it while rewards are awaited, with a yield after every pass; `take` hands it out."""
+        table = token_table(experiences, device)
+        scores = yield from self.passes(experiences, table, version)
+        self._ahead = [id(each) for each in experiences], version, table, scores
+
+    def take(self, experiences: Sequence[Experience], version: int, device: torch.device) -> tuple[TokenTable, Scores]:
+        """The tokens and scores of a batch, computed now unless they were ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead[:2] == ([id(each) for each in experiences], version):
+            return ahead[2:]
+        table = token_table(experiences, device)
+        return table, _finished(self.passes(experiences, table, version))
+
+    def passes(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Passes:
+        """The scores; yields after every forward pass."""
+        single = self._config.updates_per_batch * self._config.epochs_per_batch == 1
+        fresh = bool((table.version[table.version >= 0] == version).all())
+        own = single and (fresh or self._recipe.proximal != "rollout")
+        recompute = self._recipe.proximal == "recompute" and not own
+        policy = None
+        if recompute or self._recipe.kl_in_reward:
+            policy = yield from self._evaluated(self._model, experiences, table)
+        old = policy if recompute else None
+        if self._recipe.proximal == "rollout" and not own:
+            old = table.rollout_logprob
+        reference = None
+        if self._reference is not None:
+            reference = yield from self._evaluated(None, experiences, table)
+        values = None
+        if self._critic is not None:
+            usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
+            with self._ready():
+                values = self._critic.values(self._rows(experiences, table, usual), table)
+            yield
+        return Scores(old, reference, values, policy, interpolated=self._recipe.proximal == "interpolate" and not own)
+
+    def _evaluated(
+        self, model: nn.Module | None, experiences: Sequence[Experience], table: TokenTable
+    ) -> Generator[None, None, Tensor]:
+        """Log-probs under a model (None: the reference) of all action tokens but the experts': float32 [A], 0 there."""
+        result = torch.zeros_like(table.rollout_logprob)
+        judged = [i for i, e in enumerate(experiences) if e.source is not Source.EXPERT]
+        for micro in self._rows(experiences, table, judged):
+            with torch.no_grad(), self._ready():
+                if model is not None:
+                    result[micro.tokens] = self._logprobs(model, micro, table)
+                else:
+                    assert self._reference is not None
+                    with self._reference.active() as frozen:
+                        result[micro.tokens] = self._logprobs(frozen, micro, table)
+            yield
+        return self._ranks.add(result)
+
+    def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
+        with attending_to(model, micro):
+            return self._predict(model, micro, table)[0].float()
+
+
+def _finished(passes: Passes) -> Scores:
+    while True:
+        try:
+            next(passes)
+        except StopIteration as end:
+            scores: Scores = end.value
+            return scores
