@@ -20,12 +20,14 @@ OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applica
 class Verdict:
     """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
 
-    `queued` is the part of its time, in seconds, that passed before a worker began.
+    `queued` is how many seconds passed before a worker began, and `worked` how many it took then; None where nobody
+    knows better than the judge.
     """
 
     value: Value
     outcome: str = OK
     queued: float = 0.0
+    worked: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

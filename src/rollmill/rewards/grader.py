@@ -39,12 +39,13 @@ _WORKER = Path(__file__).with_name("grader_worker.py")
 class Reply:
     """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory".
 
-    `queued` is how many seconds no process was free.
+    `queued` is how many seconds no process was free, `worked` how many it took then.
     """
 
     outcome: str
     value: Any = 0.0
     queued: float = 0.0
+    worked: float = 0.0
 
 
 @dataclass(slots=True)
@@ -143,8 +144,11 @@ class _Lane:
             while (job := self._pool.take(self)) is not None:
                 if job.reply.set_running_or_notify_cancel():
                     try:
-                        queued = time.perf_counter() - job.asked
-                        job.reply.set_result(replace(self._graded(job), queued=queued))
+                        began = time.perf_counter()
+                        reply = self._graded(job)
+                        job.reply.set_result(
+                            replace(reply, queued=began - job.asked, worked=time.perf_counter() - began)
+                        )
                     except Exception as error:
                         job.reply.set_exception(error)
                 self.idle = True

@@ -241,8 +241,9 @@ class Judge:
 
 
 def _timed(verdict: Verdict, asked: float) -> _Timed:
-    ended = time.perf_counter()
-    return verdict, Span(asked, min(asked + verdict.queued, ended), ended)
+    now = time.perf_counter()  # later than the end of the work where something else held the event loop
+    started = min(asked + verdict.queued, now)
+    return verdict, Span(asked, started, now if verdict.worked is None else min(started + verdict.worked, now))
 
 
 def _total(verdict: Verdict) -> float | None:

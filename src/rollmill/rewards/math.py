@@ -55,15 +55,15 @@ class Math:
 
     async def _compared(self, gold: str, answer: str, rules: Rules) -> Verdict:
         questions = settle(gold, answer, rules)
-        queued = 0.0
+        queued = worked = 0.0
         for question in questions if isinstance(questions, list) else []:
             reply = await self._graders.ask("math", _payload(question, rules), self._config.time_limit_s)
-            queued += reply.queued
+            queued, worked = queued + reply.queued, worked + reply.worked
             if reply.outcome != OK:
-                return Verdict(self._config.timeout_reward, reply.outcome, queued)
+                return Verdict(self._config.timeout_reward, reply.outcome, queued, worked)
             if reply.value != 1.0:
-                return Verdict(0.0, queued=queued)
-        return Verdict(float(questions is not False), queued=queued)
+                return Verdict(0.0, OK, queued, worked)
+        return Verdict(float(questions is not False), OK, queued, worked or None)
 
 
 def reference(answer: object) -> str:

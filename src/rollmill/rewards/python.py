@@ -77,7 +77,8 @@ class _Answer:
 
     value: Any
     in_time: bool
-    queued: float
+    queued: float = 0.0
+    worked: float | None = None
 
 
 class PythonFunction:
@@ -89,8 +90,8 @@ class PythonFunction:
     async def judge(self, task: Task, completion: Completion) -> Verdict:
         answer = await self._caller([task, completion])
         if not answer.in_time:
-            return Verdict(self._config.timeout_reward, TIMEOUT, answer.queued)
-        return Verdict(answer.value, OK, answer.queued)
+            return Verdict(self._config.timeout_reward, TIMEOUT, answer.queued, answer.worked)
+        return Verdict(answer.value, OK, answer.queued, answer.worked)
 
 
 class PythonGroupFunction:
@@ -111,9 +112,9 @@ class PythonGroupFunction:
         arguments = [task, list(completions)]
         answer = await self._caller(arguments + ([[each.parts for each in judged]] if self._wants_judged else []))
         if not answer.in_time:
-            return [Verdict(self._config.timeout_reward, TIMEOUT, answer.queued)] * len(completions)
+            return [Verdict(self._config.timeout_reward, TIMEOUT, answer.queued, answer.worked)] * len(completions)
         values: list[Value] = answer.value
-        return [Verdict(value, OK, answer.queued) for value in values]
+        return [Verdict(value, OK, answer.queued, answer.worked) for value in values]
 
 
 async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _Answer:
@@ -126,7 +127,7 @@ async def _in_process(config: PythonReward, source: str, pool: GraderPool, argum
         raise RewardError(f"the task cannot be sent to another process ({error}); set run_in: thread") from error
     if reply.outcome not in (OK, TIMEOUT):
         raise RewardError(f"it ran out of {reply.outcome}")
-    return _Answer(reply.value, reply.outcome == OK, reply.queued)
+    return _Answer(reply.value, reply.outcome == OK, reply.queued, reply.worked)
 
 
 async def _in_thread(config: PythonReward, function: Function, threads: Threads, arguments: list[Any]) -> _Answer:
@@ -147,7 +148,7 @@ async def _in_thread(config: PythonReward, function: Function, threads: Threads,
             left = config.time_limit_s - (loop.time() - started)
             awaitable = found
             found, in_time = await threads.run(_within(lambda: awaitable, max(left, 0.0)))
-    return _Answer(checked_answer(found, isinstance(arguments[1], list)) if in_time else None, in_time, 0.0)
+    return _Answer(checked_answer(found, isinstance(arguments[1], list)) if in_time else None, in_time)
 
 
 def _parameters(function: Function) -> list[str]:

@@ -34,7 +34,7 @@ class ReasoningGym:
         )
         if reply.outcome != OK:
             earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
-            return Verdict(earned, reply.outcome, reply.queued)
+            return Verdict(earned, reply.outcome, reply.queued, reply.worked)
         if isinstance(reply.value, str):
-            return Verdict(0.0, reply.value, reply.queued)
-        return Verdict(reply.value, queued=reply.queued)
+            return Verdict(0.0, reply.value, reply.queued, reply.worked)
+        return Verdict(reply.value, OK, reply.queued, reply.worked)
