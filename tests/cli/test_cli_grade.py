@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,9 @@ def test_malformed_lines_are_named(
         (["--reward", "math", "--option", "time_limit_s=-1"], "time_limit_s: Input should be greater than 0"),
         (["--reward", "format"], "pattern: Field required; give it as --option pattern=VALUE"),
         (["--reward", "nowhere.py:f"], "no such file"),
+        ([], "give --reward NAME or --run FILE.yaml"),
+        (["--reward", "math", "--run", "run.yaml"], "give --reward NAME or --run FILE.yaml"),
+        (["--run", "nowhere.yaml"], "nowhere.yaml"),
     ],
 )
 def test_wrong_usage_says_what_to_do(
@@ -107,5 +111,41 @@ def test_a_reward_that_raises_fails_the_command(rows: Path, tmp_path: Path, caps
     code.write_text("def bad(task, completion): raise KeyError('gold')")
     assert main(["grade", "--reward", f"{code}:bad", "--input", str(rows)]) == 1
     captured = capsys.readouterr()
-    assert "reward `bad` failed on task `1`: KeyError: 'gold'" in captured.err
+    assert re.search(r"reward `bad` failed on task `.`: KeyError: 'gold'", captured.err)
     assert captured.out == ""
+
+
+RUN = """
+taskset: {{path: {tasks}}}
+model: {{new: {{hidden_size: 64, layers: 1, heads: 2, context: 512, tokenizer: {{kind: char}}}}}}
+rewards:
+  - {{name: format, pattern: "^<a>", gate: {{at_least: 1, otherwise: -1}}, weight: 0}}
+  - {{name: exact, after: "<a>"}}
+  - {{name: python, function: "{code}:shortest"}}
+judging: {{clip: [-1, 1.5]}}
+"""
+
+
+def test_the_rewards_of_a_run_file_on_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, run, rows, out = (tmp_path / name for name in ("mine.py", "run.yaml", "rows.jsonl", "out.jsonl"))
+    code.write_text(
+        "def shortest(task, completions):\n"
+        "    least = min(len(each.text) for each in completions)\n"
+        "    return [float(len(each.text) == least) for each in completions]\n"
+        "shortest.group = True\n"
+    )
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"prompt": "a", "answer": "5"}) + "\n")
+    run.write_text(RUN.format(code=code, tasks=tasks))
+    responses = [("<a>5", "x"), ("<a>55", "x"), ("5", "y"), ("<a>5", "y"), ("<a>6", "z")]
+    rows.write_text("".join(json.dumps({"response": r, "answer": "5", "group": g}) + "\n" for r, g in responses))
+    argv = ["grade", "--run", str(run), "--input", str(rows), "--output", str(out)]
+    assert main([*argv, "--json"]) == 0
+    assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.5, 0.0, -1.0, 1.0, 1.0]
+    summary = json.loads(capsys.readouterr().out)
+    assert summary["parts"]["exact"] == {"judged": 4, "mean": 0.5}
+    assert summary["rewards"]["exact"]["outcomes"] == {"ok": 4, "gated": 1}
+    assert main(argv) == 0
+    table = capsys.readouterr().err
+    assert re.search(r"exact +│ +4 +│ +0.5000", table)
+    assert re.search(r"exact +│ +ok 4, gated 1", table)

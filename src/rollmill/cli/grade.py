@@ -1,4 +1,4 @@
-"""`rollmill grade`: run one reward over a JSONL file of responses."""
+"""`rollmill grade`: run a reward, or all rewards of a run file, over a JSONL file of responses."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from rollmill.config.base import Section
 from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unknown_key
+from rollmill.config.judging import JudgingConfig
+from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
 from rollmill.core.errors import ConfigError
 
@@ -28,34 +30,55 @@ _AT_ONCE = 256
 
 
 def command(
-    reward: Annotated[str, typer.Option("--reward", help="A built-in reward, or FILE.py:NAME of a Python function.")],
     input: Annotated[Path, typer.Option("--input", help='JSONL file: {"response": ..., "answer": ..., ...} a line.')],
+    reward: Annotated[
+        str | None, typer.Option("--reward", help="A built-in reward, or FILE.py:NAME of a Python function.")
+    ] = None,
+    run: Annotated[
+        Path | None, typer.Option("--run", help="Run file: use the rewards of its last stage, as the run would.")
+    ] = None,
     output: Annotated[Path | None, typer.Option("--output", help="Where to write. Default: standard output.")] = None,
     option: Annotated[
         list[str] | None, typer.Option("--option", metavar="KEY=VALUE", help="A key of the reward (repeatable).")
     ] = None,
-    workers: Annotated[int, typer.Option(min=1, help="Grader processes.")] = 1,
+    workers: Annotated[int | None, typer.Option(min=1, help="Grader processes. Default: judging.workers.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the summary as one JSON object.")] = False,
 ) -> None:
     """Judge every line of a file: the same lines come out with `reward`, `parts` and `outcomes`.
 
-    The summary goes to standard error, or to standard output with --json and --output.
+    Lines with the same `group` are one group for rewards that compare completions. The summary goes to standard error,
+    or to standard output with --json and --output.
     """
-    from rollmill.config.judging import JudgingConfig
     from rollmill.rewards import build_judge
 
-    config = reward_config(reward, option or [])
+    configs, judging = _chosen(reward, run, option or [])
+    if workers is not None:
+        judging = judging.model_copy(update={"workers": workers})
     rows = read_rows(input)
-    with build_judge([config], JudgingConfig(workers=workers)) as judge, _opened(output) as file:
+    with build_judge(configs, judging) as judge, _opened(output) as file:
         judgements = asyncio.run(_judge_all(judge, rows))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    summary = summarise(reward, judgements)
+    summary = summarise(reward or str(run), judgements)
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
     else:
-        _print_table(summary)
+        _print_tables(summary)
+
+
+def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[list[RewardConfig], JudgingConfig]:
+    if (reward is None) == (run is None):
+        raise ConfigError("give --reward NAME or --run FILE.yaml, one of them")
+    if reward is not None:
+        return [reward_config(reward, options)], JudgingConfig()
+    assert run is not None
+    if options:
+        raise ConfigError("--option goes with --reward; a run file's rewards are changed in the file")
+    stage = load_run(run, []).stages[-1]
+    if not stage.rewards:
+        raise ConfigError(f"{run}: its last stage, {stage.name}, has no rewards")
+    return stage.rewards, stage.judging
 
 
 def reward_config(name: str, options: list[str]) -> RewardConfig:
@@ -136,17 +159,32 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 async def _judge_all(judge: Judge, rows: list[dict[str, Any]]) -> list[Judgement]:
     gate = asyncio.Semaphore(_AT_ONCE)
+    groups: dict[object, list[int]] = {}
+    for number, row in enumerate(rows):
+        groups.setdefault(str(row["group"]) if "group" in row else number, []).append(number)
 
-    async def one(number: int, row: dict[str, Any]) -> Judgement:
+    async def one(members: list[int]) -> list[Judgement]:
         async with gate:
-            return await judge.judge(_task(number, row), _completion(number, row["response"]))
+            task = _task(members[0] + 1, rows[members[0]])
+            completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
+            if judge.groupwise and "group" in rows[members[0]]:
+                return await judge.judge_group(task, completions)
+            return [
+                await judge.judge(_task(number + 1, rows[number]), completion)
+                for number, completion in zip(members, completions, strict=True)
+            ]
 
     try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number, row)) for number, row in enumerate(rows, 1)]
+        async with asyncio.TaskGroup() as work:
+            tasks = [work.create_task(one(members)) for members in groups.values()]
     except ExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
-    return [task.result() for task in tasks]
+    found = {
+        number: judgement
+        for members, task in zip(groups.values(), tasks, strict=True)
+        for number, judgement in zip(members, task.result(), strict=True)
+    }
+    return [found[number] for number in range(len(rows))]
 
 
 def _task(number: int, row: dict[str, Any]) -> Task:
@@ -172,28 +210,73 @@ def _completion(number: int, text: str) -> Completion:
 
 
 def summarise(name: str, judgements: list[Judgement]) -> dict[str, Any]:
-    """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds."""
-    rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
-    seconds = sorted(judgement.seconds for judgement in judgements)
+    """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds.
+
+    `parts` has the count and mean of every part, `rewards` the outcomes and seconds of work of every reward.
+    """
+    totals = [judgement.reward for judgement in judgements if judgement.reward is not None]
+    parts = dict.fromkeys(part for each in judgements for part in each.parts)
+    rewards = dict.fromkeys(reward for each in judgements for reward in each.outcomes)
     return {
         "reward": name,
         "count": len(judgements),
-        "judged": len(rewards),
-        "mean": sum(rewards) / len(rewards) if rewards else None,
+        "judged": len(totals),
+        "mean": _mean(totals),
         "outcomes": dict(Counter(outcome for each in judgements for outcome in each.outcomes.values())),
-        "seconds_p50": seconds[len(seconds) // 2],
-        "seconds_p99": seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
+        **_percentiles([judgement.seconds for judgement in judgements]),
+        "parts": {part: _of_part([each.parts.get(part) for each in judgements]) for part in parts},
+        "rewards": {reward: _of_reward(reward, judgements) for reward in rewards},
     }
 
 
-def _print_table(summary: dict[str, Any]) -> None:
+def _of_part(values: list[float | None]) -> dict[str, Any]:
+    given = [value for value in values if value is not None]
+    return {"judged": len(given), "mean": _mean(given)}
+
+
+def _of_reward(name: str, judgements: list[Judgement]) -> dict[str, Any]:
+    spans = [each.spans[name] for each in judgements if name in each.spans]
+    outcomes = Counter(each.outcomes[name] for each in judgements if name in each.outcomes)
+    return {"outcomes": dict(outcomes), **_percentiles([span.ended - span.started for span in spans] or [0.0])}
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    last = len(ordered) - 1
+    return {
+        "seconds_p50": ordered[len(ordered) // 2],
+        "seconds_p99": ordered[min(last, len(ordered) * 99 // 100)],
+    }
+
+
+def _print_tables(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
+    console = Console(stderr=True)
     table = Table("reward", summary["reward"])
     table.add_row("judged", f"{summary['judged']} of {summary['count']}")
-    table.add_row("mean", "-" if summary["mean"] is None else f"{summary['mean']:.4f}")
+    table.add_row("mean", _shown(summary["mean"]))
     for outcome, count in summary["outcomes"].items():
         table.add_row(f"outcome {outcome}", str(count))
     table.add_row("seconds p50 / p99", f"{summary['seconds_p50']:.4f} / {summary['seconds_p99']:.4f}")
-    Console(stderr=True).print(table)
+    console.print(table)
+    if len(summary["parts"]) > 1:
+        table = Table("part", "judged", "mean")
+        for part, found in summary["parts"].items():
+            table.add_row(part, str(found["judged"]), _shown(found["mean"]))
+        console.print(table)
+    if len(summary["rewards"]) > 1:
+        table = Table("reward", "outcomes", "seconds p50 / p99")
+        for name, found in summary["rewards"].items():
+            outcomes = ", ".join(f"{outcome} {count}" for outcome, count in found["outcomes"].items())
+            table.add_row(name, outcomes, f"{found['seconds_p50']:.4f} / {found['seconds_p99']:.4f}")
+        console.print(table)
+
+
+def _shown(mean: float | None) -> str:
+    return "-" if mean is None else f"{mean:.4f}"
