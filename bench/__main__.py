@@ -7,7 +7,19 @@ import sys
 
 from bench.harness import BenchError
 
-NAMES = ("rollout", "sampling", "step", "train_step", "prefix", "packing", "logprob", "learn", "overlap", "gpu_check")
+NAMES = (
+    "rollout",
+    "sampling",
+    "step",
+    "train_step",
+    "prefix",
+    "packing",
+    "logprob",
+    "learn",
+    "overlap",
+    "grade",
+    "gpu_check",
+)
 
 
 def main(arguments: list[str]) -> int:
