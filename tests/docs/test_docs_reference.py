@@ -121,5 +121,6 @@ def _keys(section: str) -> set[str]:
 
 def _placeholder(name: str) -> set[str]:
     """`seconds/train` may be described as `seconds/PHASE`."""
-    head = name.partition("/")[0]
-    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")}
+    head, _, tail = name.partition("/")
+    _, _, last = tail.rpartition("/")
+    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")} | {f"{head}/REWARD/{last}"}

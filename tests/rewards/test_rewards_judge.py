@@ -386,6 +386,11 @@ def test_a_gate_that_is_passed_counts_like_any_reward() -> None:
     assert (found.reward, found.closed_by) == (1.25, None)
 
 
+def test_a_reward_that_compares_completions_cannot_be_a_gate(judge_of: Make) -> None:
+    with pytest.raises(ConfigError, match="reward `f` compares completions, so it cannot be a gate"):
+        judge_of(RANK.format(body="[1.0 for _ in completions]"), gate=GateConfig(at_least=1))
+
+
 def test_of_several_gates_the_lowest_counts() -> None:
     other = ExactReward(name="exact", gate=GateConfig(at_least=0.5, otherwise=-2.0))
     with build_judge([gated(otherwise=-1.0), other]) as judge:

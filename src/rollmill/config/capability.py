@@ -40,6 +40,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
             for name in (*_TRUNCATION, *_SAMPLING):
                 keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
             keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
+            keys["judging",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
         elif evaluation.samples == 0:
             for name in _TRUNCATION:
                 keys["rollout", name] = (

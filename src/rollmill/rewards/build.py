@@ -16,6 +16,7 @@ from rollmill.config.rewards import (
     ReasoningGymReward,
     RewardConfig,
 )
+from rollmill.core.errors import ConfigError
 from rollmill.rewards.base import GroupReward, Reward
 from rollmill.rewards.judge import Judge, Part
 from rollmill.rewards.resources import Resources
@@ -38,7 +39,7 @@ def build_judge(
         device: where reward models go; None: a GPU where torch finds one.
 
     Raises:
-        ConfigError: a Python function cannot be loaded.
+        ConfigError: a Python function cannot be loaded, or a reward that compares completions is a gate.
         ModelError: a reward model cannot.
     """
     judging = judging or JudgingConfig()
@@ -48,7 +49,10 @@ def build_judge(
     for config in configs:
         name = _name(config)
         seen[name] = count = seen.get(name, 0) + 1
-        parts.append(Part(name if count == 1 else f"{name}#{count}", config, build_reward(config, resources)))
+        part = Part(name if count == 1 else f"{name}#{count}", config, build_reward(config, resources))
+        if part.groupwise and config.gate is not None:
+            raise ConfigError(f"reward `{part.name}` compares completions, so it cannot be a gate; remove its `gate`")
+        parts.append(part)
     return Judge(parts, judging, resources)
 
 

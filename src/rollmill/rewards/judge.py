@@ -35,7 +35,9 @@ class Part:
 
     @property
     def groupwise(self) -> bool:
-        return hasattr(self.reward, "judge_group")
+        """Whether it judges groups. A gate judges alone if it can."""
+        alone = self.config.gate is not None and hasattr(self.reward, "judge")
+        return hasattr(self.reward, "judge_group") and not alone
 
 
 _Timed = tuple[Verdict, Span]
