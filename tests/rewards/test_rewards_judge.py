@@ -234,6 +234,17 @@ def test_registered_functions_run_in_processes_too(tmp_path: Path) -> None:
         assert judged(judge, "5", "5").reward != os.getpid()
 
 
+def test_the_decorator_marks_functions_of_groups(tmp_path: Path) -> None:
+    path = tmp_path / "plugin_of_groups.py"
+    path.write_text(
+        "import rollmill\n@rollmill.reward(group=True)\ndef ranks_of_plugin(task, completions): return [1, 2]\n"
+    )
+    import_file(path)
+    with build_judge([PythonReward(name="python", function="ranks_of_plugin")]) as judge:
+        found = asyncio.run(judge.judge_group(task("5"), [completion("a"), completion("b")]))
+    assert [each.reward for each in found] == [1.0, 2.0]
+
+
 def test_a_function_without_a_file_runs_in_a_thread() -> None:
     @reward
     def pid_of_nowhere(task: Any, completion: Any) -> int:

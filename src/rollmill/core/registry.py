@@ -8,10 +8,11 @@ import sys
 import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import partial
 from hashlib import sha1
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 from rollmill.core.errors import ConfigError
 
@@ -20,11 +21,20 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 _rewards: dict[str, Callable[..., Any]] = {}
 
 
-def reward(function: Function) -> Function:
+@overload
+def reward(function: Function) -> Function: ...
+@overload
+def reward(*, group: bool) -> Callable[[Function], Function]: ...
+def reward(function: Any = None, *, group: bool = False) -> Any:
     """Register a reward under its name, so that a run file may say `{name: python, function: NAME}`.
 
-    A later function of the same name replaces the earlier one.
+    With `@reward(group=True)` it is called with a task and the list of all its completions. A later function of the same
+    name replaces the earlier one.
     """
+    if function is None:
+        return partial(reward, group=group)
+    if group:
+        function.group = True
     _rewards[function.__name__] = function
     return function
 
