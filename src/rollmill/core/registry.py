@@ -28,8 +28,8 @@ def reward(*, group: bool) -> Callable[[Function], Function]: ...
 def reward(function: Any = None, *, group: bool = False) -> Any:
     """Register a reward under its name, so that a run file may say `{name: python, function: NAME}`.
 
-    With `@reward(group=True)` it is called with a task and the list of all its completions. A later function of the same
-    name replaces the earlier one.
+    With `@reward(group=True)` it is called with a task and the list of all its completions. A later function of the
+    same name replaces the earlier one.
     """
     if function is None:
         return partial(reward, group=group)
