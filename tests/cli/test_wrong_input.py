@@ -222,7 +222,7 @@ REWARDS = [
         "mine.py:mine",
         "did not return within 0.05 s",
         "make the function stop by itself",
-        reward={"time_limit_s": 0.05},
+        reward={"time_limit_s": 0.05, "run_in": "thread"},
     ),
     reward_case(
         "reward that outlasts the deadline",

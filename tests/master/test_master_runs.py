@@ -106,6 +106,19 @@ def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp
     assert page.count('class="waits"') >= 6
 
 
+@pytest.mark.parametrize(("seconds", "warned"), [(30, True), (0, False)])
+def test_a_reward_that_is_mostly_too_slow_is_said_once(
+    tmp_path: Path, seconds: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(SLOW.replace("0.05", str(seconds)))
+    out = io.StringIO()
+    reward = {"name": "python", "function": f"{tmp_path}/mine.py:mine", "time_limit_s": 0.1 if seconds else 30}
+    changes: dict[str, Any] = RL | {"steps": 2, "rewards": [reward], "rollout": {"group_size": 2}, "evaluation": None}
+    run(tiny_run(tmp_path, **changes), out=tmp_path / "out", view=PlainView(out))
+    said = "8 of 8 judgements of reward `mine` took too long and earned its timeout_reward; raise its time_limit_s"
+    assert out.getvalue().count(said) == warned
+
+
 def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:
     stop = {"metric": "eval/greedy", "at_least": 0.0}
     summary = started(tmp_path, stages=[SFT | {"early_stop": stop}, GRPO | {"steps": 3, "early_stop": {"patience": 1}}])

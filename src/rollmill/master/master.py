@@ -12,6 +12,7 @@ from typing import Any
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.interrupt import Interrupted, Interrupts
+from rollmill.master.measures import rewards_out_of_time
 from rollmill.master.selection import StageTasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState, StageState
@@ -58,6 +59,7 @@ class Master:
             RollmillError: whatever stopped the run.
         """
         self._interrupts = Interrupts()
+        self._warned: set[tuple[str, str]] = set()
         trainer: dict[str, Any] = {}
         if resumed is not None:
             self.state, trainer = resumed
@@ -145,6 +147,10 @@ class Master:
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between makes the step again and drops this line
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
+        for reward, warning in rewards_out_of_time(result.experiences).items():
+            if (config.name, reward) not in self._warned:
+                self._monitor.message(warning)
+            self._warned.add((config.name, reward))
         keep = self._config.checkpoint
         is_best = keep.keep_best and self.state.best_step == self.state.step
         if not last and not stage.state.stopped and (is_best or stage.state.step % keep.every == 0):

@@ -8,6 +8,7 @@ from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason
 from rollmill.explorer.explorer import REWARD
 from rollmill.monitor.trace import Span, most_waiting
+from rollmill.rewards.base import LATE, TIMEOUT
 
 PHASES = ("rollout", "inference", "reward", "train")
 """What the process of a step does, one after the other."""
@@ -55,6 +56,23 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count("timeout"))
     return metrics
+
+
+def rewards_out_of_time(experiences: list[Experience]) -> dict[str, str]:
+    """Rewards of which most judgements of a batch took too long, each with a sentence on it."""
+    outcomes: dict[str, list[str]] = {}
+    for experience in experiences:
+        for name, outcome in experience.info.get("outcomes", {}).items():
+            outcomes.setdefault(name, []).append(outcome)
+    found = {}
+    for name, own in outcomes.items():
+        late = sum(outcome in (TIMEOUT, LATE) for outcome in own)
+        if 2 * late > len(own):
+            found[name] = (
+                f"warning: {late} of {len(own)} judgements of reward `{name}` took too long and earned its "
+                "timeout_reward; raise its time_limit_s (or judging.deadline_s), or make it faster"
+            )
+    return found
 
 
 def seconds_of(spans: list[Span], kind: str) -> float:
