@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
@@ -46,8 +46,9 @@ def command(
 
     config = reward_config(reward, option or [])
     rows = read_rows(input)
+    tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
     with build_judge([config], JudgingConfig(workers=workers)) as judge, _opened(output) as file:
-        judgements = asyncio.run(_judge_all(judge, rows))
+        judgements = asyncio.run(_judge_all(judge, rows, tasks))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -85,6 +86,10 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
+        if not place:  # a rule of several keys
+            raise ConfigError(
+                f"reward `{name}`: {first['ctx']['error']}; keys are given as --option KEY=VALUE"
+            ) from error
         raise ConfigError(f"reward `{name}`: {place}: {first['msg']}; give it as --option {place}=VALUE") from error
     return config
 
@@ -134,30 +139,35 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
         yield file
 
 
-async def _judge_all(judge: Judge, rows: list[dict[str, Any]]) -> list[Judgement]:
+async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]) -> list[Judgement]:
     gate = asyncio.Semaphore(_AT_ONCE)
 
     async def one(number: int, row: dict[str, Any]) -> Judgement:
         async with gate:
-            return await judge.judge(_task(number, row), _completion(number, row["response"]))
+            return await judge.judge(tasks[number - 1], _completion(number, row["response"]))
 
     try:
         async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one(number, row)) for number, row in enumerate(rows, 1)]
+            judging = [group.create_task(one(number, row)) for number, row in enumerate(rows, 1)]
     except ExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
-    return [task.result() for task in tasks]
+    return [each.result() for each in judging]
 
 
-def _task(number: int, row: dict[str, Any]) -> Task:
+def _task(number: int, row: dict[str, Any], file: Path) -> Task:
+    """The task of a row, with its pictures where all of them are there; most rewards need none."""
     from rollmill.core.types import Task
+    from rollmill.tasks.images import metadata_with_images
 
-    metadata = row.get("metadata")
+    own = row.get("metadata")
+    metadata = own if isinstance(own, dict) else row
+    with suppress(ValueError):
+        metadata = metadata_with_images(metadata, None, file.parent)
     return Task(
         id=str(row.get("id", number)),
         prompt=row.get("prompt", ""),
         answer=row.get("answer"),
-        metadata=metadata if isinstance(metadata, dict) else row,
+        metadata=metadata,
     )
 
 

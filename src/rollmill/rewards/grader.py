@@ -70,8 +70,8 @@ class GraderPool:
     async def ask(self, kind: str, payload: Any, time_limit_s: float) -> Reply:
         """What a grader process says of `payload`. The limit counts from when a process starts on it.
 
-        `kind` is "math" or "reasoning_gym"; `payload` must pickle. Raises RewardError when the grader itself fails:
-        it cannot start, it raised, or two processes in a row died on this payload.
+        `kind` is "math", "schema" or "reasoning_gym"; `payload` must pickle. Raises RewardError when the grader itself
+        fails: it cannot start, it raised, or two processes in a row died on this payload.
         """
         return await asyncio.wrap_future(self.submit(kind, payload, time_limit_s))
 

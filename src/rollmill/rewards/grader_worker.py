@@ -67,6 +67,10 @@ def _load(kind: str) -> float:
         import math_verify
 
         math_verify.parse("$1$", parsing_timeout=None)
+    elif kind == "schema":
+        from rollmill.rewards.text.schemas import checked
+
+        checked([("{}", "{}")])
     else:
         import reasoning_gym  # noqa: F401
     return 1.0
@@ -140,6 +144,13 @@ def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
     return None if close and variables else close
 
 
+def _schema(payload: list[tuple[str, str]]) -> str:
+    """For each (schema, text) 1, 0, or x where the text is not JSON."""
+    from rollmill.rewards.text.schemas import checked
+
+    return checked(payload)
+
+
 def _reasoning_gym(payload: dict[str, Any]) -> float | str:
     """reasoning-gym's score; "unscorable" where its scorer raises on this answer but not on the reference.
 
@@ -163,7 +174,12 @@ def _dataset(name: str, options: bytes) -> Any:
     return reasoning_gym.create_dataset(name, **pickle.loads(options))
 
 
-HANDLERS: dict[str, Callable[[Any], float | str]] = {"load": _load, "math": _math, "reasoning_gym": _reasoning_gym}
+HANDLERS: dict[str, Callable[[Any], float | str]] = {
+    "load": _load,
+    "math": _math,
+    "schema": _schema,
+    "reasoning_gym": _reasoning_gym,
+}
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
