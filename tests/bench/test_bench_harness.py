@@ -25,7 +25,7 @@ from bench.prefix import token_ratio
 from bench.report import Case, finish
 from rollmill.config.rewards import ExactReward
 from rollmill.core.types import Completion, StopReason, Task
-from rollmill.rewards.exact import Exact
+from rollmill.rewards.text.exact import Exact
 
 WORKER = """
 import os, sys, time

@@ -84,7 +84,7 @@ def test_malformed_lines_are_named(
         (["--reward", "math", "--option", "time_limit=3"], "did you mean `time_limit_s`?"),
         (["--reward", "math", "--option", "weight"], "expected key=value"),
         (["--reward", "math", "--option", "time_limit_s=-1"], "time_limit_s: Input should be greater than 0"),
-        (["--reward", "format"], "pattern: Field required; give it as --option pattern=VALUE"),
+        (["--reward", "format"], "reward `format`: give exactly one of pattern, tags, sections"),
         (["--reward", "nowhere.py:f"], "no such file"),
         ([], "give --reward NAME or --run FILE.yaml"),
         (["--reward", "math", "--run", "run.yaml"], "give --reward NAME or --run FILE.yaml"),

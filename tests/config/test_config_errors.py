@@ -84,7 +84,7 @@ CASES = {
     "long pair": (GOOD + "trainer: {betas: [0.9, 0.9, 0.9]}", "trainer.betas: expected at most 2 entries"),
     "betas out of range": (GOOD + "trainer: {betas: [0.9, 1.0]}", "trainer.betas: both must be at least 0 and below 1"),
     "no taskset": ("model: {new: {}}\nrewards: [{name: math}]", "run.yaml: taskset: is required; add it"),
-    "no pattern": (GOOD.replace("math", "format"), "rewards.0.pattern: is required; Regular expression"),
+    "no pattern": (GOOD.replace("math", "format"), "rewards.0: give exactly one of pattern, tags, sections"),
     "two sources": (
         GOOD.replace("tasks.jsonl", "tasks.jsonl, function: 'm:f'"),
         "run.yaml:2: taskset: give exactly one of path, generator and function (found path and function)",

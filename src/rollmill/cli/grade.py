@@ -7,7 +7,7 @@ import json
 import sys
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
@@ -55,8 +55,9 @@ def command(
     if workers is not None:
         judging = judging.model_copy(update={"workers": workers})
     rows = read_rows(input)
+    tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
     with build_judge(configs, judging) as judge, _opened(output) as file:
-        judgements = asyncio.run(_judge_all(judge, rows))
+        judgements = asyncio.run(_judge_all(judge, rows, tasks))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -108,6 +109,10 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"][1:])
+        if not place:  # a rule of several keys
+            raise ConfigError(
+                f"reward `{name}`: {first['ctx']['error']}; keys are given as --option KEY=VALUE"
+            ) from error
         raise ConfigError(f"reward `{name}`: {place}: {first['msg']}; give it as --option {place}=VALUE") from error
     return config
 
@@ -157,7 +162,7 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
         yield file
 
 
-async def _judge_all(judge: Judge, rows: list[dict[str, Any]]) -> list[Judgement]:
+async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]) -> list[Judgement]:
     gate = asyncio.Semaphore(_AT_ONCE)
     groups: dict[object, list[int]] = {}
     for number, row in enumerate(rows):
@@ -165,37 +170,41 @@ async def _judge_all(judge: Judge, rows: list[dict[str, Any]]) -> list[Judgement
 
     async def one(members: list[int]) -> list[Judgement]:
         async with gate:
-            task = _task(members[0] + 1, rows[members[0]])
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if judge.groupwise and "group" in rows[members[0]]:
-                return await judge.judge_group(task, completions)
+                return await judge.judge_group(tasks[members[0]], completions)
             return [
-                await judge.judge(_task(number + 1, rows[number]), completion)
+                await judge.judge(tasks[number], completion)
                 for number, completion in zip(members, completions, strict=True)
             ]
 
     try:
         async with asyncio.TaskGroup() as work:
-            tasks = [work.create_task(one(members)) for members in groups.values()]
+            judging = [work.create_task(one(members)) for members in groups.values()]
     except ExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
     found = {
         number: judgement
-        for members, task in zip(groups.values(), tasks, strict=True)
-        for number, judgement in zip(members, task.result(), strict=True)
+        for members, judged in zip(groups.values(), judging, strict=True)
+        for number, judgement in zip(members, judged.result(), strict=True)
     }
     return [found[number] for number in range(len(rows))]
 
 
-def _task(number: int, row: dict[str, Any]) -> Task:
+def _task(number: int, row: dict[str, Any], file: Path) -> Task:
+    """The task of a row, with its pictures where all of them are there; most rewards need none."""
     from rollmill.core.types import Task
+    from rollmill.tasks.images import metadata_with_images
 
-    metadata = row.get("metadata")
+    own = row.get("metadata")
+    metadata = own if isinstance(own, dict) else row
+    with suppress(ValueError):
+        metadata = metadata_with_images(metadata, None, file.parent)
     return Task(
         id=str(row.get("id", number)),
         prompt=row.get("prompt", ""),
         answer=row.get("answer"),
-        metadata=metadata if isinstance(metadata, dict) else row,
+        metadata=metadata,
     )
 
 

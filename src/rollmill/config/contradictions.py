@@ -13,7 +13,8 @@ from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOption
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.rewards import FormatReward, PythonReward, ReasoningGymReward
+from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward
+from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.tree import KeyPath
@@ -91,11 +92,16 @@ def _rewards(stage: StageConfig) -> Iterator[Finding]:
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
         yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
     for index, reward in enumerate(stage.rewards):
-        if isinstance(reward, FormatReward):
+        if isinstance(reward, FormatReward) and reward.pattern is not None:
             try:
                 regex.compile(reward.pattern)
             except regex.error as error:
                 yield ("rewards", index, "pattern"), f"not a regular expression: {error}; correct it"
+        if isinstance(reward, LengthReward) and reward.correct is not None:
+            names = [name for other, name in enumerate(part_names(stage.rewards)) if other != index]
+            if reward.correct.partition("/")[0] not in names:
+                known = f"there are {', '.join(names)}" if names else "there is no other reward"
+                yield ("rewards", index, "correct"), f"no reward `{reward.correct}`; {known}"
         if isinstance(reward, ReasoningGymReward):
             yield from _ungenerated(stage, index)
         if isinstance(reward, PythonReward) and re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", reward.function) is None:

@@ -37,6 +37,9 @@ class FieldsConfig(Section):
     """Column with a worse solution, for preference pairs. Default: `rejected` when such a column exists."""
     id: str | None = None
     """Column with a unique id. Default: the row number."""
+    images: str | None = None
+    """Column with the path of a picture, or a list of paths, relative to the taskset's file (extra `vision`). Default:
+    `images` or `image`, where it holds paths; empty: none."""
 
 
 class TasksetConfig(Section):

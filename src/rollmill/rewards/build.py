@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import PurePath
 from typing import Any
 
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import (
+    CitationReward,
     ExactReward,
     FormatReward,
+    LanguageReward,
+    LengthReward,
     MathReward,
     ModelReward,
     PythonReward,
     ReasoningGymReward,
+    RepetitionReward,
     RewardConfig,
+    ToolCallReward,
+    VisionReward,
 )
+from rollmill.config.rewards.names import part_names
 from rollmill.core.errors import ConfigError
 from rollmill.rewards.base import GroupReward, Reward
 from rollmill.rewards.judge import Judge, Part
@@ -44,12 +50,9 @@ def build_judge(
     """
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
-    seen: dict[str, int] = {}
     parts = []
-    for config in configs:
-        name = _name(config)
-        seen[name] = count = seen.get(name, 0) + 1
-        part = Part(name if count == 1 else f"{name}#{count}", config, build_reward(config, resources))
+    for name, config in zip(part_names(configs), configs, strict=True):
+        part = Part(name, config, build_reward(config, resources))
         if part.groupwise and config.gate is not None:
             raise ConfigError(f"reward `{part.name}` compares completions, so it cannot be a gate; remove its `gate`")
         parts.append(part)
@@ -63,14 +66,6 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.math import Math
 
             return Math(config, resources.graders)
-        case ExactReward():
-            from rollmill.rewards.exact import Exact
-
-            return Exact(config)
-        case FormatReward():
-            from rollmill.rewards.format import Format
-
-            return Format(config)
         case ReasoningGymReward():
             from rollmill.rewards.reasoning_gym import ReasoningGym
 
@@ -83,7 +78,19 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case VisionReward():
+            from rollmill.rewards.vision.build import vision_reward
 
+            return vision_reward(config)
+        case (
+            ExactReward()
+            | FormatReward()
+            | LanguageReward()
+            | LengthReward()
+            | RepetitionReward()
+            | CitationReward()
+            | ToolCallReward()
+        ):
+            from rollmill.rewards.text.build import text_reward
 
-def _name(config: RewardConfig) -> str:
-    return PurePath(config.function).name.rpartition(":")[2] if isinstance(config, PythonReward) else config.name
+            return text_reward(config, resources)

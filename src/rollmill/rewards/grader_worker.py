@@ -77,8 +77,13 @@ def _load_math(setup: str) -> None:
     import math_verify
 
     logging.disable(logging.CRITICAL)
-
     math_verify.parse("$1$", parsing_timeout=None)
+
+
+def _load_schema(setup: str) -> None:
+    from rollmill.rewards.text.schemas import checked
+
+    checked([("{}", "{}")])
 
 
 def _load_reasoning_gym(setup: str) -> None:
@@ -182,6 +187,13 @@ def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
     return None if close and variables else close
 
 
+def _schema(payload: list[tuple[str, str]]) -> str:
+    """For each (schema, text) 1, 0, or x where the text is not JSON."""
+    from rollmill.rewards.text.schemas import checked
+
+    return checked(payload)
+
+
 def _reasoning_gym(payload: dict[str, Any]) -> float | str:
     """reasoning-gym's score; "unscorable" where its scorer raises on this answer but not on the reference.
 
@@ -205,9 +217,14 @@ def _dataset(name: str, options: bytes) -> Any:
     return reasoning_gym.create_dataset(name, **pickle.loads(options))
 
 
-HANDLERS: dict[str, Callable[[Any], float | str]] = {"math": _math, "reasoning_gym": _reasoning_gym}
+HANDLERS: dict[str, Callable[[Any], float | str]] = {
+    "math": _math,
+    "schema": _schema,
+    "reasoning_gym": _reasoning_gym,
+}
 LOADERS: dict[str, Callable[[str], None]] = {
     "math": _load_math,
+    "schema": _load_schema,
     "reasoning_gym": _load_reasoning_gym,
     "python": _load_python,
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from rollmill.config.taskset import FieldsConfig, TasksetConfig
-from rollmill.core.errors import TasksetError
+from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.core.types import Message, Task
+from rollmill.tasks.images import metadata_with_images
 from rollmill.tasks.presets import PRESETS
 from rollmill.tasks.record import BadRowError, Record, Row
 from rollmill.tasks.template import Template, kind
@@ -22,6 +24,9 @@ class RowReader:
 
     def __init__(self, config: TasksetConfig, name: str) -> None:
         self._config, self._name = config, name
+        self._folder = (
+            config.path.parent if config.path is not None and config.path.is_file() else config.path or Path()
+        )
         self._template = Template(config.template, "taskset.template") if config.template is not None else None
         worked = config.response_template
         self._response = Template(worked, "taskset.response_template") if worked is not None else None
@@ -48,15 +53,27 @@ class RowReader:
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
         parts |= {fields.rejected or "rejected"}
         rest = {column: value for column, value in row.items() if column not in parts}
+        metadata = self._with_images(rest) if record.metadata is None else record.metadata
         return Task(
             id=self._id(row, number),
             prompt=self._prompt(row),
             answer=answer,
             response=response,
             rejected=rejected,
-            metadata=rest if record.metadata is None else record.metadata,
+            metadata=metadata,
             taskset=self._name,
         )
+
+    def _with_images(self, rest: Row) -> Row:
+        column = self._config.fields.images
+        if column:
+            _column(rest, column, "taskset.fields.images")
+        try:
+            return metadata_with_images(rest, column, self._folder)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise BadRowError(str(error)) from error
 
     def _id(self, row: Row, number: int) -> str:
         column = self._config.fields.id

@@ -12,6 +12,7 @@ from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Task
 from rollmill.tasks.files import read_path
+from rollmill.tasks.images import image_refs
 from rollmill.tasks.programs import read_function, read_generator
 from rollmill.tasks.record import BadRowError, Record, Records
 from rollmill.tasks.rows import RowReader
@@ -41,11 +42,13 @@ class Taskset:
     rejected: list[RejectedRow]
 
     def fingerprint(self) -> str:
-        """Hex digest of ids, prompts, solutions and plain answers: equal for equal tasks, also in another process."""
+        """Hex digest of ids, prompts, pictures, solutions and plain answers: equal for equal tasks, in any process."""
         digest = hashlib.sha256()
         for task in self.tasks:
             plain = task.answer if isinstance(task.answer, str | int | float | None) else type(task.answer).__name__
-            digest.update(json.dumps([task.id, task.prompt, task.response, task.rejected, plain]).encode())
+            pictures = [image.sha256 for image in image_refs(task.metadata)]
+            parts = [task.id, task.prompt, task.response, task.rejected, plain, *pictures]
+            digest.update(json.dumps(parts).encode())
         return digest.hexdigest()[:16]
 
 

@@ -10,22 +10,75 @@ from rollmill.config.rewards.base import GateConfig, RewardSection
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
 from rollmill.config.rewards.model import ModelReward
 from rollmill.config.rewards.python import PythonReward
-from rollmill.config.rewards.text import ExactReward, FormatReward
+from rollmill.config.rewards.text import (
+    CitationReward,
+    ExactReward,
+    FormatReward,
+    LanguageReward,
+    LengthReward,
+    RepetitionReward,
+    TextReward,
+    ToolCallReward,
+)
+from rollmill.config.rewards.vision import (
+    BoxesReward,
+    ChartReward,
+    CountReward,
+    GroundingReward,
+    OCRReward,
+    PointsReward,
+    TableReward,
+    VisionReward,
+    VQAReward,
+)
 
 RewardConfig = Annotated[
-    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward | ModelReward,
+    MathReward
+    | ExactReward
+    | FormatReward
+    | ReasoningGymReward
+    | PythonReward
+    | ModelReward
+    | LanguageReward
+    | LengthReward
+    | RepetitionReward
+    | CitationReward
+    | ToolCallReward
+    | BoxesReward
+    | PointsReward
+    | GroundingReward
+    | CountReward
+    | OCRReward
+    | ChartReward
+    | TableReward
+    | VQAReward,
     Field(discriminator="name"),
 ]
 
 __all__ = [
     "AnswerPlace",
+    "BoxesReward",
+    "ChartReward",
+    "CitationReward",
+    "CountReward",
     "ExactReward",
     "FormatReward",
     "GateConfig",
+    "GroundingReward",
+    "LanguageReward",
+    "LengthReward",
     "MathReward",
     "ModelReward",
+    "OCRReward",
+    "PointsReward",
     "PythonReward",
     "ReasoningGymReward",
+    "RepetitionReward",
     "RewardConfig",
     "RewardSection",
+    "TableReward",
+    "TextReward",
+    "ToolCallReward",
+    "VQAReward",
+    "VisionReward",
 ]

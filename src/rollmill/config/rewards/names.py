@@ -1,0 +1,22 @@
+"""What the parts of `rewards` are called in metrics, and where one names another."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import PurePath
+
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.python import PythonReward
+
+
+def part_names(rewards: Sequence[RewardSection]) -> list[str]:
+    """One name per reward: its own, a Python function's; the second of a name is name#2."""
+    seen: Counter[str] = Counter()
+    names = []
+    for reward in rewards:
+        python = isinstance(reward, PythonReward)
+        name = PurePath(reward.function).name.rpartition(":")[2] if python else reward.name  # type: ignore[attr-defined]
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names

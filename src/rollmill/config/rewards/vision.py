@@ -1,0 +1,146 @@
+"""`rewards`: answers about pictures. What a picture shows is the task's answer; no reward here looks at pixels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from rollmill.config.rewards.text import TextReward
+
+Coordinates = Literal["pixels", "unit", "percent", "thousand"]
+BoxLayout = Literal["xyxy", "xywh", "yxyx"]
+
+
+class VisionReward(TextReward):
+    """Keys of rewards for pictures. A task's column `vision` may set a reward's own keys, under its name."""
+
+    name: str
+
+    def of_task(self, metadata: Mapping[str, Any]) -> Self | None:
+        """The settings for one task; None where its column `vision` names other rewards only.
+
+        Raises ValueError where the column is no mapping of rewards to settings.
+        """
+        column = metadata.get("vision")
+        if column is None:
+            return self
+        if not isinstance(column, Mapping) or not all(isinstance(own, Mapping | None) for own in column.values()):
+            raise ValueError(f"the task's column `vision` is {column!r:.80}; expected a mapping as in {{boxes: {{}}}}")
+        if self.name not in column:
+            return None
+        own = column[self.name] or {}
+        allowed = type(self).model_fields.keys() - {"name", "weight", "clip", "gate", "after_steps", "timeout_reward"}
+        if unknown := own.keys() - allowed:
+            keys = ", ".join(sorted(allowed))
+            raise ValueError(f"the task's column `vision` has {sorted(unknown)} under {self.name}; {keys} go there")
+        return self.model_validate(self.model_dump() | own) if own else self
+
+
+class PlacedReward(VisionReward):
+    """Keys of rewards that compare places in a picture."""
+
+    coordinates: Coordinates = "pixels"
+    """What the completion's numbers mean: pixels, or 0 to 1, 100 or 1000 from edge to edge."""
+    reference: Coordinates | None = None
+    """Same for the reference. Default: as for the completion. Pixels on one side only need the picture's size: from a
+    column `image`, or a column `image_size` with [width, height]."""
+    labels: bool = True
+    """Where the reference has a label, only a place with the same label counts."""
+
+
+class BoxesReward(PlacedReward):
+    """F1 of boxes: twice the overlap of the best one-to-one matching over the number of boxes on both sides."""
+
+    name: Literal["boxes"]
+    measure: Literal["iou", "giou"] = "iou"
+    """Overlap of two boxes: intersection over union, or generalised IoU (arXiv:1902.09630) as (1 + GIoU) / 2, which
+    also tells near from far."""
+    threshold: float = Field(0.0, ge=0, le=1)
+    """Pairs with less overlap do not match."""
+    credit: Literal["overlap", "hit"] = "overlap"
+    """What a matched pair counts: its overlap, or 1."""
+    layout: BoxLayout = "xyxy"
+    """Order of the completion's four numbers: two corners, corner and size, or two corners with y first."""
+    reference_layout: BoxLayout = "xyxy"
+    """Same for the reference; COCO has `xywh`."""
+
+    @model_validator(mode="after")
+    def _hits_need_a_threshold(self) -> Self:
+        if self.credit == "hit" and self.threshold == 0:
+            raise ValueError("credit hit counts every pair that reaches threshold; give one, as in threshold: 0.5")
+        return self
+
+
+class PointsReward(PlacedReward):
+    """F1 of points: each has to hit a place of the reference (a box, a polygon or a point) of its own."""
+
+    name: Literal["points"]
+    tolerance: float = Field(0.0, ge=0)
+    """How far from a reference point still hits, in the reference's units."""
+
+
+class CountReward(VisionReward):
+    """1 if the last number of the answer is the reference."""
+
+    name: Literal["count"]
+    credit: Literal["exact", "relative"] = "exact"
+    """`relative`: 1 - |difference| / reference, at least 0."""
+
+
+class OCRReward(VisionReward):
+    """Similarity to the text of a picture, by edit distance (extra `vision`); the best of several references counts."""
+
+    name: Literal["ocr"]
+    measure: Literal["anls", "cer"] = "anls"
+    """`anls` (arXiv:1905.13648): 1 - distance / length of the longer text, 0 below `threshold`. `cer`: 1 - distance /
+    length of the reference, at least 0."""
+    threshold: float = Field(0.5, ge=0, le=1)
+    """Least similarity that counts; of `cer`, too."""
+    ignore_case: bool = True
+    """Compare without regard to upper and lower case."""
+    ignore_spaces: bool = False
+    """Leave white space out; otherwise any run of it counts as one space."""
+
+
+class ChartReward(VisionReward):
+    """Relaxed accuracy of ChartQA (arXiv:2203.10244): numbers within a tolerance, other text exactly."""
+
+    name: Literal["chart"]
+    tolerance: float = Field(0.05, ge=0, lt=1)
+    """Relative difference that numbers may have."""
+    exact_years: bool = True
+    """Years (1900 to 2099) have to be the same. `false` is as published, where 1950 passes for 2019."""
+
+
+class TableReward(VisionReward):
+    """F1 of table cells, each found by its row's first cell and its column's heading. Markdown, CSV or JSON."""
+
+    name: Literal["table"]
+    tolerance: float = Field(0.0, ge=0, lt=1)
+    """Relative difference that numbers may have."""
+
+
+class VQAReward(VisionReward):
+    """VQA accuracy (arXiv:1505.00468): the share of people who agree, three of them being enough."""
+
+    name: Literal["vqa"]
+
+
+class GroundingReward(VisionReward):
+    """1 if the answer names places in the right form; says nothing of whether they are the right places."""
+
+    name: Literal["grounding"]
+    syntax: Literal["any", "json", "tags"] = "any"
+    """`json`: objects with `bbox_2d`; `tags`: `<box>...</box>` or `<|box_start|>...<|box_end|>`."""
+    coordinates: Coordinates = "pixels"
+    """What the numbers mean; boxes outside the picture are wrong, where its size is known."""
+    layout: BoxLayout = "xyxy"
+    """Order of the four numbers."""
+    labels: bool = False
+    """Each box needs a label."""
+    fewest: int = Field(1, ge=0)
+    """Fewest boxes."""
+    most: int = Field(20, ge=1)
+    """Most boxes."""

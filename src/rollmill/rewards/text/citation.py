@@ -1,0 +1,154 @@
+"""The citation reward: ids that exist, quotations that stand in the fact they are ascribed to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.config.rewards import CitationReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
+
+_BRACKET = re.compile(r"\[([^\[\]\n]{1,200})\](?!\()")
+_ID = re.compile(r"(?:[A-Za-z_][\w.-]{0,40}:)?[\w.-]{1,60}")
+_LOOKS_LIKE_ID = re.compile(r"\d+|[A-Za-z_][\w.-]*:[\w.-]+")
+_MOST_CITATIONS, _MOST_QUOTES = 1000, 200
+_QUOTE_ENDS = {'"': '"', "”": "“", "»": "«", "“": "„"}
+
+
+@dataclass(frozen=True, slots=True)
+class Citing:
+    """One place that cites: the ids, and the quotation right before them, or nothing."""
+
+    names: list[str]
+    quote: str
+
+
+class Citation:
+    """Precision or F1 of what is cited, from 0 to 1. A task without the column `facts` is not judged.
+
+    Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an id of no fact), `misquoted`,
+    `too_many`, `too_long`.
+    """
+
+    def __init__(self, config: CitationReward) -> None:
+        self._config = config
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        if task.metadata.get("facts") is None:
+            return Verdict(None)
+        facts = facts_of(task.metadata["facts"])
+        needed = _needed(task.metadata.get("citations"), facts)
+        text = judged_part(completion.text, self._config)
+        if text is None:
+            return Verdict(0.0, "no_answer")
+        if len(text) > LONGEST_TEXT:
+            return Verdict(0.0, "too_long")
+        found = await aside(text, _citations, text, facts)
+        if not found:
+            return Verdict(0.0, "no_citation") if needed is None or needed else Verdict(1.0)
+        if sum(len(citing.names) for citing in found) > _MOST_CITATIONS:
+            return Verdict(0.0, "too_many")
+        return self._score(found, facts, needed)
+
+    def _score(self, found: list[Citing], facts: dict[str, str], needed: set[str] | None) -> Verdict:
+        names = {name for citing in found for name in citing.names}
+        cited, invented = names & facts.keys(), names - facts.keys()
+        misquoted, backed = self._quotes(found, facts)
+        right = cited if needed is None else cited & needed
+        right = right & backed if self._config.quotes == "require" else right
+        made = len(names) + misquoted
+        value = len(right) / made if needed is None else 2 * len(right) / (made + len(needed))
+        return Verdict(value, "invented" if invented else "misquoted" if misquoted else "ok")
+
+    def _quotes(self, found: list[Citing], facts: dict[str, str]) -> tuple[int, set[str]]:
+        """How many quotations stand in none of the facts cited for them, and the ids backed by one that does."""
+        backed: set[str] = set()
+        misquoted = 0
+        if self._config.quotes == "ignore":
+            return misquoted, backed
+        folded = {name: _folded(text) for name, text in facts.items()}
+        for number, citing in enumerate(found):
+            quote = _folded(citing.quote)
+            names = [name for name in citing.names if name in facts]
+            if not names or len(quote.split()) < self._config.quote_words:
+                continue
+            within = [name for name in names if number < _MOST_QUOTES and _stands_in(quote, folded[name])]
+            backed |= set(within)
+            misquoted += not within
+        return misquoted, backed
+
+
+def facts_of(column: Any) -> dict[str, str]:
+    """Id -> text of the column `facts`: a mapping, or a list, whose ids are 1, 2, ... unless its entries have an `id`.
+
+    Raises ValueError where it is something else.
+    """
+    facts: dict[str, str] = {}
+    if isinstance(column, Mapping):
+        facts = {str(name): text for name, text in column.items()}
+    elif isinstance(column, Sequence) and not isinstance(column, str):
+        for number, entry in enumerate(column, 1):
+            own = isinstance(entry, Mapping)
+            facts[str(entry.get("id", number)) if own else str(number)] = entry.get("text") if own else entry
+    if not facts or not all(isinstance(text, str) for text in facts.values()):
+        raise ValueError(
+            "the task's column `facts` must be a list of texts, a list of {id, text}, or a mapping from ids to texts"
+        )
+    return facts
+
+
+def _needed(column: Any, facts: dict[str, str]) -> set[str] | None:
+    if column is None:
+        return None
+    if not isinstance(column, Sequence) or isinstance(column, str):
+        raise ValueError(f"the task's column `citations` is {column!r:.80}; expected a list of ids")
+    needed = {str(name) for name in column}
+    if missing := needed - facts.keys():
+        raise ValueError(f"the task's column `citations` names {sorted(missing)}, which its column `facts` has not")
+    return needed
+
+
+def _citations(text: str, facts: dict[str, str]) -> list[Citing]:
+    """Every citation of a text. `doc:3` is `3` where no fact is called `doc:3`; [1][2] is one place, as is [1, 2]."""
+    found: list[Citing] = []
+    previous, named = -1, 0
+    for bracket in _BRACKET.finditer(text):
+        names = [name.strip() for name in re.split("[,;]", bracket[1])]
+        if not all(_ID.fullmatch(name) and (name in facts or _LOOKS_LIKE_ID.fullmatch(name)) for name in names):
+            continue
+        bare = [name.rpartition(":")[2] for name in names]
+        known = [
+            name if name in facts or short not in facts else short for name, short in zip(names, bare, strict=True)
+        ]
+        if previous >= 0 and not text[previous : bracket.start()].strip():
+            found[-1].names.extend(known)
+        else:
+            found.append(Citing(known, _quote_before(text, bracket.start())))
+        previous = bracket.end()
+        named += len(known)
+        if named > _MOST_CITATIONS:
+            break
+    return found
+
+
+def _quote_before(text: str, end: int) -> str:
+    """What stands in quotation marks right before a citation."""
+    before = text[max(0, end - 2000) : end].rstrip(" \t\n.,;:")
+    if not before or before[-1] not in _QUOTE_ENDS:
+        return ""
+    start = before.rfind(_QUOTE_ENDS[before[-1]], 0, -1)
+    return before[start + 1 : -1] if start >= 0 else ""
+
+
+def _stands_in(quote: str, fact: str) -> bool:
+    """Whether the words of a quotation stand in the fact, at the borders of words."""
+    return f" {quote} " in f" {fact} "
+
+
+def _folded(text: str) -> str:
+    """Words in lower case, without punctuation."""
+    return " ".join(re.findall(r"\w+", text.casefold()))

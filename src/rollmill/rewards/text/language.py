@@ -1,0 +1,131 @@
+"""The language reward: the share of words that are in the language wanted (DeepSeek-R1, arXiv:2501.12948, 2.3.2)."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import cache
+from itertools import pairwise
+from typing import Any
+
+from rollmill.config.rewards import LanguageReward
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
+from rollmill.rewards.text.scripts import UNSPACED, check_language, main_scripts, script_words, scripts_of
+
+_WINDOW = 16
+"""Words whose language is guessed together."""
+_PAIRS = (("```", "```"), ("`", "`"), ("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"))
+"""What code and formulas stand between."""
+_MARKUP = re.compile(r"</?[A-Za-z][\w.-]{0,40}>|\\[A-Za-z]+|https?://[!-~]+")
+_ASCII = re.compile(r"[\x00-\x7f]+")
+_CANDIDATE_CODES = "ar bg cs da de el en es fa fi fr he hi hu id it ja ko ms nl no pl pt ro ru sv th tr uk ur vi zh"
+_CANDIDATES = _CANDIDATE_CODES.split()
+"""What a text's language is chosen from, beside the one wanted: short texts look like many rare ones."""
+
+
+class Language:
+    """target words / all words, from 0 to 1. Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0."""
+
+    def __init__(self, config: LanguageReward) -> None:
+        self._config = config
+        self._identify = config.method == "identify"
+        if config.language != "prompt":
+            check_language(config.language)
+        if self._identify:
+            language_of("", "en" if config.language == "prompt" else config.language)  # loads the model, or fails
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        text = judged_part(completion.text, self._config)
+        if text is None:
+            return Verdict(0.0, "no_answer")
+        if len(text) > LONGEST_TEXT:
+            return Verdict(0.0, "too_long")
+        language, scripts = self._wanted(task)
+        own, others = await aside(text, _words_of, text, scripts)
+        if not own:
+            return Verdict(0.0, "ok" if others else "no_words")
+        matching = len(own) if language is None else await asyncio.to_thread(_matching, own, language)
+        return Verdict(matching / (len(own) + others))
+
+    def _wanted(self, task: Task) -> tuple[str | None, tuple[str, ...]]:
+        """The language, None where scripts alone tell, and its scripts."""
+        wanted = self._config.language
+        if wanted != "prompt":
+            return (wanted if self._identify else None), scripts_of(wanted)
+        prompt = prose(prompt_text(task))
+        scripts = main_scripts(prompt[:4000])
+        language = language_of(prompt) if self._identify else None
+        return (language if language is not None and scripts[0] in scripts_of(language) else None), scripts
+
+
+def _words_of(text: str, scripts: tuple[str, ...]) -> tuple[list[str], int]:
+    return script_words(prose(text), scripts)
+
+
+def prompt_text(task: Task) -> str:
+    """The prompt as text; of a chat the last message."""
+    return task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+
+
+def prose(text: str) -> str:
+    """The text without code, formulas, tags and addresses.
+
+    Only their ASCII characters go: a comment in another script is still text in that script.
+    """
+    for opening, closing in _PAIRS:
+        text = _emptied(text, opening, closing)
+    return _MARKUP.sub(" ", text)
+
+
+def _emptied(text: str, opening: str, closing: str) -> str:
+    parts, position = [], 0
+    while (start := text.find(opening, position)) >= 0:
+        end = text.find(closing, start + len(opening))
+        if end < 0:
+            break
+        end += len(closing)
+        one_line = len(opening) == 1
+        inside = text[start:end]
+        if one_line and "\n" in inside:
+            parts.append(text[position:start])
+            position = end - len(closing)
+            parts.append(text[start:position])
+            continue
+        parts += [text[position:start], " ", _ASCII.sub(" ", inside)]
+        position = end
+    return "".join([*parts, text[position:]])
+
+
+def _matching(own: list[str], language: str) -> int:
+    """How many of the words stand in windows that are in the language."""
+    count = max(len(own) // _WINDOW, 1)
+    edges = [len(own) * index // count for index in range(count + 1)]
+    joint = "" if scripts_of(language)[0] in UNSPACED else " "
+    windows = [own[start:end] for start, end in pairwise(edges)]
+    return sum(len(window) for window in windows if language_of(joint.join(window), language) == language)
+
+
+def language_of(text: str, wanted: str = "en") -> str:
+    """The most probable language among the usual ones and the one wanted (py3langid).
+
+    Raises ConfigError where py3langid is missing or does not know the language.
+    """
+    return str(_identifier("" if wanted in _CANDIDATES else wanted).classify(text)[0])
+
+
+@cache
+def _identifier(rare: str) -> Any:
+    """Chooses among the usual languages and a rare one."""
+    try:
+        from py3langid.langid import MODEL_FILE, LanguageIdentifier
+    except ModuleNotFoundError as error:
+        raise ConfigError("method `identify` needs py3langid: pip install 'rollmill[language]'") from error
+    identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
+    try:
+        identifier.set_languages([*_CANDIDATES, rare] if rare else _CANDIDATES)
+    except ValueError as error:
+        raise ConfigError(f"py3langid does not know the language `{rare}`; use method: script") from error
+    return identifier

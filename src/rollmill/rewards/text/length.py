@@ -1,0 +1,85 @@
+"""Rewards for shorter completions: Kimi k1.5's within a group, DAPO's at the end of the context, and a target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.config.rewards import LengthReward
+from rollmill.core.errors import RewardError
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import LATE, TIMEOUT, Judgement, Verdict
+from rollmill.rewards.text.reading import length_of
+
+
+def length_reward(config: LengthReward) -> KimiLength | Overlong | TargetLength:
+    """The reward of a kind."""
+    if config.kind == "kimi":
+        return KimiLength(config)
+    return Overlong(config) if config.kind == "overlong" else TargetLength(config)
+
+
+class KimiLength:
+    """Kimi k1.5 (arXiv:2501.12599, 2.3.3): shorter is better within a group, and a wrong completion gains nothing.
+
+    lambda = .5 - (length - min) / (max - min) over the lengths of the group; a correct completion earns lambda, a wrong
+    one min(0, lambda), and all earn 0 where all are equally long.
+    """
+
+    def __init__(self, config: LengthReward) -> None:
+        self._config = config
+
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[Verdict]:
+        correct = [self._correct(each) for each in judged]
+        lengths = [length_of(completion) for completion in completions]
+        shortest, spread = min(lengths), max(lengths) - min(lengths)
+        verdicts = []
+        for length, right in zip(lengths, correct, strict=True):
+            share = 0.5 - (length - shortest) / spread if spread else 0.0
+            verdicts.append(Verdict(None if right is None else share if right else min(0.0, share)))
+        return verdicts
+
+    def _correct(self, judgement: Judgement) -> bool | None:
+        """None where the reward that says so does not apply. Raises RewardError where there is none of that name."""
+        name = self._config.correct
+        assert name is not None
+        if name not in judgement.parts:
+            late = judgement.outcomes.get(name.partition("/")[0]) in (TIMEOUT, LATE)
+            if late or judgement.closed_by is not None:
+                return False
+            raise RewardError(
+                f"correct: no reward `{name}` that judges single completions; there are {', '.join(judgement.parts)}"
+            )
+        value = judgement.parts[name]
+        return None if value is None else value >= self._config.threshold
+
+
+class Overlong:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
+
+    0 up to L_max - L_c, then ((L_max - L_c) - length) / L_c, and -1 past L_max.
+    """
+
+    def __init__(self, config: LengthReward) -> None:
+        assert config.longest is not None
+        assert config.buffer is not None
+        self._free, self._buffer = config.longest - config.buffer, config.buffer
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        return Verdict(min(0.0, max(-1.0, (self._free - length_of(completion)) / self._buffer)))
+
+
+class TargetLength:
+    """1 - |length - target| / target, at least 0. The task's column `target_length` goes before the run file's key."""
+
+    def __init__(self, config: LengthReward) -> None:
+        self._target = config.target
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        target = task.metadata.get("target_length", self._target)
+        if target is None:
+            return Verdict(None)
+        if isinstance(target, bool) or not isinstance(target, int) or target < 1:
+            raise ValueError(f"the task's column `target_length` is {target!r:.80}; expected a number of at least 1")
+        return Verdict(max(0.0, 1 - abs(length_of(completion) - target) / target))

@@ -1,0 +1,133 @@
+"""Where in a completion to look, JSON inside text, and words. Linear in the text, whatever a policy writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import regex
+
+from rollmill.config.rewards.text import TextReward
+from rollmill.core.types import Completion
+from rollmill.rewards.base import tail_after
+
+Result = TypeVar("Result")
+
+LONGEST_TEXT = 200_000
+"""Characters; rewards that read structures give 0 to longer texts, with the outcome `too_long`."""
+_SHORT = 10_000
+_ATTEMPTS = 2000
+_DEEPEST = 64
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_UNSPACED = r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}"
+_WORD = regex.compile(
+    rf"[{_UNSPACED}]|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|[^\s\p{{L}}\p{{M}}\p{{N}}_]", regex.V1
+)
+
+
+def judged_part(text: str, config: TextReward) -> str | None:
+    """The part that `after` or `tag` names; None where it is missing, or the tag is not closed."""
+    if config.tag is None:
+        return tail_after(text, config.after)
+    return inside_last(text, config.tag)
+
+
+def inside_last(text: str, tag: str) -> str | None:
+    """What stands inside the last `<tag>...</tag>`; None where the last one is not closed, or there is none."""
+    start = text.rfind(f"<{tag}>")
+    if start < 0:
+        return None
+    inside, closed, _ = text[start + len(tag) + 2 :].partition(f"</{tag}>")
+    return inside if closed else None
+
+
+async def aside(text: str, work: Callable[..., Result], *arguments: Any) -> Result:
+    """`work(*arguments)`; in a thread where the text is long, so that other judgements go on."""
+    return await asyncio.to_thread(work, *arguments) if len(text) > _SHORT else work(*arguments)
+
+
+def words(text: str) -> list[str]:
+    """Words, single punctuation marks, and single characters of scripts that put no space between words."""
+    found: list[str] = _WORD.findall(text, concurrent=True)
+    return found
+
+
+def length_of(completion: Completion) -> int:
+    """Length in tokens; in words where there is only text."""
+    return len(completion.token_ids) or len(words(completion.text))
+
+
+def last_fenced(text: str) -> str | None:
+    """What stands in the last fenced block."""
+    blocks = _FENCE.findall(text) if text.count("```") >= 2 else []
+    return blocks[-1][1] if blocks else None
+
+
+def strict_json(text: str) -> Any:
+    """The value of a JSON text without NaN, infinities and numbers beyond floats.
+
+    Raises ValueError, also where more than 64 brackets are inside each other.
+    """
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except RecursionError:
+        raise ValueError("brackets too deep inside each other") from None
+    if _too_deep(value):
+        raise ValueError("brackets too deep inside each other")
+    return value
+
+
+def json_values(text: str) -> list[Any]:
+    """Every JSON list and object in a text, outermost ones only, in order; none that is too deep.
+
+    Numbers may be NaN and infinite. Work is linear in the text.
+    """
+    decoder = json.JSONDecoder()
+    found, position, left = [], 0, 4 * len(text)
+    for _ in range(_ATTEMPTS):
+        opening = _OPENING.search(text, position)
+        if opening is None or left < 0:
+            break
+        position = opening.start()
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            left -= error.pos - position
+            position += 1
+        except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
+            left -= 5000
+            position += 1
+        else:
+            found += [] if _too_deep(value) else [value]
+            position = end
+    return found
+
+
+def _too_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(_DEEPEST):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+        if not level:
+            return False
+    return True
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+_OPENING = re.compile(r"[\[{]")
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text} is too large a number")
+    return value

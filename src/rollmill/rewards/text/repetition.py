@@ -1,0 +1,80 @@
+"""The repetition reward: n-grams that stood before, and loops at the end of a text. Linear in its length."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmill.config.rewards import RepetitionReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import OK, Verdict
+from rollmill.rewards.text.reading import aside, words
+
+_TAIL = 4096
+"""Tokens at the end that are searched for a loop."""
+Hashes = npt.NDArray[np.uint64]
+
+
+class Repetition:
+    """-max(share of repeated n-grams, share of a loop at the end), beyond what is free. Outcome: ok or `loop`."""
+
+    def __init__(self, config: RepetitionReward) -> None:
+        self._config = config
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        config, ids = self._config, await aside(completion.text, _ids, completion)
+        looping = loop_length(ids[-_TAIL:], config.loop_times, config.loop_tokens)
+        repeated = repeated_share(ids, config.ngram)
+        loop = looping / max(len(ids[-_TAIL:]), 1)
+        share = max(repeated, loop)
+        penalty = max(0.0, share - config.free) / (1 - config.free)
+        return Verdict(-penalty if penalty else 0.0, "loop" if looping else OK)
+
+
+def _ids(completion: Completion) -> npt.NDArray[np.int64]:
+    """Token ids; numbers of words where there is only text."""
+    if len(completion.token_ids):
+        return completion.token_ids.astype(np.int64)
+    numbers: dict[str, int] = {}
+    return np.array([numbers.setdefault(word, len(numbers)) for word in words(completion.text)], np.int64)
+
+
+def repeated_share(ids: npt.NDArray[np.int64], n: int) -> float:
+    """1 - different n-grams / n-grams; 0 where there is none. n-grams are compared by 64-bit hashes."""
+    count = len(ids) - n + 1
+    if count < 1:
+        return 0.0
+    hashes = np.zeros(count, np.uint64)
+    mixed = _mixed(ids.astype(np.uint64))
+    for offset in range(n):
+        hashes = _mixed(hashes) + mixed[offset : offset + count]
+    return 1 - len(np.unique(hashes)) / count
+
+
+def _mixed(values: Hashes) -> Hashes:
+    """splitmix64's finaliser: every bit depends on all others."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed: Hashes = values ^ (values >> np.uint64(31))
+    return mixed
+
+
+def loop_length(ids: npt.NDArray[np.int64], times: int, fewest: int) -> int:
+    """Tokens of the longest end of `ids` that is one stretch repeated at least `times` times; 0 if below `fewest`.
+
+    The last round may be cut short. Read backwards, an end with period p is a prefix with a border of all but p tokens
+    (Knuth, Morris and Pratt's prefix function).
+    """
+    backwards: list[int] = ids[::-1].tolist()
+    borders = [0] * len(backwards)
+    longest = border = 0
+    for index in range(1, len(backwards)):
+        while border and backwards[index] != backwards[border]:
+            border = borders[border - 1]
+        border += backwards[index] == backwards[border]
+        borders[index] = border
+        length = index + 1
+        if length >= times * (length - border):
+            longest = length
+    return longest if longest >= fewest else 0

@@ -1,0 +1,1 @@
+"""Answers about pictures: places, counts, text, charts, tables and questions."""

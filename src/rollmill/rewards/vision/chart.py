@@ -1,0 +1,65 @@
+"""The chart reward: ChartQA's relaxed accuracy."""
+
+from __future__ import annotations
+
+import re
+
+from rollmill.config.rewards import ChartReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import judged_part
+from rollmill.rewards.vision.figures import Figure, close, figure
+from rollmill.rewards.vision.ocr import references
+
+_YEAR = re.compile(r"(?:19|20)\d\d")
+_BETWEEN = re.compile(r";|\n|,(?=\s)"), re.compile(r";|\n|,(?=\s)|\band\b")
+_LONGEST = 2000
+
+
+class Chart:
+    """1 if the answer is the reference: numbers within the tolerance, other text but for case and spaces.
+
+    A list is an answer of several values, in that order, separated by ", ", ";", "and" or lines. Outcomes besides ok:
+    `no_answer`, `too_long`.
+    """
+
+    def __init__(self, config: ChartReward) -> None:
+        self._config = config
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        config = self._config.of_task(task.metadata)
+        if config is None or task.answer is None:
+            return Verdict(None)
+        golds = references(task.answer)
+        text = judged_part(completion.text, config)
+        if text is None or not text.strip():
+            return Verdict(0.0, "no_answer")
+        if len(text) > _LONGEST:
+            return Verdict(0.0, "too_long")
+        if not isinstance(task.answer, list | tuple):
+            return Verdict(float(same_value(golds[0], text, config)))
+        splits = [[part for part in between.split(text.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
+        values = next((values for values in splits if len(values) == len(golds)), None)
+        if values is None:
+            return Verdict(0.0)
+        return Verdict(float(all(same_value(*pair, config) for pair in zip(golds, values, strict=True))))
+
+
+def same_value(gold: str, value: str, config: ChartReward) -> bool:
+    """Relaxed accuracy (arXiv:2203.10244, 3.1). A year has to be the same unless the reward says otherwise."""
+    wanted, given = figure(gold), figure(value)
+    if wanted is None or given is None:
+        return _folded(gold) == _folded(value)
+    if config.exact_years and _YEAR.fullmatch(gold.strip()):
+        return wanted == given
+    return any(close(one, other, config.tolerance) for one, other in _readings(wanted, given))
+
+
+def _readings(gold: Figure, value: Figure) -> list[tuple[float, float]]:
+    """25 % is .25; where only one side has the sign, it may have been left away: 25."""
+    left_away = gold.percent != value.percent and abs(gold.value) >= 1
+    return [(gold.share, value.share), *([(gold.value, value.value)] if left_away else [])]
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split()).strip("\"'").rstrip(".")

@@ -1,0 +1,69 @@
+"""The OCR reward: similarity of texts by edit distance."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollmill.config.rewards import OCRReward
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import judged_part
+
+Distance = Callable[..., int]
+
+
+class OCR:
+    """ANLS or 1 - CER, from 0 to 1, of the most similar reference. Outcome `no_answer`: the place is missing."""
+
+    def __init__(self, config: OCRReward) -> None:
+        self._config, self._distance = config, _distance()
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        config = self._config.of_task(task.metadata)
+        if config is None or task.answer is None:
+            return Verdict(None)
+        golds = references(task.answer)
+        text = judged_part(completion.text, config)
+        if text is None:
+            return Verdict(0.0, "no_answer")
+        answer = _folded(text, config)
+        return Verdict(max(similarity(_folded(gold, config), answer, config, self._distance) for gold in golds))
+
+
+def similarity(gold: str, answer: str, config: OCRReward, distance: Distance) -> float:
+    """From 0 to 1; 0 below the threshold.
+
+    ANLS (arXiv:1905.13648, eq. 1; at the threshold itself as in the official script): 1 - distance / length of the
+    longer. CER: 1 - distance / length of the reference. The distance is at least the difference of the lengths, so that
+    far longer answers are never compared.
+    """
+    length = max(len(gold), len(answer)) if config.measure == "anls" else len(gold)
+    if length == 0:
+        return float(not answer)
+    if 1 - abs(len(gold) - len(answer)) / length < config.threshold:
+        return 0.0
+    score = max(0.0, 1 - distance(gold, answer, score_cutoff=int((1 - config.threshold) * length) + 1) / length)
+    return score if score >= config.threshold else 0.0
+
+
+def references(answer: Any) -> list[str]:
+    """The texts that a task's answer accepts: one, or a list. Raises ValueError where it is something else."""
+    golds = list(answer) if isinstance(answer, list | tuple) else [answer]
+    if not golds or not all(isinstance(gold, str | int | float) and not isinstance(gold, bool) for gold in golds):
+        raise ValueError(f"the task's answer is {answer!r:.80}; expected text, or a list of texts that are right")
+    return [str(gold) for gold in golds]
+
+
+def _folded(text: str, config: OCRReward) -> str:
+    text = ("" if config.ignore_spaces else " ").join(text.split())
+    return text.casefold() if config.ignore_case else text
+
+
+def _distance() -> Distance:
+    try:
+        from rapidfuzz.distance import Levenshtein
+    except ModuleNotFoundError as error:
+        raise ConfigError("reward `ocr` needs rapidfuzz: pip install 'rollmill[vision]'") from error
+    return Levenshtein.distance

@@ -1,0 +1,85 @@
+"""The table reward: F1 of cells."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from rollmill.config.rewards import TableReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import aside, judged_part
+from rollmill.rewards.vision.figures import close, figure
+from rollmill.rewards.vision.table_reading import MOST_CELLS, Rows, read_table, table_of
+
+_LONGEST = 100_000
+Cells = dict[tuple[str, str], str]
+
+
+class Table:
+    """2 * right cells / (cells of the reference + cells written), from 0 to 1.
+
+    Outcomes besides ok: `no_answer`, `no_table`, `too_long`, `too_many`.
+    """
+
+    def __init__(self, config: TableReward) -> None:
+        self._config = config
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        config = self._config.of_task(task.metadata)
+        if config is None or task.answer is None:
+            return Verdict(None)
+        golds = cells(table_of(task.answer))
+        text = judged_part(completion.text, config)
+        if text is None:
+            return Verdict(0.0, "no_answer")
+        if len(text) > _LONGEST:
+            return Verdict(0.0, "too_long")
+        rows = await aside(text, read_table, text)
+        if rows is None:
+            return Verdict(0.0, "no_table")
+        if sum(map(len, rows)) > MOST_CELLS:
+            return Verdict(0.0, "too_many")
+        written = cells(rows)
+        right = sum(key in written and same_cell(gold, written[key], config.tolerance) for key, gold in golds.items())
+        return Verdict(2 * right / (len(golds) + len(written)) if golds or written else 0.0)
+
+
+def cells(rows: Rows) -> Cells:
+    """(first cell of the row, heading of the column) -> cell, without empty ones. The order of both does not matter.
+
+    A second row or column of the same name is told apart by its number. In a table of one column rows go by number.
+    """
+    if not rows:
+        return {}
+    headings = _told_apart([_folded(cell) for cell in rows[0]])
+    narrow = len(headings) == 1
+    names = _told_apart(
+        [str(number) if narrow else _folded(row[0]) if row else "" for number, row in enumerate(rows[1:])]
+    )
+    return {
+        (name, heading): cell
+        for name, row in zip(names, rows[1:], strict=True)
+        for heading, cell in list(zip(headings, row, strict=False))[0 if narrow else 1 :]
+        if cell.strip()
+    }
+
+
+def _told_apart(names: list[str]) -> list[str]:
+    seen: Counter[str] = Counter()
+    found = []
+    for name in names:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return found
+
+
+def same_cell(gold: str, cell: str, tolerance: float) -> bool:
+    """Whether two cells are the same number, or the same text but for case, spaces and Markdown."""
+    one, other = figure(_folded(gold)), figure(_folded(cell))
+    if one is None or other is None:
+        return _folded(gold) == _folded(cell)
+    return one.percent == other.percent and close(one.value, other.value, tolerance)
+
+
+def _folded(cell: str) -> str:
+    return " ".join(cell.replace("*", "").replace("`", "").casefold().split())

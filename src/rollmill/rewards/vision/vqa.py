@@ -1,0 +1,70 @@
+"""VQA accuracy: agreement with people's short answers."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from rollmill.config.rewards import VQAReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.text.reading import judged_part
+from rollmill.rewards.vision.figures import NUMBER_WORDS
+from rollmill.rewards.vision.ocr import references
+
+_MARKS = ';/[]"{}()=+\\_-><@`,?!'
+_ARTICLES = {"a", "an", "the"}
+_FULL_STOP = re.compile(r"\.(?!\d)")
+_DIGIT_COMMA = re.compile(r"\d,\d")
+_LONGEST = 200
+_ENOUGH = 3
+"""People who have to agree for full credit."""
+
+
+class VQA:
+    """Accuracy of an answer (arXiv:1505.00468, 3): from 0 to 1. Outcomes besides ok: `no_answer`, `too_long`.
+
+    The task's answer is the list of people's answers, usually ten. A list of at most three, or a single answer, is one
+    of answers that are all right.
+    """
+
+    def __init__(self, config: VQAReward) -> None:
+        self._config = config
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        config = self._config.of_task(task.metadata)
+        if config is None or task.answer is None:
+            return Verdict(None)
+        golds = references(task.answer)
+        text = judged_part(completion.text, config)
+        if text is None or not text.strip():
+            return Verdict(0.0, "no_answer")
+        if len(text) > _LONGEST:
+            return Verdict(0.0, "too_long")
+        return Verdict(accuracy(text, golds))
+
+
+def accuracy(answer: str, golds: Sequence[str]) -> float:
+    """min(agreeing / 3, 1), averaged over leaving out one person at a time, as in the official evaluation."""
+    said = normalised(answer)
+    same = [normalised(gold) == said for gold in golds]
+    if len(golds) <= _ENOUGH:
+        return float(any(same))
+    agreeing = sum(same)
+    return sum(min((agreeing - one) / _ENOUGH, 1.0) for one in same) / len(same)
+
+
+def normalised(answer: str) -> str:
+    """The official normalisation: lower case, no punctuation, no articles, digits for words up to ten.
+
+    The official list puts missing apostrophes into contractions; here they are taken out of both sides.
+    """
+    text = " ".join(answer.split()).lower()
+    squeeze = _DIGIT_COMMA.search(text) is not None
+    for mark in _MARKS:
+        if mark in text:
+            apart = f"{mark} " in text or f" {mark}" in text
+            text = text.replace(mark, "" if squeeze or apart else " ")
+    text = _FULL_STOP.sub("", text).replace("'", "").replace("’", "")
+    words = [str(NUMBER_WORDS[word]) if NUMBER_WORDS.get(word, 11) <= 10 else word for word in text.split()]
+    return " ".join(word for word in words if word not in _ARTICLES)
