@@ -101,6 +101,7 @@ class StageRun:
         self._queue = GroupQueue()
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps * config.rollout.batch)
         self._mark_boundary()
+        self._counted: dict[str, float] = {}
         self._explorer: Explorer | None = None
         self.evaluator: Evaluator | None = None
         if self._judge is not None:
@@ -163,9 +164,16 @@ class StageRun:
         before = time.perf_counter()
         staleness = self.version
         metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
+        metrics |= self._newly_counted()
         seconds["train"] = time.perf_counter() - before
         seconds["total"] = time.perf_counter() - started  # evaluation and checkpoints come on top
         return StepResult(metrics, experiences, generated, seconds)
+
+    def _newly_counted(self) -> dict[str, float]:
+        """What the judge's rewards have counted since the step before."""
+        counted = {} if self._judge is None else self._judge.counters()
+        before, self._counted = self._counted, counted
+        return {f"judge/{key}": value - before.get(key, 0.0) for key, value in counted.items()}
 
     def _admit(self) -> None:
         """Start as many rollouts as the pacing rule allows."""

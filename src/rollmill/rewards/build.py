@@ -10,9 +10,12 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import (
     ExactReward,
     FormatReward,
+    JudgeReward,
     MathReward,
     ModelReward,
+    PairwiseReward,
     PythonReward,
+    RankingReward,
     ReasoningGymReward,
     RewardConfig,
 )
@@ -38,8 +41,8 @@ def build_judge(
         device: where reward models go; None: a GPU where torch finds one.
 
     Raises:
-        ConfigError: a Python function cannot be loaded.
-        ModelError: a reward model cannot.
+        ConfigError: a Python function cannot be loaded, or a judge's endpoint lacks its key.
+        ModelError: a reward model or a judge cannot be loaded.
     """
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
@@ -79,6 +82,18 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case JudgeReward():
+            from rollmill.rewards.judges.generative import Generative
+
+            return Generative(config, resources)
+        case PairwiseReward():
+            from rollmill.rewards.judges.pairwise import pairwise
+
+            return pairwise(config, resources)
+        case RankingReward():
+            from rollmill.rewards.judges.ranking import Ranking
+
+            return Ranking(config, resources)
 
 
 def _name(config: RewardConfig) -> str:

@@ -7,13 +7,22 @@ from typing import Annotated
 from pydantic import Field
 
 from rollmill.config.rewards.base import GateConfig, RewardSection
+from rollmill.config.rewards.judges import JudgeReward, JudgeSection, PairwiseReward, RankingReward
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
 from rollmill.config.rewards.model import ModelReward
 from rollmill.config.rewards.python import PythonReward
 from rollmill.config.rewards.text import ExactReward, FormatReward
 
 RewardConfig = Annotated[
-    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward | ModelReward,
+    MathReward
+    | ExactReward
+    | FormatReward
+    | ReasoningGymReward
+    | PythonReward
+    | ModelReward
+    | JudgeReward
+    | PairwiseReward
+    | RankingReward,
     Field(discriminator="name"),
 ]
 
@@ -22,9 +31,13 @@ __all__ = [
     "ExactReward",
     "FormatReward",
     "GateConfig",
+    "JudgeReward",
+    "JudgeSection",
     "MathReward",
     "ModelReward",
+    "PairwiseReward",
     "PythonReward",
+    "RankingReward",
     "ReasoningGymReward",
     "RewardConfig",
     "RewardSection",
