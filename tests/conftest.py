@@ -12,8 +12,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 from forks import Forks, forks
+from hypothesis import HealthCheck, settings
 
 torch.set_num_threads(1)
+settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("any machine")
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,8 @@ CASES = {
     ),
     "key of another section": (
         GOOD + "temperature: 1",
-        "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature` and `algorithm.temperature",
+        "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
+        "`rewards.N.temperature (reward judge, pairwise, ranking)` and `algorithm.temperature (algorithm distill)`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",

@@ -61,7 +61,8 @@ def command(
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-    summary = summarise(reward or str(run), judgements)
+        counted = judge.counters()
+    summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
     else:
@@ -272,6 +273,8 @@ def _print_tables(summary: dict[str, Any]) -> None:
     table.add_row("mean", _shown(summary["mean"]))
     for outcome, count in summary["outcomes"].items():
         table.add_row(f"outcome {outcome}", str(count))
+    for key, value in summary.get("counters", {}).items():
+        table.add_row(key, f"{value:g}")
     table.add_row("seconds p50 / p99", f"{summary['seconds_p50']:.4f} / {summary['seconds_p99']:.4f}")
     console.print(table)
     if len(summary["parts"]) > 1:

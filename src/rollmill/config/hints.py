@@ -122,7 +122,7 @@ def unknown_key(key: str, owner: type[Section]) -> str:
     if here.prefix == "a stage" and key in RunConfig.model_fields:
         return f"`{key}` belongs to the whole run, not to a stage; move it to the top level"
     if others and key != "name":
-        places = quoted(list(dict.fromkeys(_full(home, key) for home in others)))
+        places = quoted(_places(others, key))
         return f"unknown key; it is honoured as {places}{near or '; move it there'}"
     if key in ELSEWHERE:
         return f"unknown key; rollmill calls this `{ELSEWHERE[key]}`"
@@ -131,7 +131,13 @@ def unknown_key(key: str, owner: type[Section]) -> str:
     return f"unknown key; valid here: {', '.join(owner.model_fields)}"
 
 
-def _full(home: Home, key: str) -> str:
-    tagged = f" ({_NOUNS[home.prefix]} {home.tag})" if home.tag else ""
-    prefix = f"{home.prefix}.N" if home.prefix in ("rewards", "algorithm.corrections") else home.prefix
-    return f"{prefix}.{key}".lstrip(".") + tagged
+def _places(homes: list[Home], key: str) -> list[str]:
+    """Where a key stands, once for every section or list of sections."""
+    tags: dict[str, list[str]] = {}
+    for home in homes:
+        tags.setdefault(home.prefix, []).extend([home.tag] if home.tag else [])
+    found = []
+    for prefix, names in tags.items():
+        where = f"{prefix}.N" if prefix in ("rewards", "algorithm.corrections") else prefix
+        found.append(f"{where}.{key}".lstrip(".") + (f" ({_NOUNS[prefix]} {', '.join(names)})" if names else ""))
+    return found

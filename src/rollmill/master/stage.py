@@ -106,6 +106,7 @@ class StageRun:
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps * config.rollout.batch)
         self._mark_boundary()
         self._trace = Trace()
+        self._counted: dict[str, float] = {}
         self._explorer: Explorer | None = None
         self.evaluator: Evaluator | None = None
         if self._judge is not None:
@@ -183,9 +184,14 @@ class StageRun:
         total = time.perf_counter() - started  # evaluation and checkpoints come on top
         spans = self._trace.take()
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
-        return StepResult(
-            metrics | judging_metrics(spans), experiences, generated, started, seconds | {"total": total}, spans
-        )
+        metrics |= judging_metrics(spans) | self._newly_counted()
+        return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
+
+    def _newly_counted(self) -> dict[str, float]:
+        """What the judge's rewards have counted since the step before."""
+        counted = {} if self._judge is None else self._judge.counters()
+        before, self._counted = self._counted, counted
+        return {f"judging/{key}": value - before.get(key, 0.0) for key, value in counted.items()}
 
     def _admit(self) -> None:
         """Start as many rollouts as the pacing rule allows."""

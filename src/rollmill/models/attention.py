@@ -47,7 +47,9 @@ class AttentionContext(Protocol):
         ...
 
 
-_active: AttentionContext | None = None
+_active: dict[int, AttentionContext] = {}
+"""By id of the configuration that a model's layers share: two models may be at work in two threads (and a backward
+pass that recomputes activations runs in threads of its own)."""
 
 
 def _attention(
@@ -62,10 +64,11 @@ def _attention(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    assert _active is not None, "a forward pass outside attending()"
+    context = _active.get(id(module.config))
+    assert context is not None, "a forward pass outside attending()"
     layer: int = module.layer_idx  # type: ignore[assignment]
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = _active.attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+    output = context.attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
     return output, None
 
 
@@ -78,11 +81,16 @@ def attending(model: torch.nn.Module, context: AttentionContext) -> Iterator[Non
 
     Backward passes that recompute activations (gradient checkpointing) must run inside as well.
     """
-    global _active
     config: Any = model.config
-    previous_context, previous_name = _active, config._attn_implementation
-    _active, config._attn_implementation = context, IMPLEMENTATION
+    parts = [getattr(config, name) for name in config.sub_configs]
+    keys = {id(config), *(id(part) for part in parts if part is not None)}
+    previous, name = {key: _active[key] for key in keys if key in _active}, config._attn_implementation
+    _active.update(dict.fromkeys(keys, context))
+    config._attn_implementation = IMPLEMENTATION
     try:
         yield
     finally:
-        _active, config._attn_implementation = previous_context, previous_name
+        for key in keys:
+            del _active[key]
+        _active.update(previous)
+        config._attn_implementation = name

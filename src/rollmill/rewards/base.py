@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from rollmill.core.types import Completion, Task
 
@@ -72,6 +72,15 @@ class GroupReward(Protocol):
     async def judge_group(
         self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
     ) -> list[Verdict]: ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """A reward of either kind that also counts something, such as calls and their cost."""
+
+    def counters(self) -> dict[str, float]:
+        """Sums since the reward was made, by name."""
+        ...
 
 
 def checked_value(found: Any) -> Value:

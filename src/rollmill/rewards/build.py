@@ -10,11 +10,14 @@ from rollmill.config.rewards import (
     CitationReward,
     ExactReward,
     FormatReward,
+    JudgeReward,
     LanguageReward,
     LengthReward,
     MathReward,
     ModelReward,
+    PairwiseReward,
     PythonReward,
+    RankingReward,
     ReasoningGymReward,
     RepetitionReward,
     RewardConfig,
@@ -45,8 +48,9 @@ def build_judge(
         device: where reward models go; None: a GPU where torch finds one.
 
     Raises:
-        ConfigError: a Python function cannot be loaded, or a reward that compares completions is a gate.
-        ModelError: a reward model cannot.
+        ConfigError: a Python function cannot be loaded, a judge's endpoint lacks its key, or a reward that compares
+            completions is a gate.
+        ModelError: a reward model or a judge cannot be loaded.
     """
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
@@ -78,6 +82,18 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case JudgeReward():
+            from rollmill.rewards.judges.generative import Generative
+
+            return Generative(config, resources)
+        case PairwiseReward():
+            from rollmill.rewards.judges.pairwise import pairwise
+
+            return pairwise(config, resources)
+        case RankingReward():
+            from rollmill.rewards.judges.ranking import Ranking
+
+            return Ranking(config, resources)
         case VisionReward():
             from rollmill.rewards.vision.build import vision_reward
 

@@ -17,7 +17,18 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import RewardSection
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import GATED, LATE, NOT_APPLICABLE, OK, GroupReward, Judgement, Reward, Span, Verdict
+from rollmill.rewards.base import (
+    GATED,
+    LATE,
+    NOT_APPLICABLE,
+    OK,
+    Counting,
+    GroupReward,
+    Judgement,
+    Reward,
+    Span,
+    Verdict,
+)
 from rollmill.rewards.resources import Resources
 
 Result = TypeVar("Result")
@@ -63,6 +74,11 @@ class Judge:
     def groupwise(self) -> bool:
         """Whether some reward sees all completions of a task together: then `finish_group` has to follow."""
         return bool(self._groupwise)
+
+    def counters(self) -> dict[str, float]:
+        """What rewards that count say so far, as name/key: calls, tokens and cost of judges. They only grow."""
+        counting = {name: part.reward for name, part in self._parts.items() if isinstance(part.reward, Counting)}
+        return {f"{name}/{key}": value for name, reward in counting.items() for key, value in reward.counters().items()}
 
     async def judge(self, task: Task, completion: Completion, *, group_follows: bool = False) -> Judgement:
         """Judge one completion; never blocks the event loop.

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rollmill.config.rewards.base import GateConfig, RewardSection
+from rollmill.config.rewards.judges import JudgeReward, JudgeSection, PairwiseReward, RankingReward
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
 from rollmill.config.rewards.model import ModelReward
 from rollmill.config.rewards.python import PythonReward
@@ -51,7 +52,10 @@ RewardConfig = Annotated[
     | OCRReward
     | ChartReward
     | TableReward
-    | VQAReward,
+    | VQAReward
+    | JudgeReward
+    | PairwiseReward
+    | RankingReward,
     Field(discriminator="name"),
 ]
 
@@ -65,13 +69,17 @@ __all__ = [
     "FormatReward",
     "GateConfig",
     "GroundingReward",
+    "JudgeReward",
+    "JudgeSection",
     "LanguageReward",
     "LengthReward",
     "MathReward",
     "ModelReward",
     "OCRReward",
+    "PairwiseReward",
     "PointsReward",
     "PythonReward",
+    "RankingReward",
     "ReasoningGymReward",
     "RepetitionReward",
     "RewardConfig",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 from rollmill.engines.native.decode import DecodeContext
 
 WARM_UPS = 2  # libraries set up their workspaces outside the capture
+_capturing = threading.Lock()  # torch captures on one stream, and a judge's engine may run in another thread
 
 
 class GraphedStep:
@@ -33,7 +35,7 @@ class GraphedStep:
         torch.cuda.current_stream().wait_stream(side)
         self._graph = torch.cuda.CUDAGraph()
         context.forget_masks()
-        with torch.cuda.graph(self._graph):
+        with _capturing, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
             self._logits = forward(context, self._tokens, positions, 0)
 
     def __call__(self, tokens_1B: Tensor) -> Tensor:

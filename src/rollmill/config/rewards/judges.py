@@ -1,0 +1,180 @@
+"""`rewards`: language models that are asked for a verdict."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
+
+from pydantic import Field, model_validator
+
+from rollmill.config.rewards.base import RewardSection
+
+PLACE = re.compile(r"\{(\w+)\}")
+_OF_ENDPOINTS = (
+    "model",
+    "api_key_env",
+    "structured",
+    "options",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_in_flight",
+    "tries",
+    "try_s",
+    "deadline_s",
+    "prompt_price",
+    "completion_price",
+)
+_OWN_FIELDS = {"model", "messages", "n", "stream"}
+
+
+class JudgeSection(RewardSection):
+    """Keys of every reward that asks a language model."""
+
+    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "verdict")
+    needed: ClassVar[tuple[str, ...]] = ("verdict",)
+
+    endpoint: str | None = None
+    """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1: vLLM's, or an external one."""
+    model: str | None = None
+    """The model's name at the endpoint."""
+    api_key_env: str | None = None
+    """Name of the environment variable that holds the endpoint's key. The key itself stands in no file and no log."""
+    path: Path | None = None
+    """Instead of an endpoint: a Hugging Face folder of a chat model, which rollmill's own engine decodes."""
+    rubric: str | None = None
+    """What the judge goes by. A task's own column `rubric` (text, or a list of points) comes before it."""
+    template: str | None = None
+    """Text of the question to the judge, with places such as {prompt}, {response} and {verdict}. Default: rollmill's
+    own."""
+    temperature: float = Field(0.0, ge=0)
+    """Of the judge; 0 is greedy."""
+    max_tokens: int = Field(1024, ge=1)
+    """Longest reply in tokens, thoughts included. A reply that is cut off there is no verdict."""
+    seed: int = 0
+    """What the judge's samples and the order of candidates derive from."""
+    votes: int = Field(1, ge=1)
+    """Replies to each question."""
+    unparsable_reward: float = 0.0
+    """Reward where there is no verdict: the outcomes `unparsable`, `too_long` and `refused`."""
+    response_limit: int = Field(20_000, ge=1)
+    """Longest response in characters; the outcome of a longer one is `too_long`, and the judge is not asked."""
+    images: bool = True
+    """Send a task's pictures (its column `images`) along. Only endpoints can see them."""
+    structured: bool = False
+    """Ask the endpoint to enforce a JSON schema of thoughts and verdict."""
+    options: dict[str, Any] = {}
+    """Further fields of the request's body; null removes one, as in {max_tokens: null, max_completion_tokens: 900}."""
+    requests_per_minute: int | None = Field(None, ge=1)
+    """Most requests in any 60 seconds."""
+    tokens_per_minute: int | None = Field(None, ge=1)
+    """Most tokens in any 60 seconds: prompts as estimated (a token per 3 bytes), and `max_tokens` of each reply."""
+    max_in_flight: int = Field(32, ge=1)
+    """Most requests at the same time."""
+    tries: int = Field(8, ge=1)
+    """How often a request is sent before it has failed: after statuses 408, 409, 429 and 5xx, time-outs and lost
+    connections, with growing pauses."""
+    try_s: float = Field(60.0, gt=0)
+    """Longest wait for the answer to one try."""
+    deadline_s: float = Field(180.0, gt=0)
+    """Longest time for all tries of a request and the pauses between them; waiting for a free place is not counted."""
+    cache: Path | None = None
+    """An SQLite file that keeps replies, so that no question is paid for twice. Any number of runs may share it."""
+    prompt_price: float = Field(0.0, ge=0)
+    """Price of a million prompt tokens, in any currency, for the counter `cost`."""
+    completion_price: float = Field(0.0, ge=0)
+    """Price of a million tokens of replies."""
+
+    @model_validator(mode="after")
+    def _one_model(self) -> Self:
+        if (self.endpoint is None) == (self.path is None):
+            raise ValueError("give either endpoint (the URL of a server, with model) or path (a folder with a model)")
+        if self.endpoint is not None:
+            self._check_endpoint(self.endpoint)
+        else:
+            fields = type(self).model_fields
+            for key in _OF_ENDPOINTS:
+                if getattr(self, key) != fields[key].default:
+                    raise ValueError(f"{key} is honoured with endpoint, not with path; remove it")
+        return self
+
+    def _check_endpoint(self, url: str) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("endpoint: expected a URL such as http://localhost:8000/v1")
+        if parts.username or parts.password or parts.query:
+            raise ValueError("endpoint: the URL must hold no key or password; put it in a variable (api_key_env)")
+        if self.model is None:
+            raise ValueError("model: an endpoint needs the name of a model")
+        if self.api_key_env is not None and not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", self.api_key_env):
+            raise ValueError("api_key_env: expected the name of an environment variable, not the key itself")
+        if taken := _OWN_FIELDS & self.options.keys():
+            raise ValueError(f"options: {', '.join(sorted(taken))} is set by the reward itself; remove it")
+
+    @model_validator(mode="after")
+    def _votes_differ(self) -> Self:
+        if self.votes > 1 and self.temperature == 0:
+            raise ValueError("votes: at temperature 0 all votes are equal; raise temperature, or ask for one vote")
+        return self
+
+    @model_validator(mode="after")
+    def _template_has_places(self) -> Self:
+        if self.template is not None:
+            found = PLACE.findall(self.template)
+            missing = [place for place in self.needed if place not in found]
+            unknown = [place for place in found if place not in self.places]
+            if missing or unknown:
+                what = f"lacks {{{missing[0]}}}" if missing else f"names {{{unknown[0]}}}"
+                places = ", ".join(f"{{{place}}}" for place in self.places)
+                raise ValueError(f"template: it {what}; its places are {places}")
+        return self
+
+
+class JudgeReward(JudgeSection):
+    """A language model's score of the response, from 0 to 1: it thinks, then ends with a verdict in JSON."""
+
+    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "response", "verdict")
+    needed: ClassVar[tuple[str, ...]] = ("response", "verdict")
+
+    name: Literal["judge"]
+    scale: tuple[float, float] = (0.0, 10.0)
+    """Lowest and highest score the judge may give; they become 0 and 1. Any other is no verdict."""
+    combine: Literal["mean", "median", "majority"] = "mean"
+    """What several votes become. `majority` is the most frequent score, or the mean of those equally frequent."""
+
+    @model_validator(mode="after")
+    def _scale_rises(self) -> Self:
+        if self.scale[0] >= self.scale[1]:
+            raise ValueError(f"scale: the lower end {self.scale[0]:g} is not below the upper {self.scale[1]:g}")
+        return self
+
+
+class PairwiseReward(JudgeSection):
+    """The share of comparisons that the response wins, from 0 to 1. Each is made in both orders; ties count half."""
+
+    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
+    needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
+
+    name: Literal["pairwise"]
+    against: Literal["siblings", "reference"] = "siblings"
+    """Compare with the other completions of the task, or with its worked solution (without one, its answer)."""
+    opponents: int | None = Field(None, ge=1)
+    """How many siblings each completion meets, chosen at random by `seed`; null: all."""
+
+    @model_validator(mode="after")
+    def _opponents_are_siblings(self) -> Self:
+        if self.opponents is not None and self.against == "reference":
+            raise ValueError("opponents is honoured with against: siblings; remove it")
+        return self
+
+
+class RankingReward(JudgeSection):
+    """The place of the response among its siblings, from 1 (best) to 0: the judge sees all at once and ranks them."""
+
+    places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "responses", "verdict")
+    needed: ClassVar[tuple[str, ...]] = ("responses", "verdict")
+
+    name: Literal["ranking"]
+    shuffles: int = Field(2, ge=1)
+    """Orders in which the completions are shown; places are averaged. Every second order reverses the one before."""

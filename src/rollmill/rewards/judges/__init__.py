@@ -1,0 +1,1 @@
+"""Rewards of language models that are asked for a verdict: scores, comparisons, rankings."""

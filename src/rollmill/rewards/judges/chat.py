@@ -1,0 +1,63 @@
+"""What a chat model is: messages in, replies out. An endpoint and the native engine are two of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rollmill.rewards.judges.loop import Loop
+
+ChatMessage = dict[str, Any]
+"""`role` and `content`: text, or a list of parts as OpenAI's chat API has them."""
+
+STOP, LENGTH = "stop", "length"
+TOO_LONG, REFUSED = "too_long", "refused"
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How replies are sampled. `schema` is a JSON schema that the server is to enforce."""
+
+    temperature: float
+    max_tokens: int
+    seed: int
+    schema: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """One reply. `finish` is "stop" where the model ended it by itself; tokens are 0 where the server counts none."""
+
+    text: str
+    finish: str
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    retries: int = 0
+    cached: bool = False
+
+
+class NoReplyError(Exception):
+    """These messages get no reply, for a reason that may lie in them. `outcome`: too_long, refused or timeout."""
+
+    def __init__(self, outcome: str, says: str) -> None:
+        super().__init__(says)
+        self.outcome = outcome
+
+
+class ChatModel(Protocol):
+    """Anything that replies to messages."""
+
+    loop: Loop
+    """Where `chat` is called."""
+    identity: str
+    """What tells this model from others in a cache."""
+
+    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+        """One reply per index. A sample depends on messages, sampling and its index, not on which others are asked for.
+
+        Raises:
+            NoReplyError: these messages get no reply, though others do.
+            RewardError: nothing does, or the model cannot be asked this way.
+        """
+        ...

@@ -1,0 +1,187 @@
+"""A chat model behind an OpenAI-compatible endpoint: vLLM's server, or an external one."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import math
+import os
+import random
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+from rollmill.config.rewards import JudgeSection
+from rollmill.core.errors import ConfigError, RewardError
+from rollmill.rewards.judges.chat import STOP, ChatMessage, NoReplyError, Reply, Sampling
+from rollmill.rewards.judges.limits import Window
+from rollmill.rewards.judges.loop import Loop, together
+
+try:
+    import openai
+except ImportError as error:
+    raise ConfigError(
+        "a judge with `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
+    ) from error
+
+from rollmill.rewards.judges.trouble import Cure, Trouble, diagnosed
+
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+_IMAGE_TOKENS = 1000
+
+
+class Endpoint:
+    """Sends requests within rate limits and tries again what may succeed. Every reply is a request of its own.
+
+    A request that fails for good although others are answered meanwhile gets no reply (outcome `timeout`), and so does
+    one that is refused after others were answered (`refused`). When nothing has been answered since its first failure,
+    the endpoint is down: that ends the run, as do a refused key and a request refused at the start.
+
+    Raises ConfigError where the environment variable of the key is not set.
+    """
+
+    def __init__(self, config: JudgeSection) -> None:
+        assert config.endpoint is not None
+        self._config, self._url, self._key = config, config.endpoint, _key(config)
+        self.identity = f"{self._url.rstrip('/')} {config.model} {json.dumps(config.options, sort_keys=True)}"
+        self.loop = Loop("rollmill-judge", self._finish)
+        self._client: openai.AsyncOpenAI | None = None
+        self._places = asyncio.Semaphore(config.max_in_flight)
+        self._requests = None if config.requests_per_minute is None else Window(config.requests_per_minute)
+        self._tokens = None if config.tokens_per_minute is None else Window(config.tokens_per_minute)
+        self._answered = 0.0
+        self._broken: RewardError | None = None
+        self._jitter = random.Random()
+
+    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+        """See ChatModel."""
+        return await together(self._one(messages, sampling, index) for index in indices)
+
+    def close(self) -> None:
+        """Close the connections. Requests under way fail."""
+        self.loop.close()
+
+    async def _one(self, messages: Sequence[ChatMessage], sampling: Sampling, index: int) -> Reply:
+        body = self._body(sampling, index)
+        size = _estimated_tokens(messages) + sampling.max_tokens
+        async with self._places:
+            left, tried, troubled = self._config.deadline_s, 0, math.inf
+            while True:
+                await self._admitted(size)
+                if self._broken is not None:
+                    raise self._broken
+                started = time.monotonic()
+                found = await self._try(messages, body, min(self._config.try_s, left))
+                tried += 1
+                left -= time.monotonic() - started
+                if isinstance(found, Reply):
+                    self._answered = time.monotonic()
+                    return replace(found, retries=tried - 1)
+                troubled = min(troubled, time.monotonic())
+                pause = max(self._pause(tried), found.wait_s)
+                if found.cure is not Cure.WAIT or tried == self._config.tries or pause >= left:
+                    self._end(found, troubled, tried)
+                left -= pause
+                await asyncio.sleep(pause)
+
+    async def _try(self, messages: Sequence[ChatMessage], body: dict[str, Any], seconds: float) -> Reply | Trouble:
+        try:
+            async with asyncio.timeout(seconds):
+                found = await self._connected().chat.completions.create(
+                    model=self._config.model or "",
+                    messages=messages,  # type: ignore[arg-type]
+                    extra_body=body,
+                )
+        except (TimeoutError, openai.APITimeoutError):
+            return Trouble(Cure.WAIT, f"no answer in {seconds:.0f} s")
+        except (openai.OpenAIError, ValueError) as error:
+            return diagnosed(error)
+        try:
+            return _reply(found)
+        except (AttributeError, TypeError, IndexError):  # the library takes any JSON for an answer
+            return Trouble(Cure.WAIT, f"an answer that is no chat completion ({str(found)[:100]!r})")
+
+    async def _admitted(self, size: int) -> None:
+        for window, units in ((self._requests, 1), (self._tokens, size)):
+            if window is not None:
+                await window.enter(units)
+
+    def _pause(self, tried: int) -> float:
+        """Exponential, with full jitter above the half."""
+        longest = min(FIRST_PAUSE_S * 2.0 ** (tried - 1), LONGEST_PAUSE_S)
+        return longest * self._jitter.uniform(0.5, 1.0)
+
+    def _end(self, trouble: Trouble, troubled: float, tried: int) -> NoReturn:
+        """Give a request up that first failed at the time `troubled`."""
+        says = self._without_key(trouble.says)
+        others_answered = {Cure.NONE: True, Cure.WAIT: self._answered > troubled, Cure.REQUEST: self._answered > 0}
+        if others_answered.get(trouble.cure, False):
+            raise NoReplyError(trouble.outcome, says)
+        advice = trouble.advice
+        if trouble.cure is Cure.WAIT:
+            advice = f"gave up after {tried} tries; is the server up, and `endpoint` its address?"
+        if trouble.cure is Cure.KEY:
+            name = self._config.api_key_env
+            advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
+        self._broken = RewardError(f"the judge {self._config.model} at {self._url}: {says}; {advice}")
+        raise self._broken
+
+    def _body(self, sampling: Sampling, index: int) -> dict[str, Any]:
+        body: dict[str, Any] = {
+            "temperature": sampling.temperature,
+            "max_tokens": sampling.max_tokens,
+            "seed": _seed(sampling.seed, index),
+        }
+        if sampling.schema is not None:
+            schema = {"name": "verdict", "strict": True, "schema": sampling.schema}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        return {key: value for key, value in (body | self._config.options).items() if value is not None}
+
+    def _connected(self) -> openai.AsyncOpenAI:
+        if self._client is None:  # an explicit key: without one the library would take OPENAI_API_KEY
+            self._client = openai.AsyncOpenAI(
+                base_url=self._url, api_key=self._key or "none", max_retries=0, timeout=self._config.deadline_s
+            )
+        return self._client
+
+    def _without_key(self, text: str) -> str:
+        return text.replace(self._key, "***") if self._key else text
+
+    async def _finish(self) -> None:
+        if self._client is not None:
+            await self._client.close()
+            self._client = None
+
+
+def _key(config: JudgeSection) -> str | None:
+    if config.api_key_env is None:
+        return None
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        raise ConfigError(f"rewards: the environment variable {config.api_key_env} (api_key_env) is not set; set it")
+    return key
+
+
+def _seed(seed: int, index: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4]) >> 1
+
+
+def _estimated_tokens(messages: Sequence[ChatMessage]) -> int:
+    total = 0
+    for message in messages:
+        content = message["content"]
+        for part in [{"text": content}] if isinstance(content, str) else content:
+            total += len(part["text"].encode()) // 3 + 1 if "text" in part else _IMAGE_TOKENS
+    return total
+
+
+def _reply(found: Any) -> Reply:
+    choice, usage = found.choices[0], found.usage
+    return Reply(
+        "" if choice.message.content is None else choice.message.content + "",
+        choice.finish_reason or STOP,
+        prompt_tokens=usage.prompt_tokens if usage else 0,
+        completion_tokens=usage.completion_tokens if usage else 0,
+    )

@@ -1,0 +1,118 @@
+"""A chat model in a Hugging Face folder, decoded by rollmill's own engine in a thread of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import weakref
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+
+from rollmill.config.model import ModelConfig
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.errors import ModelError, RewardError
+from rollmill.core.types import StopReason
+from rollmill.engines.base import Request
+from rollmill.engines.native import NativeEngine
+from rollmill.models.load import load_policy
+from rollmill.rewards.judges.chat import LENGTH, STOP, TOO_LONG, ChatMessage, NoReplyError, Reply, Sampling
+from rollmill.rewards.judges.loop import Loop
+
+
+class Native:
+    """One model in memory: fp32 on a CPU, bf16 on a GPU. Its engine steps in the loop's thread.
+
+    Raises ModelError where the folder holds no causal language model, or one without a chat template.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        try:
+            policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device(device))
+        except ModelError as error:
+            raise ModelError(str(error).replace("model.path", "a judge's path")) from error
+        if policy.tokenizer.chat_template is None:
+            raise ModelError(f"a judge's path: {folder} has no chat template; use a model that was tuned for chat")
+        dtype = torch.float32 if device == "cpu" else torch.bfloat16
+        model = policy.model.to(dtype).requires_grad_(False)
+        self._tokenizer: Any = policy.tokenizer
+        self._context = policy.context
+        self._engine = NativeEngine(
+            model, policy.tokenizer, eos_ids=policy.eos_ids, context=policy.context, dtype=dtype
+        )
+        self._control = _control_tokens(policy.tokenizer)
+        self.identity = _identity(folder, dtype)
+        self.loop = Loop("rollmill-native-judge", None)
+        weakref.finalize(self, self.loop.close)
+
+    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+        """See ChatModel; messages begin with `system` and `user`. Tokens of the prompt count for the first reply."""
+        ids = self._encoded(messages)
+        if len(ids) + sampling.max_tokens > self._context:
+            says = f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the context is {self._context}"
+            raise NoReplyError(TOO_LONG, says)
+        settings = SamplingConfig(temperature=sampling.temperature, max_new_tokens=sampling.max_tokens)
+        request = Request(ids, settings, n=max(indices) + 1, seed=sampling.seed, id="a question to the judge")
+        found = await self._engine.generate(request)
+        return [
+            Reply(
+                found[index].text,
+                LENGTH if found[index].stop_reason is StopReason.LENGTH else STOP,
+                prompt_tokens=0 if number else len(ids),
+                completion_tokens=len(found[index].token_ids),
+            )
+            for number, index in enumerate(indices)
+        ]
+
+    def _encoded(self, messages: Sequence[ChatMessage]) -> list[int]:
+        plain = [{"role": each["role"], "content": self._plain(each["content"])} for each in messages]
+        try:
+            text = self._rendered(plain)
+        except Exception:  # templates are programs; some refuse the role `system`
+            joined = f"{plain[0]['content']}\n\n{plain[1]['content']}"
+            text = self._rendered([{"role": "user", "content": joined}, *plain[2:]])
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False)
+        return ids
+
+    def _rendered(self, messages: list[dict[str, str]]) -> str:
+        text: str = self._tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        return text
+
+    def _plain(self, content: Any) -> str:
+        """The text without this tokenizer's control tokens, which would end its turn in the chat."""
+        if not isinstance(content, str):
+            raise RewardError(
+                "the task has pictures, and a judge with `path` reads text only; set images: false, or use an endpoint "
+                "whose model sees"
+            )
+        text = content
+        for token in self._control:
+            text = text.replace(token, f"{token[0]} {token[1:]}")
+        return text
+
+
+_models: WeakValueDictionary[tuple[Path, str], Native] = WeakValueDictionary()
+
+
+def native_model(folder: Path, device: str | None) -> Native:
+    """The model of a folder; one in memory serves all rewards. `device` None: a GPU where torch finds one."""
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    key = folder.resolve(), device
+    model = _models.get(key)
+    if model is None:
+        model = _models[key] = Native(folder, device)
+    return model
+
+
+def _control_tokens(tokenizer: Any) -> list[str]:
+    tokens = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return sorted((token for token in tokens | set(tokenizer.all_special_tokens) if len(token) > 1), key=len)[::-1]
+
+
+def _identity(folder: Path, dtype: torch.dtype) -> str:
+    """Of the files as they are now: another checkpoint in the same folder is another model."""
+    files = sorted(path for path in folder.iterdir() if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return f"{folder.resolve()} {dtype} {hashlib.sha256(repr(stats).encode()).hexdigest()}"

@@ -1,0 +1,93 @@
+"""The ranking judge: it sees all completions of a task at once, numbered in random order, and ranks them."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from statistics import fmean
+
+from rollmill.config.rewards import RankingReward
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Judgement, Verdict
+from rollmill.rewards.judges.asking import UNPARSABLE, Asker, Question
+from rollmill.rewards.judges.chat import NoReplyError
+from rollmill.rewards.judges.images import image_parts
+from rollmill.rewards.judges.loop import together
+from rollmill.rewards.judges.marking import cleaned, fresh_key
+from rollmill.rewards.judges.prompts import ORDER, RANKING, against, context_of, last_line, messages_of
+from rollmill.rewards.judges.siblings import verdicts_of
+from rollmill.rewards.judges.verdict import read_ranking, schema
+from rollmill.rewards.resources import Resources
+
+
+class Ranking:
+    """From 1 (first place) to 0 (last), evenly spaced, as the mean over orders and votes.
+
+    Equal texts are shown once and share the mean of their places. Gated completions do not take part. A completion
+    without siblings has no reward.
+    """
+
+    def __init__(self, config: RankingReward, resources: Resources) -> None:
+        self._config, self._asker = config, Asker(config, resources)
+
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
+    ) -> list[Verdict]:
+        limit, compare = self._config.response_limit, partial(self._ranked, task)
+        return await verdicts_of(completions, judged, limit, self._asker, compare)
+
+    def counters(self) -> dict[str, float]:
+        """Calls, tokens and cost so far."""
+        return self._asker.counters()
+
+    async def _ranked(self, task: Task, counts: Counter[str]) -> dict[str, Verdict]:
+        """The verdict on each different text; `counts` says how often it occurs."""
+        texts = sorted(counts)
+        if len(texts) == 1:
+            return {texts[0]: Verdict(0.5)}
+        try:
+            found = await together(self._places(task, order, counts) for order in self._orders(task, texts))
+        except NoReplyError as error:
+            return dict.fromkeys(texts, self._asker.without(error.outcome))
+        rankings = [ranking for rankings in found for ranking in rankings]
+        if not rankings:
+            return dict.fromkeys(texts, self._asker.without(UNPARSABLE))
+        return {text: Verdict(fmean(ranking[text] for ranking in rankings)) for text in texts}
+
+    def _orders(self, task: Task, texts: list[str]) -> list[list[str]]:
+        """The orders in which the texts are shown: each random one is followed by its reverse."""
+        source = random.Random(f"{self._config.seed}/{task.id}")
+        orders: list[list[str]] = []
+        for number in range(self._config.shuffles):
+            orders.append(orders[-1][::-1] if number % 2 else source.sample(texts, len(texts)))
+        return orders
+
+    async def _places(self, task: Task, order: list[str], counts: Counter[str]) -> list[dict[str, float]]:
+        """The reward of each text by each vote that has a verdict."""
+        votes = await self._asker.votes(partial(self._question, task), order)
+        return [spread([order[place] for place in vote], counts) for vote in votes if vote is not None]
+
+    def _question(self, task: Task, texts: list[str]) -> Question[list[int]]:
+        config, count = self._config, len(texts)
+        context = context_of(task, config.rubric)
+        responses = {f"Response {number}": cleaned(text) for number, text in enumerate(texts, 1)}
+        key = fresh_key("ranking", [*context.values(), *responses.values()])
+        verdict = ORDER.format(against=against(context), key=key, count=count)
+        images = image_parts(task) if config.images else []
+        return Question(
+            messages_of(config.template or RANKING, context, responses, verdict, images),
+            lambda reply: read_ranking(reply, key, count),
+            last_line(verdict),
+            schema(key, {"type": "array", "items": {"type": "integer"}}),
+        )
+
+
+def spread(ranked: Sequence[str], counts: Counter[str]) -> dict[str, float]:
+    """From 1 for the first text to 0 for the last; a text that occurs several times has the mean of its places."""
+    before, last, rewards = 0, counts.total() - 1, {}
+    for text in ranked:
+        rewards[text] = 1 - (before + (counts[text] - 1) / 2) / last
+        before += counts[text]
+    return rewards

@@ -1,0 +1,96 @@
+"""What went wrong with a request to an endpoint, in words, and whether to try again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from enum import Enum
+
+import openai
+
+from rollmill.rewards.base import TIMEOUT
+from rollmill.rewards.judges.chat import REFUSED, TOO_LONG
+
+_PASSING = (408, 409, 425, 429)
+
+
+class Cure(Enum):
+    """Whose trouble it is."""
+
+    WAIT = "wait"  #: the server's, perhaps only now
+    USER = "user"  #: the run file's or the account's: no request will succeed
+    KEY = "key"  #: the key's: no request will succeed
+    REQUEST = "request"  #: of what is asked for; these messages', where others have been answered
+    NONE = "none"  #: these messages': others may succeed
+
+
+@dataclass(frozen=True, slots=True)
+class Trouble:
+    """`says` names the status or the error; `wait_s` is how long the server asks to wait. `outcome` is that of a
+    request which is given up while others succeed."""
+
+    cure: Cure
+    says: str
+    advice: str = ""
+    wait_s: float = 0.0
+    outcome: str = TIMEOUT
+
+
+def diagnosed(error: Exception) -> Trouble:
+    """What an error of the openai library means. Others of its errors and unreadable answers are worth another try."""
+    if isinstance(error, openai.APITimeoutError):
+        return Trouble(Cure.WAIT, "no answer in time")
+    if isinstance(error, openai.APIStatusError):
+        return _status(error)
+    if isinstance(error, openai.APIConnectionError):
+        return Trouble(Cure.WAIT, f"no connection ({_short(str(error.__cause__ or error))})")
+    return Trouble(Cure.WAIT, f"an answer that is no chat completion ({_short(str(error))})")
+
+
+def _status(error: openai.APIStatusError) -> Trouble:
+    status, code = error.status_code, str(error.code or "")
+    text = _message(error)
+    says = f"status {status} ({text})" if text else f"status {status}"
+    if status in (400, 413, 422):
+        if code == "context_length_exceeded" or "context length" in text.lower() or status == 413:
+            return Trouble(Cure.NONE, says, outcome=TOO_LONG)
+        if code in ("content_filter", "invalid_prompt"):
+            return Trouble(Cure.NONE, says, outcome=REFUSED)
+        advice = "it does not take the request; see `options`, `structured` and `images`"
+        return Trouble(Cure.REQUEST, says, advice, outcome=REFUSED)
+    if status in (401, 403):
+        return Trouble(Cure.KEY, f"{says}, the key is refused")
+    if status == 404:
+        return Trouble(Cure.USER, says, "correct `model`, or `endpoint`, which mostly ends in /v1")
+    if code == "insufficient_quota":
+        return Trouble(Cure.USER, says, "the account has no quota left")
+    if status in _PASSING or status >= 500:
+        wait_s = retry_after(error.response.headers, time.time())
+        return Trouble(Cure.WAIT, f"{says}, wait {wait_s:.0f} s" if wait_s else says, wait_s=wait_s)
+    return Trouble(Cure.USER, says, "is `endpoint` the base URL of an OpenAI-compatible server?")
+
+
+def retry_after(headers: Mapping[str, str], now: float) -> float:
+    """Seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3: seconds, or a date); 0 without one."""
+    text = headers.get("retry-after", "").strip()
+    try:
+        return max(float(text), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(text).timestamp() - now, 0.0)
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _message(error: openai.APIStatusError) -> str:
+    body = error.body
+    found = body.get("message") if isinstance(body, dict) else None
+    return _short(found if isinstance(found, str) else error.response.text)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:200]} ..."

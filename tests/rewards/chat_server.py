@@ -1,0 +1,129 @@
+"""A real HTTP server with OpenAI's chat API, whose answers a test writes; and a chat model that is a function."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from rollmill.rewards.judges.chat import ChatMessage, Reply, Sampling
+from rollmill.rewards.judges.loop import Loop
+
+
+@dataclass
+class Answer:
+    """One answer: a reply's text, or another body and status; `drop` closes the connection instead."""
+
+    text: str | None = None
+    status: int = 200
+    body: Any = None
+    headers: dict[str, str] = field(default_factory=dict)
+    finish: str = "stop"
+    delay_s: float = 0.0
+    drop: bool = False
+
+
+Script = Callable[[dict[str, Any]], "Answer | str"]
+
+
+@dataclass
+class ChatServer:
+    """`requests` are the bodies so far, in order; `keys` the headers Authorization; `most` were open at once."""
+
+    url: str
+    script: Script
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)
+    open: int = 0
+    most: int = 0
+
+
+@contextmanager
+def chat_server(script: Script | Sequence[Answer | str]) -> Iterator[ChatServer]:
+    """A server that answers by a function of the request's body, or with the entries of a list (the last forever)."""
+    lock = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            with lock:
+                number = len(server.requests)
+                server.requests.append(body)
+                server.keys.append(self.headers.get("Authorization"))
+                server.open += 1
+                server.most = max(server.most, server.open)
+            found = script[min(number, len(script) - 1)] if isinstance(script, Sequence) else server.script(body)
+            answer = Answer(found) if isinstance(found, str) else found
+            time.sleep(answer.delay_s)
+            with lock:
+                server.open -= 1
+            if answer.drop or self.path != "/v1/chat/completions":
+                self.close_connection = True
+                return
+            sent = _completion(answer) if answer.body is None else answer.body
+            data = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+            self.send_response(answer.status)
+            for name, value in ({"Content-Type": "application/json"} | answer.headers).items():
+                self.send_header(name, value)
+            self.send_header("Content-Length", str(len(data)))
+            self.end_headers()
+            self.wfile.write(data)
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    httpd = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads = True
+    httpd.block_on_close = False
+    server = ChatServer(f"http://127.0.0.1:{httpd.server_port}/v1", script if callable(script) else lambda body: "")
+    thread = threading.Thread(target=httpd.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        httpd.shutdown()
+        httpd.server_close()
+
+
+def failing(status: int, message: str, code: str | None = None, **headers: str) -> Answer:
+    """An error as OpenAI's API gives it."""
+    return Answer(status=status, body={"error": {"message": message, "code": code}}, headers=headers)
+
+
+def shown(body: dict[str, Any]) -> str:
+    """All text of a request's messages."""
+    contents = [message["content"] for message in body["messages"]]
+    parts = [[{"text": each}] if isinstance(each, str) else each for each in contents]
+    return "\n".join(part.get("text", "") for content in parts for part in content)
+
+
+class Scripted:
+    """A chat model that is a function of the question's text, the seed and the index."""
+
+    def __init__(self, reply: Callable[[str, int, int], str]) -> None:
+        self._reply = reply
+        self.loop, self.identity, self.asked = Loop("scripted"), "scripted", 0
+
+    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+        self.asked += len(indices)
+        text = shown({"messages": messages})
+        return [Reply(self._reply(text, sampling.seed, index), "stop", 10, 5) for index in indices]
+
+
+def _completion(answer: Answer) -> dict[str, Any]:
+    message = {"role": "assistant", "content": answer.text}
+    return {
+        "id": "c",
+        "object": "chat.completion",
+        "created": 0,
+        "model": "m",
+        "choices": [{"index": 0, "message": message, "finish_reason": answer.finish}],
+        "usage": {"prompt_tokens": 100, "completion_tokens": 20, "total_tokens": 120},
+    }
