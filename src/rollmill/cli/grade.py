@@ -172,15 +172,19 @@ def _completion(number: int, text: str) -> Completion:
 
 
 def summarise(name: str, judgements: list[Judgement]) -> dict[str, Any]:
-    """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds."""
+    """Counts, the mean reward of what was judged, outcomes, means by detail, and seconds (median, 99th percentile)."""
     rewards = [judgement.reward for judgement in judgements if judgement.reward is not None]
     seconds = sorted(judgement.seconds for judgement in judgements)
+    details: dict[str, list[float]] = {}
+    for key, value in (item for judgement in judgements for item in judgement.details.items()):
+        details.setdefault(key, []).append(value)
     return {
         "reward": name,
         "count": len(judgements),
         "judged": len(rewards),
         "mean": sum(rewards) / len(rewards) if rewards else None,
         "outcomes": dict(Counter(outcome for each in judgements for outcome in each.outcomes.values())),
+        "details": {key: sum(values) / len(values) for key, values in sorted(details.items())},
         "seconds_p50": seconds[len(seconds) // 2],
         "seconds_p99": seconds[min(len(seconds) - 1, len(seconds) * 99 // 100)],
     }
@@ -193,6 +197,8 @@ def _print_table(summary: dict[str, Any]) -> None:
     table = Table("reward", summary["reward"])
     table.add_row("judged", f"{summary['judged']} of {summary['count']}")
     table.add_row("mean", "-" if summary["mean"] is None else f"{summary['mean']:.4f}")
+    for key, mean in summary["details"].items():
+        table.add_row(key, f"{mean:.4f}")
     for outcome, count in summary["outcomes"].items():
         table.add_row(f"outcome {outcome}", str(count))
     table.add_row("seconds p50 / p99", f"{summary['seconds_p50']:.4f} / {summary['seconds_p99']:.4f}")

@@ -10,6 +10,7 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import (
     ExactReward,
     FormatReward,
+    K12Reward,
     MathReward,
     ModelReward,
     PythonReward,
@@ -79,6 +80,10 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case K12Reward():
+            from rollmill.rewards.k12 import K12
+
+            return K12(config, resources.graders)
 
 
 def _name(config: RewardConfig) -> str:

@@ -7,13 +7,14 @@ from typing import Annotated
 from pydantic import Field
 
 from rollmill.config.rewards.base import GateConfig, RewardSection
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
 from rollmill.config.rewards.model import ModelReward
 from rollmill.config.rewards.python import PythonReward
 from rollmill.config.rewards.text import ExactReward, FormatReward
 
 RewardConfig = Annotated[
-    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward | ModelReward,
+    MathReward | ExactReward | FormatReward | ReasoningGymReward | PythonReward | ModelReward | K12Reward,
     Field(discriminator="name"),
 ]
 
@@ -22,6 +23,7 @@ __all__ = [
     "ExactReward",
     "FormatReward",
     "GateConfig",
+    "K12Reward",
     "MathReward",
     "ModelReward",
     "PythonReward",

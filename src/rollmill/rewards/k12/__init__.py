@@ -1,0 +1,6 @@
+"""School questions in English and Chinese: what is asked, where the answer stands, and a rule per type."""
+
+from rollmill.rewards.k12.reward import K12
+from rollmill.rewards.k12.short import RubricJudge
+
+__all__ = ["K12", "RubricJudge"]
