@@ -46,6 +46,26 @@ def test_standard_output_holds_only_lines(rows: Path, capsys: pytest.CaptureFixt
     assert "no_answer" in captured.err
 
 
+def test_means_by_subject_and_grade(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kinds = [("B", "physics", 8), ("C", "physics", 9), ("B", "chemistry", 9)]
+    rows = [
+        {
+            "response": f"The answer is {said}.",
+            "answer": "B",
+            "k12": {"type": "single", "subject": subject, "grade": grade},
+        }
+        for said, subject, grade in kinds
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    means = {"k12/physics": 0.5, "k12/chemistry": 1.0, "k12/grade-8": 1.0, "k12/grade-9": 0.5}
+    assert main(["grade", "--reward", "k12", "--input", str(path), "--output", str(tmp_path / "out"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["details"] == means
+    assert main(["grade", "--reward", "k12", "--input", str(path)]) == 0
+    table = capsys.readouterr().err
+    assert all(re.search(rf"{name}\W+{mean:.4f}", table) for name, mean in means.items())
+
+
 def test_a_python_function_by_path(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code = tmp_path / "mine.py"
     code.write_text(

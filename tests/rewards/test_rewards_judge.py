@@ -31,8 +31,11 @@ from rollmill.config.rewards import (
 )
 from rollmill.core.errors import ConfigError, RewardError
 from rollmill.core.registry import import_file, reward
+from rollmill.core.types import Completion, Task
 from rollmill.rewards import Judge, Judgement, build_judge
-from rollmill.rewards.base import checked_value
+from rollmill.rewards.base import Verdict, checked_value
+from rollmill.rewards.judge import Part
+from rollmill.rewards.resources import Resources
 from rollmill.rewards.threads import LIMIT, MOST_STUCK
 
 Make = Callable[..., Judge]
@@ -519,3 +522,21 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
 
     judgement = asyncio.run(main())
     assert (judgement.reward, judgement.outcomes) == (0.5, {"slow": "ok"})
+
+
+class Detailed:
+    """A reward that logs a number beside its value."""
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        return Verdict(1.0, details={"physics": 0.25})
+
+
+def test_details_are_kept_by_name_and_not_counted() -> None:
+    config = ExactReward(name="exact", weight=2.0, gate=GateConfig(at_least=2.0, otherwise=-1.0))
+    counted, closed = (
+        Judge([Part("mine", each, Detailed())], JudgingConfig(), Resources())
+        for each in (config.model_copy(update={"gate": None}), config)
+    )
+    found = judged(counted, "x", "x")
+    assert (found.reward, found.parts, found.details) == (2.0, {"mine": 1.0}, {"mine/physics": 0.25})
+    assert (judged(closed, "x", "x").reward, judged(closed, "x", "x").details) == (-1.0, {"mine/physics": 0.25})

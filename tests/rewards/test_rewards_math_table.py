@@ -297,6 +297,10 @@ WORDS = [
     ("B", "12", False),
     ("12", "(B) 12", True),
     ("12", "(B) 13", False),
+    ("2", "(B) -2", False),
+    ("-2", "(B) -2", True),
+    ("12", "B - 12", False),
+    ("12", "B) - 12", True),
 ]
 TABLE = UNITS + PERCENT + NUMBERS + STRUCTURE + FORMULAS + WORDS
 

@@ -222,17 +222,22 @@ def _completion(number: int, text: str) -> Completion:
 def summarise(name: str, judgements: list[Judgement]) -> dict[str, Any]:
     """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds.
 
-    `parts` has the count and mean of every part, `rewards` the outcomes and seconds of work of every reward.
+    `parts` has the count and mean of every part, `details` the mean of every detail, `rewards` the outcomes and seconds
+    of work of every reward.
     """
     totals = [judgement.reward for judgement in judgements if judgement.reward is not None]
     parts = dict.fromkeys(part for each in judgements for part in each.parts)
     rewards = dict.fromkeys(reward for each in judgements for reward in each.outcomes)
+    details: dict[str, list[float]] = {}
+    for key, value in (item for judgement in judgements for item in judgement.details.items()):
+        details.setdefault(key, []).append(value)
     return {
         "reward": name,
         "count": len(judgements),
         "judged": len(totals),
         "mean": _mean(totals),
         "outcomes": dict(Counter(outcome for each in judgements for outcome in each.outcomes.values())),
+        "details": {key: _mean(values) for key, values in sorted(details.items())},
         **_percentiles([judgement.seconds for judgement in judgements]),
         "parts": {part: _of_part([each.parts.get(part) for each in judgements]) for part in parts},
         "rewards": {reward: _of_reward(reward, judgements) for reward in rewards},
@@ -271,6 +276,8 @@ def _print_tables(summary: dict[str, Any]) -> None:
     table = Table("reward", summary["reward"])
     table.add_row("judged", f"{summary['judged']} of {summary['count']}")
     table.add_row("mean", _shown(summary["mean"]))
+    for key, mean in summary["details"].items():
+        table.add_row(key, _shown(mean))
     for outcome, count in summary["outcomes"].items():
         table.add_row(f"outcome {outcome}", str(count))
     for key, value in summary.get("counters", {}).items():

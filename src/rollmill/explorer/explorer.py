@@ -100,6 +100,8 @@ class Explorer:
         experience.reward = judgement.reward
         experience.reward_parts = dict(judgement.parts)
         experience.info["outcomes"] = dict(judgement.outcomes)
+        if judgement.details:
+            experience.info["details"] = dict(judgement.details)
         experience.timings["reward"] = judgement.seconds
         for name, span in judgement.spans.items():
             self._trace.add(REWARD + name, span.asked, span.started, span.ended)

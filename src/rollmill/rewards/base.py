@@ -21,13 +21,15 @@ class Verdict:
     """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
 
     `queued` is how many seconds passed before a worker began, and `worked` how many it took then; None where nobody
-    knows better than the judge.
+    knows better than the judge. `details` are numbers that are logged and not counted, such as the reward once more
+    under the subject of the task.
     """
 
     value: Value
     outcome: str = OK
     queued: float = 0.0
     worked: float | None = None
+    details: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +48,8 @@ class Judgement:
     `reward` is the weighted sum of the parts that apply, None when none does. `parts` has an entry per reward, or
     name/part for a reward that gives several; `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
     gated, or a word of the reward's own. `seconds` is wall time, waiting for a free worker included; `spans` tells when
-    each reward judged. `closed_by` names the gate that was not passed.
+    each reward judged. `closed_by` names the gate that was not passed. `details` are the numbers that rewards
+    log and do not count, as name/key.
     """
 
     reward: float | None
@@ -55,6 +58,7 @@ class Judgement:
     seconds: float
     spans: dict[str, Span] = field(default_factory=dict)
     closed_by: str | None = None
+    details: dict[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):

@@ -11,6 +11,7 @@ from rollmill.config.rewards import (
     ExactReward,
     FormatReward,
     JudgeReward,
+    K12Reward,
     LanguageReward,
     LengthReward,
     MathReward,
@@ -82,6 +83,10 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case K12Reward():
+            from rollmill.rewards.k12 import K12
+
+            return K12(config, resources)
         case JudgeReward():
             from rollmill.rewards.judges.generative import Generative
 

@@ -13,6 +13,10 @@ _CHOICE = re.compile(
 )
 
 
+_SEPARATOR = re.compile(r"[\s.,:;=]*(?:-(?=\s))?")
+"""Between a letter and its option; in `(B) -2` the sign belongs to the number."""
+
+
 def known_options(metadata: Mapping[str, Any]) -> dict[str, str]:
     """The options of a task by letter: its column `options` or `choices`, a mapping or a list; empty without one."""
     found = metadata.get("options") or metadata.get("choices")
@@ -35,4 +39,4 @@ def chosen(answer: str) -> tuple[str, str] | None:
     found = _CHOICE.fullmatch(answer)
     if found is None:
         return None
-    return found[1] or found[2] or found[3], found[4].strip(" .,:;=-")
+    return found[1] or found[2] or found[3], _SEPARATOR.sub("", found[4], count=1).strip(" .,:;=")

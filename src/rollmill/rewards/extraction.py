@@ -10,7 +10,7 @@ _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*")
 _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$]+)")
 _BETWEEN_BOXES = re.compile(
-    r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;)?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
+    r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;|[或和与、，；])?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
 )
 _SAID = re.compile(r"\banswers?\s*(?:is|are|:|=)+\s*:?|答案\s*(?:是|为|：|:)+", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"\n|[.!?](?=\s|$)|。")
@@ -37,15 +37,21 @@ def extract(text: str, place: AnswerPlace) -> str | None:
 
 def boxed(text: str) -> str | None:
     r"""Content of the last \boxed{}; boxes joined by nothing but "or", "and" or commas are one answer with commas."""
-    boxes = _boxes(text)
-    if not boxes:
+    contents, joined = boxes(text)
+    if not contents:
         found = _UNBRACED.findall(text)
         return found[-1] if found else None
-    first = len(boxes) - 1
-    while first > 0 and _are_joined(text[boxes[first - 1][1] : boxes[first][0]]):
+    return ", ".join(dict.fromkeys(contents[-joined:]))
+
+
+def boxes(text: str) -> tuple[list[str], int]:
+    r"""Contents of all \boxed{}, in order, and how many of the last are joined by nothing but "or", "and" or commas."""
+    places = _boxes(text)
+    first = len(places) - 1
+    while first > 0 and _are_joined(text[places[first - 1][1] : places[first][0]]):
         first -= 1
-    contents = dict.fromkeys(_OPENING.sub("", text[start:end])[1:-1].strip() for start, end in boxes[first:])
-    return ", ".join(contents)
+    contents = [_OPENING.sub("", text[start:end])[1:-1].strip() for start, end in places]
+    return contents, len(places) - max(first, 0)
 
 
 def _are_joined(between: str) -> bool:

@@ -39,13 +39,13 @@ _WORKER = Path(__file__).with_name("grader_worker.py")
 class Reply:
     """`outcome` is "ok" (then `value` is the grader's answer), "timeout" or "memory".
 
-    `queued` is how many seconds no process was free, `worked` how many it took then.
+    `queued` is how many seconds no process was free, `worked` how many it took then; None where none was asked.
     """
 
     outcome: str
     value: Any = 0.0
     queued: float = 0.0
-    worked: float = 0.0
+    worked: float | None = None
 
 
 @dataclass(slots=True)

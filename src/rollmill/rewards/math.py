@@ -5,7 +5,6 @@ math-verify runs in a grader process, which is killed when it takes too long.
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -13,15 +12,12 @@ from rollmill.config.rewards import MathReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, Verdict
 from rollmill.rewards.choices import chosen, known_options, letter_of
-from rollmill.rewards.comparison import TRIGONOMETRY, Question, Rules, settle
+from rollmill.rewards.comparison import Rules, settle
 from rollmill.rewards.extraction import boxed, extract, hashed
+from rollmill.rewards.formulas import compared, too_much
 from rollmill.rewards.grader import GraderPool
 from rollmill.rewards.numbers import normalised, squeezed
 
-LONGEST_ANSWER = 2000
-"""Characters; a longer answer earns 0 with the outcome `too_long`."""
-DEEPEST_ANSWER = 100
-"""Braces and parentheses inside each other; a deeper answer earns 0 with the outcome `too_deep`."""
 _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed where the reference is a Python float."""
 
@@ -45,25 +41,17 @@ class Math:
             return Verdict(0.0, "no_answer")
         if squeezed(normalised(answer)) == squeezed(normalised(gold)):
             return Verdict(1.0)
-        if len(answer) > LONGEST_ANSWER:
-            return Verdict(0.0, "too_long")
-        if _depth(answer) > DEEPEST_ANSWER:
-            return Verdict(0.0, "too_deep")
+        if (outcome := too_much(answer)) is not None:
+            return Verdict(0.0, outcome)
         slack = max(Fraction(config.tolerance), _ROUNDING if isinstance(task.answer, float) else Fraction(0))
         rules = Rules(slack, units_required=config.units == "required")
         return await self._compared(*_meant(gold, answer, known_options(task.metadata), rules), rules)
 
     async def _compared(self, gold: str, answer: str, rules: Rules) -> Verdict:
-        questions = settle(gold, answer, rules)
-        queued = worked = 0.0
-        for question in questions if isinstance(questions, list) else []:
-            reply = await self._graders.ask("math", _payload(question, rules), self._config.time_limit_s)
-            queued, worked = queued + reply.queued, worked + reply.worked
-            if reply.outcome != OK:
-                return Verdict(self._config.timeout_reward, reply.outcome, queued, worked)
-            if reply.value != 1.0:
-                return Verdict(0.0, OK, queued, worked)
-        return Verdict(float(questions is not False), OK, queued, worked or None)
+        reply = await compared(gold, answer, rules, self._graders, self._config.time_limit_s)
+        if reply.outcome != OK:
+            return Verdict(self._config.timeout_reward, reply.outcome, reply.queued, reply.worked)
+        return Verdict(float(reply.value), OK, reply.queued, reply.worked)
 
 
 def reference(answer: object) -> str:
@@ -93,27 +81,3 @@ def _meant(gold: str, answer: str, options: dict[str, str], rules: Rules) -> tup
     if options and choice is not None and not choice[1]:
         return gold, options.get(choice[0], answer)
     return gold, answer
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
-
-
-def _payload(question: Question, rules: Rules) -> dict[str, object]:
-    golds, answers = ([_latex(text) for text in texts] for texts in (question.golds, question.answers))
-    return {"gold": golds, "answer": answers, "tolerance": float(rules.slack)}
-
-
-def _latex(text: str) -> str:
-    """The text as LaTeX that math-verify reads: sqrt(2), pi and 1e-7 are common in answers too."""
-    text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
-    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
-    text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
-    if TRIGONOMETRY.search(text):
-        text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)
-    return text.replace("$", "").replace("%", "\\%").replace("°", "^{\\circ}")

@@ -73,6 +73,14 @@ def as_list(text: str) -> Collection | None:
     return Collection("list", tuple(text.split(","))) if _THOUSANDS.fullmatch(text) else None
 
 
+def split_list(text: str, *, thousands: bool = True) -> tuple[str, ...] | None:
+    """The parts of a normalised text between commas outside brackets; None where its brackets do not match.
+
+    `thousands` says that 1,000 is one number.
+    """
+    return _split(text, thousands=thousands)
+
+
 def condition(text: str) -> str:
     r"""What holds for the members of `\{x | x > 2\}`; other texts as they are."""
     found = _MEMBERS.fullmatch(text)

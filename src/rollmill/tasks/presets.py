@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from rollmill.tasks.k12_presets import K12_PRESETS
 from rollmill.tasks.record import BadRowError, Row
 from rollmill.tasks.template import kind
 
@@ -34,4 +35,4 @@ def gsm8k(row: Row) -> Row:
     }
 
 
-PRESETS = {"gsm8k": gsm8k}
+PRESETS = {"gsm8k": gsm8k, **K12_PRESETS}

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from rollmill.config.rewards.base import GateConfig, RewardSection
 from rollmill.config.rewards.judges import JudgeReward, JudgeSection, PairwiseReward, RankingReward
+from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
 from rollmill.config.rewards.model import ModelReward
 from rollmill.config.rewards.python import PythonReward
@@ -55,7 +56,8 @@ RewardConfig = Annotated[
     | VQAReward
     | JudgeReward
     | PairwiseReward
-    | RankingReward,
+    | RankingReward
+    | K12Reward,
     Field(discriminator="name"),
 ]
 
@@ -71,6 +73,7 @@ __all__ = [
     "GroundingReward",
     "JudgeReward",
     "JudgeSection",
+    "K12Reward",
     "LanguageReward",
     "LengthReward",
     "MathReward",

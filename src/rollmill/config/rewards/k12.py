@@ -1,0 +1,95 @@
+"""`rewards`: school questions."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from rollmill.config.base import Section
+from rollmill.config.rewards.base import RewardSection
+from rollmill.config.rewards.judges import JudgeReward
+
+K12Type = Literal["single", "multiple", "true_false", "blank", "numeric", "ordering", "matching", "short"]
+
+
+class K12Reward(RewardSection):
+    """School questions, each by the rule of its type: single and multiple choice, true/false, blanks, numbers with
+    units, ordering, matching, short answers. In English and Chinese."""
+
+    name: Literal["k12"]
+    multiple: Literal["subset", "all", "per_option"] = "subset"
+    """Multiple choice. `subset`: part of the right options earns part, any wrong one 0 (gaokao); `all`: all or nothing;
+    `per_option`: share of the right options chosen minus share of the wrong ones chosen, at least 0."""
+    subset_credit: float | None = Field(None, ge=0, lt=1)
+    """With `multiple: subset`, what a part of the right options earns, however large: 0.4 is the gaokao's rule until
+    2023. Default: the share of the right options, its rule since 2024."""
+    blanks: Literal["share", "all"] = "share"
+    """Several blanks: the share that is right, or all or nothing."""
+    ordering: Literal["all", "pairs"] = "all"
+    """Sequences: all or nothing, or Kendall's tau, at least 0."""
+    matching: Literal["share", "all"] = "share"
+    """Pairs: the share that is right, or all or nothing."""
+    tolerance: float = Field(0.0, ge=0, lt=1)
+    """Relative difference that numbers may have, where a task has no `tolerance` of its own."""
+    units: Literal["optional", "required"] = "optional"
+    """Whether a number without the unit of the reference is right. A wrong unit never is."""
+    longest_short_answer: int = Field(600, ge=1)
+    """Characters of a short answer that is judged by key points; a longer one earns 0."""
+    time_limit_s: float = Field(1.5, gt=0)
+    """Hard limit for one formula; past it the grader process is killed and the outcome is `timeout`."""
+    judge: JudgeReward | None = None
+    """Who scores short answers that have a rubric or a reference but no key points: keys of the reward `judge`."""
+
+    @field_validator("judge", mode="before")
+    @classmethod
+    def _named(cls, judge: Any) -> Any:
+        return {"name": "judge", **judge} if isinstance(judge, dict) else judge
+
+    @model_validator(mode="after")
+    def _judge_is_a_part(self) -> Self:
+        if self.judge is None:
+            return self
+        if dead := self.judge.model_fields_set & RewardSection.model_fields.keys():
+            raise ValueError(f"judge: {', '.join(sorted(dead))} belongs to the k12 reward; put it beside `judge`")
+        if not 0 <= self.judge.unparsable_reward <= 1:
+            raise ValueError("judge: unparsable_reward has to be from 0 to 1, like every K-12 score")
+        return self
+
+    @model_validator(mode="after")
+    def _honoured(self) -> Self:
+        if self.subset_credit is not None and self.multiple != "subset":
+            raise ValueError(f"subset_credit is honoured only with multiple: subset (found {self.multiple})")
+        return self
+
+
+class K12Column(Section):
+    """The column `k12` of a task. It may be left out where type and answer are clear without."""
+
+    type: K12Type | None = None
+    """What kind of question it is. Default: what the answer looks like."""
+    answer: Any = None
+    """The reference, where it is not the task's own answer."""
+    options: dict[str, str] | list[str] | None = None
+    """Texts of the options, by letter or in order. Default: the task's column `options` or `choices`."""
+    synonyms: list[str | list[str]] = []
+    """Other right texts: a list per blank; for a single blank also one plain list."""
+    unordered: bool = False
+    """The blanks may be filled in any order."""
+    tolerance: float | None = Field(None, ge=0, lt=1)
+    """Relative difference that numbers may have. Default: the reward's."""
+    absolute_tolerance: float = Field(0.0, ge=0)
+    """The same as a number in the unit of the reference; the larger of the two counts."""
+    unit: str | None = None
+    """Unit of the reference: `km/h`, `千克`."""
+    points: list[float] = []
+    """Weights of the blanks, pairs or key points."""
+    rubric: str | None = None
+    """What a short answer is scored by; the judge of short answers reads it."""
+    keywords: list[str | list[str]] = []
+    """Key points of a short answer; a list is one point in several wordings."""
+    wrong: list[str] = []
+    """What no right short answer says."""
+    subject: str | None = None
+    """Metrics are kept by subject and grade. Default: the task's own columns of these names."""
+    grade: str | int | None = None

@@ -1,0 +1,61 @@
+"""Comparing two answers: texts and numbers here, single formulas by math-verify in a grader process."""
+
+from __future__ import annotations
+
+import re
+
+from rollmill.rewards.base import OK
+from rollmill.rewards.comparison import TRIGONOMETRY, Question, Rules, settle
+from rollmill.rewards.grader import GraderPool, Reply
+
+LONGEST_ANSWER = 2000
+"""Characters; a longer answer earns 0 with the outcome `too_long`."""
+DEEPEST_ANSWER = 100
+"""Braces and parentheses inside each other; a deeper answer earns 0 with the outcome `too_deep`."""
+
+
+async def compared(gold: str, answer: str, rules: Rules, graders: GraderPool, time_limit_s: float) -> Reply:
+    """1 where the answer equals the reference, else 0; another outcome than "ok" where a grader process did not say.
+
+    `time_limit_s` holds for each formula. Raises RewardError when the grader itself fails.
+    """
+    questions = settle(gold, answer, rules)
+    queued = 0.0
+    worked: float | None = None
+    for question in questions if isinstance(questions, list) else []:
+        reply = await graders.ask("math", _payload(question, rules), time_limit_s)
+        queued, worked = queued + reply.queued, (worked or 0.0) + (reply.worked or 0.0)
+        if reply.outcome != OK or reply.value != 1.0:
+            return Reply(reply.outcome, 0.0, queued, worked)
+    return Reply(OK, float(questions is not False), queued, worked)
+
+
+def too_much(answer: str) -> str | None:
+    """The outcome of an answer that is not worth comparing: `too_long`, `too_deep`, else None."""
+    if len(answer) > LONGEST_ANSWER:
+        return "too_long"
+    return "too_deep" if _depth(answer) > DEEPEST_ANSWER else None
+
+
+def _depth(text: str) -> int:
+    depth = deepest = 0
+    for character in text:
+        depth += (character in "([{") - (character in ")]}")
+        deepest = max(deepest, depth)
+    return deepest
+
+
+def _payload(question: Question, rules: Rules) -> dict[str, object]:
+    golds, answers = ([_latex(text) for text in texts] for texts in (question.golds, question.answers))
+    return {"gold": golds, "answer": answers, "tolerance": float(rules.slack)}
+
+
+def _latex(text: str) -> str:
+    """The text as LaTeX that math-verify reads: sqrt(2), pi and 1e-7 are common in answers too."""
+    text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
+    text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
+    text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
+    if TRIGONOMETRY.search(text):
+        text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)
+    return text.replace("$", "").replace("%", "\\%").replace("°", "^{\\circ}")

@@ -1,0 +1,201 @@
+"""Option letters: which ones an answer names, and what they earn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from rollmill.config.rewards import K12Reward
+from rollmill.rewards.comparison import settle
+from rollmill.rewards.formulas import too_much
+from rollmill.rewards.k12.finding import Found
+from rollmill.rewards.k12.text import folded, key
+
+_LEAD = (
+    r"(?>(?:the|correct|right|options?|choices?|letters?|answers?|is|are|both|all|probably|likely|clearly|definitely"
+    r"|of|选项?|应?选|是|为|应该|故)(?![A-Za-z])[ :]*+)*+"
+)
+_ANY = r"[(\[{\"'“‘]*+[A-Z][)\]}\"'”’.]*+"
+_AND = r"(?> ?(?:, ?and\b|[,;、&+]|and\b|和|与|及|以及) ?| )?+"
+_LIST = rf"{_ANY}(?:{_AND}{_ANY})*+"
+_BEHIND = r" ?(?:(?:are|is) ?)?(?:选项|项|都|均|both|all)? ?是? ?(?:correct|right|true|正确|对)? ?的?[.。!]?"
+_LETTERS = re.compile(rf"{_LEAD}({_LIST}){_BEHIND}")
+_SMALL = re.compile(r"\(?[a-j]\)?\.?|\(?[a-j]\)?(?:\s*[,;、]\s*\(?[a-j]\)?)+\.?")
+_LED = re.compile(
+    rf"{_LEAD}(?P<open>[(\[])?(?P<letter>[A-Z])(?![A-Za-z'\d^_])(?P<mark>[)\].:,、]*+) ?(?P<rest>.*)", re.DOTALL
+)
+_REASON = re.compile(r"\b(?:because|since|as|not|rather than|instead of)\b|因为|由于|而不是|不是|不选", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:because|since|as|is|are|for|due|not)\b|[,-]|\Z")
+_DENIED = re.compile(
+    r"\W*(?:选项|项)?(?:是)?\s?"
+    r"(?:(?:is|are|was)(?:n't| not| wrong| incorrect| false| eliminated| ruled)|错|不|wrong|incorrect)",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(
+    r"(?P<before>(?:\bor|\band|[,;/、或和及])\s?[(\[]?)?"
+    r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article> [a-z])?"
+)
+_CORRECT = re.compile(
+    rf"(?<![A-Za-z])({_LIST}) ?(?>(?:选项|项|都|均|are|is|是) ?)*+(?:(?:both|all|the) )?"
+    r"(?:correct|right|正确)(?![A-Za-z吗])"
+)
+_OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
+_LABEL = re.compile(r"(?<![A-Za-z])[A-J][.)、:]")
+_PIECES = re.compile(r"\s*(?:;|,|、|\n|\band\b|和)\s*")
+_ALTERNATIVES = re.compile(r"\s*(?:;|,|/|\bor\b|或者?|\n)\s*")
+
+
+def chosen(found: Found, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
+    """The letters that an answer names; None where it names none, hedges, or contradicts itself.
+
+    Args:
+        options: texts by letter; empty where they are not known.
+        several: the question may have several right options, so a list of letters is one answer.
+    """
+    options = {letter: _plain(folded(option)) for letter, option in options.items()}
+    known = frozenset(options or "ABCDEFGHIJ")
+    if several and (labelled := _labelled(_plain(found.tail), options) or _labelled(_plain(found.line), options)):
+        return labelled
+    if (whole := _same_text(_plain(found.tail), options)) is not None:
+        return frozenset(whole)
+    rest = _plain(found.rest)
+    says_option = any(key(rest) == key(option) for option in options.values())
+    if not says_option and _goes_on(rest, options, several=several):
+        return None
+    for text in dict.fromkeys([_plain(found.line)] if says_option else [_plain(found.text), _plain(found.line)]):
+        if too_much(text) is not None:
+            return None
+        if several and not found.marked:
+            text = _asserted(text) or text
+        letters = _read(text, options, known, several=several)
+        if letters is None and (said := _asserted(text)) is not None:
+            letters = _list(said, known)
+        if letters is not None:
+            return letters
+    return None
+
+
+def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
+    """Whether the sentence behind an answer, as in `B. banana, or cherry`, names another option as well."""
+    texts = {key(option) for option in options.values()}
+    if several and _LABEL.search(rest):
+        return True
+    return _OR_LETTER.search(rest) is not None or any(key(piece) in texts for piece in _ALTERNATIVES.split(rest)[1:])
+
+
+def _read(text: str, options: dict[str, str], known: frozenset[str], *, several: bool) -> frozenset[str] | None:
+    """The letters of one text: a letter, an option's own words, a list of letters, a letter with more behind it."""
+    letters = _list(text, known)
+    if letters is None or len(letters) > 1:
+        exact = _same_text(text, options)
+        letters = frozenset(exact) if exact is not None else letters
+    if letters is None:
+        letters = _led(text, options, known)
+    if letters is None and not is_labelled(text, known):
+        letters = _by_text(text, options, several=several)
+    return letters
+
+
+def _same_text(text: str, options: dict[str, str]) -> str | None:
+    """The letter of the only option whose words these are, with or without its letter; None for a mere letter."""
+    if re.fullmatch(r"[A-Za-z]?", text):
+        return None
+    same = [letter for letter, option in options.items() if key(text) == key(option) or _is_own(text, letter, option)]
+    return same[0] if len(same) == 1 else None
+
+
+def _is_own(text: str, letter: str, option: str) -> bool:
+    """Whether it is the letter with the option behind it, `(D) A and B`."""
+    found = _LED.fullmatch(text)
+    return found is not None and found["letter"] == letter and bool(option) and key(found["rest"]) == key(option)
+
+
+def is_labelled(text: str, known: Collection[str]) -> bool:
+    """Whether an option letter with a bracket or a mark stands before something else, as in `B) apple`."""
+    found = _LED.fullmatch(text)
+    return found is not None and found["letter"] in known and bool(found["open"] or found["mark"].strip(",、"))
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mathit|rm|bf)\s*\{([^{}]*)\}", r"\1", text)
+    text = re.sub(r"\$|\\[(),\[\];:!]|\\quad", " ", text)
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip(" \n.。*:")
+
+
+def _list(text: str, known: frozenset[str]) -> frozenset[str] | None:
+    """The letters of a text that is nothing but a list of them."""
+    if _SMALL.fullmatch(text):
+        text = text.upper()
+    found = _LETTERS.fullmatch(text)
+    letters = re.findall(r"[A-Z]", found[1]) if found else []
+    return frozenset(letters) if letters and known.issuperset(letters) else None
+
+
+def _by_text(text: str, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
+    """The options whose texts an answer is made of."""
+    if (one := _option_of(text, options)) is not None:
+        return frozenset(one)
+    pieces = _PIECES.split(text) if several else []
+    if not 1 < len(pieces) <= len(options):
+        return None
+    named = [_option_of(piece, options) for piece in pieces]
+    return frozenset(each for each in named if each) if all(named) else None
+
+
+def _option_of(text: str, options: dict[str, str]) -> str | None:
+    """The letter of the only option that says the same."""
+    exact = [letter for letter, option in options.items() if key(option) == key(text)]
+    close = {letter: option for letter, option in options.items() if len(text) <= 2 * len(option) + 100}
+    same = exact or [letter for letter, option in close.items() if settle(option, text) is True]
+    return same[0] if len(same) == 1 else None
+
+
+def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
+    """The letter that an answer begins with, unless what stands behind it is, or names, another option."""
+    found = _LED.fullmatch(text)
+    if found is None or found["letter"] not in known:
+        return None
+    letter, rest = found["letter"], found["rest"].strip()
+    own = options.get(letter, "")
+    if own and key(rest) == key(own):
+        return frozenset(letter)
+    if (not found["open"] and not found["mark"] and not _SENTENCE.match(rest)) or _DENIED.match(rest):
+        return None
+    rest = rest.removeprefix(own) if own else rest
+    rest = _REASON.split(rest, maxsplit=1)[0]
+    others = {name: option for name, option in options.items() if name != letter and key(option) != key(own)}
+    said = [piece for piece in [rest, *_ALTERNATIVES.split(rest)] if piece.strip()]
+    if any(key(piece) == key(option) for piece in said for option in others.values()):
+        return None
+    if any(
+        each["letter"] in known - {letter} and (each["before"] or not each["article"]) for each in _OTHER.finditer(rest)
+    ):
+        return None
+    return frozenset(letter)
+
+
+def _labelled(text: str, options: dict[str, str]) -> frozenset[str] | None:
+    """The letters of `A. water; C. steam`, every letter before the text of its option."""
+    for letter, option in options.items():
+        text = re.sub(rf"(?<![A-Za-z])[(\[]?{letter}[)\].:、]*\s*{re.escape(option.strip(' .'))}", letter, text)
+    return _list(" ".join(text.replace("\n", " ").split()).strip(" .。"), frozenset(options)) if options else None
+
+
+def _asserted(text: str) -> str | None:
+    """The letters that a sentence calls correct; None where it does so twice, differently."""
+    said = {each.strip(" .,") for each in _CORRECT.findall(text)}
+    return said.pop() if len(said) == 1 else None
+
+
+def credit(right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward) -> float:
+    """What the named options of a multiple choice earn: 1 for exactly the right ones, else as `multiple` says."""
+    if named == right:
+        return 1.0
+    if config.multiple == "all":
+        return 0.0
+    if config.multiple == "subset":
+        share = len(named) / len(right) if config.subset_credit is None else config.subset_credit
+        return share if named < right else 0.0
+    wrong = len(options) - len(right) if options else 0
+    missed = len(named - right) / wrong if wrong else float(bool(named - right))
+    return max(0.0, len(named & right) / len(right) - missed)

@@ -1,0 +1,110 @@
+"""What a task asks: its type, its reference answer and how that is compared, from the column `k12`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollmill.config.rewards.k12 import K12Column, K12Type
+from rollmill.core.errors import RewardError
+from rollmill.core.types import Task
+from rollmill.rewards.choices import known_options
+from rollmill.rewards.k12.text import key
+from rollmill.rewards.numbers import normalised, quantity
+
+_SURELY_TRUTH = frozenset(["true", "false", "对", "错", "正确", "错误", "√", "×"])
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A task read: `kind` is certain, the options are by letter, and `column` has the rest."""
+
+    kind: K12Type
+    answer: Any
+    options: dict[str, str]
+    column: K12Column
+
+    @property
+    def synonyms(self) -> list[list[str]]:
+        """A list per blank. One plain list belongs to the only blank."""
+        given = self.column.synonyms
+        if given and all(isinstance(each, str) for each in given):
+            return [[str(each) for each in given]]
+        return [[each] if isinstance(each, str) else each for each in given]
+
+    @property
+    def keywords(self) -> list[list[str]]:
+        """The wordings of every key point."""
+        return [[each] if isinstance(each, str) else each for each in self.column.keywords]
+
+    def points(self, count: int, what: str) -> list[float]:
+        """The weights of `count` parts. Raises RewardError where the task gives another number, or one below 0."""
+        points = self.column.points or [1.0] * count
+        if len(points) != count or min(points) < 0 or sum(points) <= 0:
+            raise RewardError(f"`k12.points` is {points}; give {count} numbers, one for each of the {what}")
+        return points
+
+
+def question(task: Task) -> Question | None:
+    """What the task asks; None where it has neither an answer nor anything to judge a short one by.
+
+    Raises RewardError where the column `k12` is none, or where the type is neither given nor clear.
+    """
+    given = task.metadata.get("k12")
+    if given is not None and not isinstance(given, Mapping):
+        raise RewardError(f"its column `k12` is {given!r:.80}; it has to be a mapping such as {{type: single}}")
+    try:
+        column = K12Column.model_validate(dict(given or {}))
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(str(part) for part in first["loc"])
+        raise RewardError(f"its `k12.{place}` is wrong: {first['msg']}") from error
+    answer = task.answer if column.answer is None else column.answer
+    options = known_options({"options": column.options} if column.options else task.metadata)
+    kind = column.type or _kind(answer, options, column)
+    if answer is None and kind != "short":
+        return None
+    for name in ("subject", "grade"):
+        if getattr(column, name) is None and isinstance(found := task.metadata.get(name), str | int):
+            column = column.model_copy(update={name: found})
+    return Question(kind=kind, answer=answer, options=options, column=column)
+
+
+def _kind(answer: Any, options: dict[str, str], column: K12Column) -> K12Type:
+    """The type of a question that does not say it, from its answer."""
+    if column.rubric is not None or column.keywords:
+        return "short"
+    if isinstance(answer, bool) or (isinstance(answer, str) and answer.strip().lower() in _SURELY_TRUTH):
+        return "true_false"
+    if isinstance(answer, Mapping):
+        return "matching"
+    if options:
+        return "single" if isinstance(answer, str) and len(_letters(answer, options)) == 1 else "multiple"
+    if isinstance(answer, int | float) or (isinstance(answer, str) and quantity(normalised(answer)) is not None):
+        return "numeric"
+    return "blank"
+
+
+def _letters(answer: str, options: dict[str, str]) -> str:
+    """The letters of a reference such as `ACD` or `A, C`, or the letter of the option whose words it has."""
+    same = [letter for letter, option in options.items() if key(option) == key(answer)]
+    plain = re.sub(r"[\W_]", "", answer)
+    return same[0] if len(plain) > 1 and len(same) == 1 else plain.upper() if len(plain) == 1 else plain
+
+
+def right_options(asked: Question) -> frozenset[str]:
+    """The letters of the right options. Raises RewardError where the reference names none, or one that there is not."""
+    given = asked.answer
+    parts = [str(each) for each in given] if isinstance(given, list | tuple) else [str(given)]
+    letters = frozenset("".join(_letters(part, asked.options) for part in parts))
+    unknown = letters - asked.options.keys() if asked.options else set()
+    if not letters or unknown or not all(re.fullmatch("[A-Z]", letter) for letter in letters):
+        there = f"; the options are {', '.join(asked.options)}" if asked.options else ""
+        raise RewardError(f"its answer {given!r:.80} names no option{there}; give letters such as B or ACD")
+    if asked.kind == "single" and len(letters) != 1:
+        raise RewardError(f"its answer {given!r:.80} has {len(letters)} letters; `k12.type` should be multiple")
+    return letters

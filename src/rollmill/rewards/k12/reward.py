@@ -1,0 +1,222 @@
+"""The K-12 reward: read the question, find the answer, and judge it by the rule of the question's type."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from dataclasses import replace
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from rollmill.config.rewards import K12Reward
+from rollmill.core.errors import RewardError
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import OK, TIMEOUT, Verdict
+from rollmill.rewards.comparison import EXACT
+from rollmill.rewards.formulas import compared
+from rollmill.rewards.grader import Reply
+from rollmill.rewards.k12.blanks import assigned, filled
+from rollmill.rewards.k12.finding import Found, find
+from rollmill.rewards.k12.options import chosen, credit, is_labelled
+from rollmill.rewards.k12.question import Question, question, right_options
+from rollmill.rewards.k12.sequences import kendall, matched, ordered, pairs, sequence
+from rollmill.rewards.k12.short import key_points, short_answer
+from rollmill.rewards.k12.text import folded, has_cjk, key
+from rollmill.rewards.k12.truth import truth
+from rollmill.rewards.k12.values import Gauge, equal
+from rollmill.rewards.resources import Resources
+
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.rubric import RubricScorer
+
+_ROUNDING = Fraction(1, 10**9)
+"""Relative difference allowed where the reference is a Python float."""
+
+
+class K12:
+    """From 0 to 1 by the rule of the question's type; None where the task has no answer.
+
+    `details` has the same number under the task's subject and `grade-N`. Outcomes besides ok: `no_answer`, `unreadable`
+    (an answer that is none of its type, hedges or contradicts itself), `too_long`, `too_deep`, `timeout`, `memory`.
+    """
+
+    def __init__(self, config: K12Reward, resources: Resources) -> None:
+        self._config, self._graders = config, resources.graders
+        self._scorer: RubricScorer | None = None
+        if config.judge is not None:
+            from rollmill.rewards.judges.rubric import RubricScorer
+
+            self._scorer = RubricScorer(config.judge, resources)
+
+    def counters(self) -> dict[str, float]:
+        """What the judge of short answers has counted."""
+        return {} if self._scorer is None else self._scorer.counters()
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        asked = question(task)
+        if asked is None:
+            return Verdict(None)
+        verdict = await self._judged(task, asked, completion.text)
+        assert isinstance(verdict.value, float)
+        return replace(verdict, details=_details(asked, verdict.value))
+
+    async def _judged(self, task: Task, asked: Question, text: str) -> Verdict:
+        if asked.kind == "short":
+            return await self._short(task, asked, text)
+        match asked.kind:
+            case "single" | "multiple":
+                right = right_options(asked)
+                found = find(text)
+                return Verdict(0.0, "no_answer") if found is None else await self._choice(asked, right, found)
+            case "true_false":
+                return _true_false(asked, find(text))
+            case "ordering":
+                return self._ordering(asked, find(text))
+            case "matching":
+                return self._matching(asked, find(text))
+            case _:
+                return await self._blanks(asked, find(text))
+
+    async def _choice(self, asked: Question, right: frozenset[str], found: Found) -> Verdict:
+        named = chosen(found, asked.options, several=asked.kind == "multiple")
+        if named is None and asked.kind == "single" and found.marked and asked.options:
+            return await self._as_option(asked, next(iter(right)), found.text)
+        if named is None:
+            return Verdict(0.0, "unreadable")
+        if asked.kind == "single":
+            return Verdict(float(named == right), OK if len(named) == 1 else "unreadable")
+        return Verdict(credit(right, named, asked.options, self._config))
+
+    async def _as_option(self, asked: Question, letter: str, text: str) -> Verdict:
+        """An answer without a letter, which may be the right option's formula written in another way."""
+        option = folded(asked.options[letter])
+        if is_labelled(text, asked.options):
+            return Verdict(0.0, "unreadable")
+        twins = [name for name, other in asked.options.items() if key(other) == key(option)]
+        if key(text) == key(option) or (len(twins) == 1 and not has_cjk(text) and len(text) <= 200):
+            return self._verdict(await compared(option, text, EXACT, self._graders, self._config.time_limit_s))
+        return Verdict(0.0, "unreadable")
+
+    async def _blanks(self, asked: Question, found: Found | None) -> Verdict:
+        golds = _golds(asked)
+        count = len(golds)
+        points = asked.points(count, "blanks")
+        synonyms = asked.synonyms or [[]] * count
+        if len(synonyms) != count:
+            raise RewardError(f"`k12.synonyms` has {len(synonyms)} lists for {count} blanks; give one list for each")
+        if asked.column.unordered and asked.column.points:
+            raise RewardError("`k12.points` cannot go with `k12.unordered`; leave out one of them")
+        if found is None:
+            return Verdict(0.0, "no_answer")
+        texts = filled(found, count)
+        if texts is None:
+            return Verdict(0.0, "unreadable")
+        if asked.column.unordered and count > 1:
+            rows = await asyncio.gather(
+                *(self._each(asked, gold, also, texts) for gold, also in zip(golds, synonyms, strict=True))
+            )
+            replies = [reply for row in rows for reply in row]
+            share = assigned([[reply.value == 1.0 for reply in row] for row in rows]) / count
+        else:
+            cells = zip(golds, synonyms, texts, strict=False)
+            rows = await asyncio.gather(*(self._each(asked, gold, also, [text]) for gold, also, text in cells))
+            replies = [row[0] for row in rows]
+            share = sum(weight for weight, reply in zip(points, replies, strict=False) if reply.value == 1.0) / sum(
+                points
+            )
+        slow = next((reply for reply in replies if reply.outcome in (TIMEOUT, "memory")), None)
+        queued = max((reply.queued for reply in replies), default=0.0)
+        if slow is not None and share < 1:
+            return self._verdict(Reply(slow.outcome, 0.0, queued))
+        outcome = replies[0].outcome if count == 1 else OK
+        return Verdict(share if self._config.blanks == "share" else float(share == 1), outcome, queued)
+
+    async def _each(self, asked: Question, gold: str, also: list[str], texts: list[str]) -> list[Reply]:
+        """Whether each of the texts may stand in one blank."""
+        column = asked.column
+        tolerance = self._config.tolerance if column.tolerance is None else column.tolerance
+        rounding = _ROUNDING if isinstance(asked.answer, float) else Fraction(0)
+        gauge = Gauge(
+            self._graders,
+            self._config.time_limit_s,
+            max(Fraction(str(tolerance)), rounding),
+            Fraction(str(column.absolute_tolerance)),
+            self._config.units == "required",
+        )
+        replies = []
+        for text in texts:
+            if any(key(word) == key(text) for word in also):
+                replies.append(Reply(OK, 1.0))
+            else:
+                is_number = asked.kind == "numeric"
+                replies.append(await equal(gold, text, gauge, unit=column.unit, sentence=is_number))
+        return replies
+
+    def _ordering(self, asked: Question, found: Found | None) -> Verdict:
+        gold = sequence(asked.answer)
+        if found is None:
+            return Verdict(0.0, "no_answer")
+        answer = ordered(found, gold, asked.options)
+        if answer is None:
+            return Verdict(0.0, "unreadable")
+        tau = kendall(gold, answer)
+        return Verdict(float(tau == 1) if self._config.ordering == "all" else max(0.0, tau))
+
+    def _matching(self, asked: Question, found: Found | None) -> Verdict:
+        gold = pairs(asked.answer)
+        points = asked.points(len(gold), "pairs")
+        if found is None:
+            return Verdict(0.0, "no_answer")
+        given = matched(found, gold)
+        right = sum(weight for weight, (left, to) in zip(points, gold.items(), strict=True) if given.get(left) == to)
+        share = right / sum(points)
+        return Verdict(share if self._config.matching == "share" else float(share == 1), OK if given else "unreadable")
+
+    async def _short(self, task: Task, asked: Question, text: str) -> Verdict:
+        answer = short_answer(text)
+        if asked.column.keywords:
+            points = asked.points(len(asked.keywords), "key points")
+            if len(answer) > self._config.longest_short_answer:
+                return Verdict(0.0, "too_long")
+            return Verdict(key_points(answer, asked.keywords, points, asked.column.wrong))
+        rubric = asked.column.rubric or (f"The reference answer is: {asked.answer}" if asked.answer else None)
+        if rubric is None:
+            raise RewardError("it is a short answer; give it `k12.rubric`, `k12.keywords` or a reference answer")
+        if self._scorer is None:
+            raise RewardError(
+                "it is a short answer with a rubric, and no model is set to judge it; give the reward the key `judge`, "
+                "list its key points in `k12.keywords`, or leave such tasks out"
+            )
+        return Verdict(await self._scorer.score(task, answer, rubric)) if answer else Verdict(0.0, "no_answer")
+
+    def _verdict(self, reply: Reply) -> Verdict:
+        earned = self._config.timeout_reward if reply.outcome == TIMEOUT else float(reply.value)
+        return Verdict(earned, reply.outcome, reply.queued, reply.worked)
+
+
+def _golds(asked: Question) -> list[str]:
+    """The reference of every blank. Raises RewardError where one is neither text nor a number."""
+    given = asked.answer if isinstance(asked.answer, list | tuple) else [asked.answer]
+    for each in given:
+        if isinstance(each, bool) or not isinstance(each, str | int | float):
+            raise RewardError(f"its answer has {each!r:.80} ({type(each).__name__}); a blank needs text or a number")
+    if not given:
+        raise RewardError("its answer is an empty list; give one entry for each blank")
+    return [folded(str(each)) for each in given]
+
+
+def _true_false(asked: Question, found: Found | None) -> Verdict:
+    gold = asked.answer if isinstance(asked.answer, bool) else truth(folded(str(asked.answer)))
+    if gold is None:
+        raise RewardError(f"its answer {asked.answer!r:.80} is neither true nor false; give true or false")
+    if found is None:
+        return Verdict(0.0, "no_answer")
+    said = truth(found.text) if len(found.text) <= 2000 else None
+    return Verdict(float(said is gold), "unreadable" if said is None else OK)
+
+
+def _details(asked: Question, value: float) -> dict[str, float]:
+    subject, grade = asked.column.subject, asked.column.grade
+    names = [] if subject is None else [subject]
+    names += [] if grade is None else [f"grade-{grade}"]
+    return {re.sub(r"[^\w.-]+", "_", name.strip()): value for name in names}
