@@ -7,7 +7,7 @@ import sys
 
 from bench.harness import BenchError
 
-NAMES = ("rollout", "sampling", "step", "train_step", "prefix", "packing", "logprob", "learn", "gpu_check")
+NAMES = ("rollout", "sampling", "step", "train_step", "prefix", "packing", "logprob", "learn", "sandbox", "gpu_check")
 
 
 def main(arguments: list[str]) -> int:

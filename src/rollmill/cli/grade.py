@@ -50,6 +50,8 @@ def command(
         judgements = asyncio.run(_judge_all(judge, rows))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
+            if judgement.details:
+                row["details"] = judgement.details
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
     summary = summarise(reward, judgements)
     if as_json:

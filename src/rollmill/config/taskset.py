@@ -51,8 +51,9 @@ class TasksetConfig(Section):
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
     options: dict[str, Any] = {}
     """Keyword arguments for `function`. Only with `function`."""
-    preset: Literal["gsm8k"] | None = None
-    """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed."""
+    preset: Literal["gsm8k", "humaneval"] | None = None
+    """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
+    `humaneval`: functions to complete, for the `code` reward, with the canonical solution as response."""
     fields: FieldsConfig = FieldsConfig()
     template: str | None = None
     """Prompt template with `{column}` parts, like "Question: {question}\\nAnswer:". Default: the prompt column."""

@@ -82,5 +82,7 @@ def _experience(
     experience.reward = judgement.reward
     experience.reward_parts = dict(judgement.parts)
     experience.info["outcomes"] = dict(judgement.outcomes)
+    if judgement.details:
+        experience.info["details"] = dict(judgement.details)
     experience.timings["reward"] = judgement.seconds
     return experience

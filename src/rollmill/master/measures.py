@@ -47,6 +47,9 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
         values = [value for e in usual if (value := e.reward_parts.get(name)) is not None]
         if values:
             metrics[f"reward/{name}"] = float(np.mean(values))
+    details = [e.info.get("details", {}) for e in usual]
+    for name in dict.fromkeys(name for each in details for name in each):
+        metrics[f"reward/{name}"] = float(np.mean([each[name] for each in details if name in each]))
     outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count("timeout"))
     return metrics

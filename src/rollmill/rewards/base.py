@@ -20,12 +20,14 @@ OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applica
 class Verdict:
     """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
 
-    `queued` is the part of its time, in seconds, that passed before a worker began.
+    `queued` is the part of its time, in seconds, that passed before a worker began. `details` are numbers that are
+    logged and do not count.
     """
 
     value: Value
     outcome: str = OK
     queued: float = 0.0
+    details: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +46,8 @@ class Judgement:
     `reward` is the weighted sum of the parts that apply, None when none does. `parts` has an entry per reward, or
     name/part for a reward that gives several; `outcomes` has an entry per reward: ok, timeout, late, not_applicable,
     gated, or a word of the reward's own. `seconds` is wall time, waiting for a free worker included; `spans` tells when
-    each reward judged. `closed_by` names the gate that was not passed.
+    each reward judged. `closed_by` names the gate that was not passed. `details` has numbers that do not count, as
+    name/detail.
     """
 
     reward: float | None
@@ -53,6 +56,7 @@ class Judgement:
     seconds: float
     spans: dict[str, Span] = field(default_factory=dict)
     closed_by: str | None = None
+    details: dict[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):

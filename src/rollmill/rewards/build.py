@@ -8,6 +8,7 @@ from typing import Any
 
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import (
+    CodeReward,
     ExactReward,
     FormatReward,
     MathReward,
@@ -40,6 +41,7 @@ def build_judge(
     Raises:
         ConfigError: a Python function cannot be loaded.
         ModelError: a reward model cannot.
+        SandboxError: a package that code may use is not installed.
     """
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
@@ -79,6 +81,10 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case CodeReward():
+            from rollmill.rewards.code.reward import Code
+
+            return Code(config, resources)
 
 
 def _name(config: RewardConfig) -> str:

@@ -182,13 +182,14 @@ class Judge:
             if given and _steps_made(completion) >= config.after_steps:
                 counted.append(config.weight * sum(given))
         spans = {name: span for name, (_, span) in found.items()}
+        details = {f"{name}/{key}": of for name, (verdict, _) in found.items() for key, of in verdict.details.items()}
         if closed_by is not None:
             gate = self._parts[closed_by].config.gate
             assert gate is not None
             skipped = dict.fromkeys((part.name for part in self._single), GATED)
-            return Judgement(gate.otherwise, parts, outcomes | skipped, seconds, spans, closed_by)
+            return Judgement(gate.otherwise, parts, outcomes | skipped, seconds, spans, closed_by, details)
         reward = sum(counted) if counted else None
-        return Judgement(self._clipped(reward) if last else reward, parts, outcomes, seconds, spans)
+        return Judgement(self._clipped(reward) if last else reward, parts, outcomes, seconds, spans, None, details)
 
     def _joined(self, old: Judgement, completion: Completion, row: dict[str, _Timed], seconds: float) -> Judgement:
         new = self._judgement(row, completion, seconds, None, last=False)
@@ -201,6 +202,7 @@ class Judge:
             outcomes=old.outcomes | new.outcomes,
             seconds=old.seconds + new.seconds,
             spans=old.spans | new.spans,
+            details=old.details | new.details,
         )
 
     def _clipped(self, reward: float | None) -> float | None:
