@@ -18,6 +18,7 @@ NAMES = (
     "learn",
     "overlap",
     "grade",
+    "sandbox",
     "gpu_check",
 )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -48,6 +49,17 @@ def test_step_against_trl(tmp_path: Path) -> None:
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"
+
+
+@pytest.mark.slow
+def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
+    line = bench(str(tmp_path), "sandbox", "--programs", "5", "--rounds", "1")
+    assert line["case"].startswith("namespaces, ")
+    cases = json.loads((tmp_path / "sandbox.json").read_text())["cases"]
+    assert len(cases) == 8
+    assert all(case["execute_ms"] > 0 for case in cases)
 
 
 @pytest.mark.slow

@@ -39,6 +39,7 @@ RUN_ELSEWHERE = {
         "rollmill grade --reward judge --input answers.jsonl "
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_asks_an_endpoint",
+    "rollmill sandbox check": "tests/cli/test_cli_sandbox.py::test_check_says_what_each_backend_is_worth",
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),
@@ -76,6 +77,19 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"response": "I think 41.", "answer": "42"},
     ]
     (folder / "answers.jsonl").write_text("".join(json.dumps(row) + "\n" for row in answers))
+    tests = [{"args": [2], "expected": 4, "kind": "visible"}, {"args": [3], "expected": 9}]
+    squares = {"entry_point": "square", "tests": tests}
+    programs = [
+        {"response": "```python\ndef square(x):\n    return x * x\n```"} | squares,
+        {"response": "def square(x):\n    return x + x"} | squares,
+    ]
+    (folder / "programs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in programs))
+    adds, generator = "print(sum(map(int, input().split())))", "n = int(input())\nprint(n, 7 * n)"
+    problems = [
+        {"prompt": "Add.", "generator": generator, "submissions": [adds] * 9 + ["print(8)"]},
+        {"prompt": "Add.", "generator": generator, "submissions": [adds] * 8 + ["print(8)"] * 2},
+    ]
+    (folder / "problems.jsonl").write_text("".join(json.dumps(row) + "\n" for row in problems))
     line = "rollmill run examples/minimal.yaml"
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)

@@ -2,20 +2,23 @@
 
 Started as root it becomes uid 65534 first, and opens the way to its interpreter in a mount namespace of its own. With
 the argument "root" it then becomes the root of a user namespace that maps nobody else; with "none" such a root that may
-open no namespace.
+open no namespace, so that the landlock backend is what is left; with "landlock" it asks for that itself; with "refused"
+it asks for namespaces where it may open none.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
 from pathlib import Path
 
-from hostile import CPU, FILES, HOSTILE, KERNEL, NETWORK, PROCESSES, SMALL
-
 from rollmill.sandbox import Sandbox, kernel
+from rollmill.sandbox.attack import attack
+from rollmill.sandbox.hostile import FILES, HOSTILE, KERNEL, NETWORK, PROCESSES, SMALL
 from rollmill.sandbox.root import NOBODY, map_user
+from rollmill.sandbox.start import Backend
 from rollmill.sandbox.view import interpreter
 
 QUICKEST = NETWORK + FILES + PROCESSES + KERNEL
@@ -24,22 +27,24 @@ QUICKEST = NETWORK + FILES + PROCESSES + KERNEL
 def main() -> None:
     if os.getuid() == 0:
         _become_nobody()
-    if sys.argv[1] in ("root", "none"):
+    kind = sys.argv[1]
+    if kind in ("root", "none", "refused"):
         _become_root_of_a_namespace()
-    if sys.argv[1] == "none":
+    if kind in ("none", "refused"):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
     wrong = []
-    with Sandbox() as sandbox:
-        for hostile in HOSTILE:
-            if hostile.limits is CPU or (sys.argv[1] == "root" and hostile not in QUICKEST):
-                continue
-            found = sandbox.run_sync(hostile.program, limits=hostile.limits)
-            if not hostile.contained(found):
+    asked: Backend = "landlock" if kind == "landlock" else "namespaces" if kind == "refused" else "auto"
+    with Sandbox(backend=asked, jobs=8) as sandbox:
+        backend = sandbox.chosen()
+        programs = QUICKEST if kind in ("root", "none") else [each for each in HOSTILE if "timeout" not in each.outcome]
+        for hostile, found in asyncio.run(attack(sandbox, programs)):
+            if not hostile.contained(found, backend):
                 wrong.append(f"{hostile.name}: {found}")
-        for program, expected in (("print(6 * 7)", "42\n"), ("import os; print(os.getuid())", "1000\n")):
+        uid = "1000\n" if backend == "namespaces" else f"{os.getuid()}\n"
+        for program, expected in (("print(6 * 7)", "42\n"), ("import os; print(os.getuid())", uid)):
             if (found := sandbox.run_sync(program, limits=SMALL)).stdout != expected:
                 wrong.append(f"{program}: {found}")
-    json.dump({"uid": os.getuid(), "wrong": wrong}, sys.stdout)
+    json.dump({"uid": os.getuid(), "backend": backend, "enough": len(programs) >= 60, "wrong": wrong}, sys.stdout)
 
 
 def _become_root_of_a_namespace() -> None:

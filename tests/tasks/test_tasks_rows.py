@@ -102,6 +102,8 @@ def test_chat_wraps_text_and_keeps_messages() -> None:
         ({"question": "x", "answer": "3"}, {"preset": "gsm8k"}, "the answer has no number after ####"),
         ({"question": "x", "answer": "3\n#### "}, {"preset": "gsm8k"}, "the answer has no number after ####"),
         ({"question": "", "answer": "#### 3"}, {"preset": "gsm8k"}, "the prompt is empty"),
+        ({"task_id": "1", "prompt": "x"}, {"preset": "humaneval"}, r"no column entry_point \(columns: task_id"),
+        ({"task_id": 1, "prompt": "x"}, {"preset": "humaneval"}, "column task_id is a number, not text"),
     ],
 )
 def test_rows_that_do_not_fit_say_why(row: dict[str, Any], keys: dict[str, Any], message: str) -> None:

@@ -24,10 +24,13 @@ COMMANDS = {
     "eval": "rollmill.cli.evaluate",
     "show": "rollmill.cli.show",
     "grade": "rollmill.cli.grade",
+    "testcases": "rollmill.cli.testcases",
     "algorithms": "rollmill.cli.algorithms",
     "merge": "rollmill.cli.merge",
 }
 """Command name -> module."""
+GROUPS = {"sandbox": "rollmill.cli.sandbox"}
+"""Name of a group of commands -> module with HELP and COMMANDS."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -50,6 +53,11 @@ def build_app() -> typer.Typer:
     app.callback()(_options)
     for name, module in COMMANDS.items():
         app.command(name)(guarded(import_module(module).command))
+    for name, module in GROUPS.items():
+        group = typer.Typer(help=import_module(module).HELP, no_args_is_help=True, rich_markup_mode=None)
+        for inner, command in import_module(module).COMMANDS.items():
+            group.command(inner)(guarded(command))
+        app.add_typer(group, name=name)
     return app
 
 

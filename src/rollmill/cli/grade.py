@@ -60,6 +60,8 @@ def command(
         judgements = asyncio.run(_judge_all(judge, rows, tasks))
         for row, judgement in zip(rows, judgements, strict=True):
             row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
+            if judgement.details:
+                row["details"] = judgement.details
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
         counted = judge.counters()
     summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})

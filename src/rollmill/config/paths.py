@@ -8,7 +8,10 @@ from pathlib import Path
 from rollmill.config.tree import Node, Problem, dotted, edit
 
 _STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"], ["rewards", "*", "path"]]
-_STAGE_CODE = [["taskset", "function"], ["evaluation", "taskset", "function"], ["rewards", "*", "function"]]
+_STAGE_CODE = [
+    *(["taskset", "function"], ["evaluation", "taskset", "function"]),
+    *(["rewards", "*", "function"], ["rewards", "*", "judge"]),
+]
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
@@ -60,6 +63,6 @@ def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> s
 def _advice(node: Node) -> str:
     if node.path[0] == "model":
         return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
-    if "rewards" in node.path:
+    if "rewards" in node.path and node.path[-1] == "path":
         return "give the folder of a reward model on this machine; rollmill downloads nothing"
     return "correct the path"

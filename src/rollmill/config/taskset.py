@@ -54,9 +54,12 @@ class TasksetConfig(Section):
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
     options: dict[str, Any] = {}
     """Keyword arguments for `function`. Only with `function`."""
-    preset: Literal["gsm8k", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"] | None = None
+    preset: Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"] | None = (
+        None
+    )
     """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
-    The others are school questions for the reward `k12`."""
+    `humaneval`: functions to complete, for the `code` reward, with the canonical solution as response. The others are
+    school questions for the reward `k12`."""
     fields: FieldsConfig = FieldsConfig()
     template: str | None = None
     """Prompt template with `{column}` parts, like "Question: {question}\\nAnswer:". Default: the prompt column."""

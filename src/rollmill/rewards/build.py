@@ -8,6 +8,7 @@ from typing import Any
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import (
     CitationReward,
+    CodeReward,
     ExactReward,
     FormatReward,
     JudgeReward,
@@ -52,6 +53,7 @@ def build_judge(
         ConfigError: a Python function cannot be loaded, a judge's endpoint lacks its key, or a reward that compares
             completions is a gate.
         ModelError: a reward model or a judge cannot be loaded.
+        SandboxError: a package that code may use is not installed.
     """
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
@@ -83,6 +85,10 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             from rollmill.rewards.model import Model
 
             return Model(config, resources.tokenizer, resources.device)
+        case CodeReward():
+            from rollmill.rewards.code.reward import Code
+
+            return Code(config, resources)
         case K12Reward():
             from rollmill.rewards.k12 import K12
 

@@ -1,109 +1,100 @@
-"""Process 1 of a job's namespaces. It reads the job, starts the program without any rights, watches it and replies.
-
-When it ends, for whatever reason, the kernel kills all that is left in the namespaces.
-"""
+"""The supervisor of a job: it reads the job, starts the program without any rights, watches it and replies."""
 
 from __future__ import annotations
 
 import os
-import platform
 import signal
 import socket
 from fcntl import F_ADD_SEALS, fcntl
 from typing import NoReturn
 
 from rollmill.sandbox import kernel
-from rollmill.sandbox.landlock import restrict_files
-from rollmill.sandbox.limits import Limits
-from rollmill.sandbox.program import run_program, set_limits
-from rollmill.sandbox.root import map_user
-from rollmill.sandbox.seccomp import build_filter
-from rollmill.sandbox.supervisor import Watched, watch
+from rollmill.sandbox.conversation import Conversation
+from rollmill.sandbox.program import run_program
+from rollmill.sandbox.repl import serve_repl
+from rollmill.sandbox.supervisor import Watched, reap, watch
+from rollmill.sandbox.walls import Walls
 from rollmill.sandbox.wire import Ending, Job, pack_ending, read_job
 
-NAMESPACES = (
-    kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-    | kernel.CLONE_NEWNS
-)
-FOLDER = "/tmp"
-_USER = 1000
+_CHANNEL = 3
 _JOB_LIMIT_S = 30.0
 """Longest wait for a caller that has begun to send a job."""
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # against further seals, shrinking, growing, writing
 
 
-def serve_job(caller: socket.socket, proc: int, landlock: int, filters: dict[bool, bytes]) -> NoReturn:
-    """Serve the one job of this process. `proc` is an open /proc, `landlock` its version, `filters` by `forks`."""
+def serve_job(caller: socket.socket, walls: Walls) -> NoReturn:
+    """Serve the one job of this process."""
+    program: Watched | None = None
+    status = 1
     try:
         kernel.die_with_parent()
         caller.settimeout(_JOB_LIMIT_S)
         job = read_job(caller.recv)
-        map_user(proc, _USER, _USER, os.geteuid(), os.getegid())
-        os.close(proc)
-        kernel.set_dumpable(False)
-        kernel.set_host_name("sandbox")
-        _make_folder(job)
-        ending = _run(job, caller.fileno(), landlock, filters[job.limits.processes > 1])
-    except (EOFError, TimeoutError):  # the caller went away
-        os._exit(1)
+        if walls.group is not None:
+            walls.group.join(job.limits)
+        walls.enter(job)
+        program, channel = _start(job, walls)
+        if channel is not None:
+            Conversation(caller, channel, program, job, walls).serve()
+        else:
+            ending, program = watch(program, job.limits, walls, caller.fileno()), None
+            caller.settimeout(_JOB_LIMIT_S)
+            caller.sendall(pack_ending(ending))
+        status = 0
+    except (EOFError, TimeoutError, ConnectionError):  # the caller went away
+        pass
     except OSError as error:
-        ending = Ending("broken", 1, 0.0, 0.0, 0.0, b"", str(error).encode())
-    try:
-        caller.settimeout(_JOB_LIMIT_S)
-        caller.sendall(pack_ending(ending))
-    except OSError:
-        os._exit(1)
-    os._exit(0)
+        _say(caller, error)
+    finally:
+        try:
+            if program is not None:
+                walls.signal_all(program.pid, signal.SIGKILL)
+                reap(program.pid, walls.reaps(program.pid))
+            walls.leave(os.getpid())
+        finally:
+            os._exit(status)
 
 
-def _make_folder(job: Job) -> None:
-    options = f"mode=700,size={job.limits.disk_mb}m,nr_inodes=16384"
-    kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
-    os.chdir(FOLDER)
-    for name, content in job.files.items():
-        os.makedirs(os.path.dirname(name) or ".", exist_ok=True)
-        with open(name, "wb") as file:
-            file.write(content)
-
-
-def _run(job: Job, caller: int, landlock: int, filter_code: bytes) -> Ending:
+def _start(job: Job, walls: Walls) -> tuple[Watched, socket.socket | None]:
+    """The program, and for a session this side's end of its channel. Raises OSError if it cannot be confined."""
+    session = job.idle_s > 0
     stdin = _sealed(job.stdin)
-    (stdout, stdout_end), (stderr, stderr_end), (failed, failed_end) = os.pipe(), os.pipe(), os.pipe()
+    (stdout, stdout_end), (stderr, stderr_end) = os.pipe(), os.pipe()
+    theirs = [stdin, stdout_end, stderr_end]
+    channel = None
+    if session:
+        channel, channel_end = socket.socketpair()
+        theirs.append(channel_end.detach())
+    failed, failed_end = os.pipe()
     pid = os.fork()
     if pid == 0:
-        for number, descriptor in enumerate((stdin, stdout_end, stderr_end, failed_end)):
-            os.dup2(descriptor, number, inheritable=False)
-        os.closerange(4, 1 << 16)
-        _confine(job.limits, landlock, filter_code, failed=3)
-        run_program(job.program)
-    for descriptor in (stdin, stdout_end, stderr_end, failed_end):
+        try:
+            _confine(job, walls, failed_end)
+            for number, descriptor in enumerate(theirs):
+                os.dup2(descriptor, number, inheritable=number < 3)
+            os.closerange(len(theirs), 1 << 16)
+            if session:
+                serve_repl(_CHANNEL, job.limits.output_bytes)
+            run_program(job.program)
+        finally:
+            os._exit(1)
+    for descriptor in (*theirs, failed_end):
         os.close(descriptor)
     failure = os.read(failed, 4096)  # nothing, when the program is confined
+    os.close(failed)
     if failure:
-        return Ending("broken", 1, 0.0, 0.0, 0.0, b"", failure)
-    return watch(Watched(pid, stdout, stderr), job.limits, _end_all, reaps=-1, caller=caller)
+        raise OSError(failure.decode())
+    return Watched(pid, stdout, stderr), channel
 
 
-def _confine(limits: Limits, landlock: int, filter_code: bytes, failed: int) -> None:
+def _confine(job: Job, walls: Walls, failed: int) -> None:
     """From here on the process has no rights; it ends at once if that fails, and says why on `failed`."""
     try:
-        for number in range(3):
-            os.set_inheritable(number, True)
         os.setsid()
-        kernel.drop_privileges()
-        if landlock:
-            restrict_files(landlock, FOLDER)
-        set_limits(limits, supervisors=1)
-        kernel.install_filter(filter_code)
+        walls.confine(job.limits, job.idle_s > 0)
     except BaseException as error:
         os.write(failed, f"cannot confine it: {error}".encode())
         os._exit(1)
-    os.close(failed)
 
 
 def _sealed(content: bytes) -> int:
@@ -116,17 +107,9 @@ def _sealed(content: bytes) -> int:
     return descriptor
 
 
-def _end_all() -> None:
-    """Kill every process of the namespace but this one."""
+def _say(caller: socket.socket, error: OSError) -> None:
     try:
-        os.kill(-1, signal.SIGKILL)
-    except ProcessLookupError:
+        caller.settimeout(_JOB_LIMIT_S)
+        caller.sendall(pack_ending(Ending("broken", 1, 0.0, 0.0, 0.0, b"", str(error).encode())))
+    except OSError:
         return
-
-
-def both_filters() -> dict[bool, bytes]:
-    """The filters of programs that may fork, and of those that may not. Raises OSError on other architectures."""
-    try:
-        return {forks: build_filter(forks) for forks in (False, True)}
-    except KeyError:
-        raise OSError(f"no system call table for {platform.machine()}; there are x86_64 and aarch64") from None

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import os
+import stat
 import struct
 
 from rollmill.sandbox.kernel import syscall
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on both architectures
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1, 2, 4, 8
+_READS = _EXECUTE | _READ_FILE | _READ_DIR
 _FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 _LATEST_FILE_RIGHTS = 16
 _NETWORK_RIGHTS = 3
@@ -25,23 +27,58 @@ def landlock_version() -> int:
         return 0
 
 
+class Rules:
+    """A set of rules; a process that restricts itself with it, even twice, can do only what all of them allow.
+
+    `version` is landlock_version(), above 0. With `reads_only`, rules for reading and running files alone.
+    """
+
+    def __init__(self, version: int, reads_only: bool = False) -> None:
+        self._every = _READS if reads_only else (1 << _FILE_RIGHTS.get(version, _LATEST_FILE_RIGHTS)) - 1
+        attributes = struct.pack("=Q", self._every)
+        if version >= 4:
+            attributes += struct.pack("=Q", _NETWORK_RIGHTS)
+        if version >= 6:
+            attributes += struct.pack("=Q", _SCOPES)
+        self._rules = syscall("landlock_create_ruleset", _CREATE, attributes, len(attributes), 0)
+
+    def allow_reading(self, path: str) -> None:
+        """Read and run a file, or everything below a folder."""
+        self._add(path, _READS)
+
+    def allow_listing(self, path: str) -> None:
+        """See the names below a folder."""
+        self._add(path, _READ_DIR)
+
+    def allow_writing(self, path: str) -> None:
+        """Read and write a file."""
+        self._add(path, _READ_FILE | _WRITE_FILE)
+
+    def allow_all(self, path: str) -> None:
+        """Everything below a folder."""
+        self._add(path, self._every)
+
+    def restrict(self) -> None:
+        """Restrict this process. It has given up its privileges before (PR_SET_NO_NEW_PRIVS)."""
+        syscall("landlock_restrict_self", _RESTRICT, self._rules, 0)
+        os.close(self._rules)
+
+    def _add(self, path: str, rights: int) -> None:
+        descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            rights &= _EXECUTE | _WRITE_FILE | _READ_FILE
+        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
+        syscall("landlock_add_rule", _ADD_RULE, self._rules, _RULE_PATH_BENEATH, rule, 0)
+        os.close(descriptor)
+
+
 def restrict_files(version: int, writable: str) -> None:
     """Let this process read everything that it sees, write below `writable` only, and use no network.
 
     It has given up its privileges before (PR_SET_NO_NEW_PRIVS). `version` is landlock_version(), above 0.
     """
-    every = (1 << _FILE_RIGHTS.get(version, _LATEST_FILE_RIGHTS)) - 1
-    attributes = struct.pack("=Q", every)
-    if version >= 4:
-        attributes += struct.pack("=Q", _NETWORK_RIGHTS)
-    if version >= 6:
-        attributes += struct.pack("=Q", _SCOPES)
-    rules = syscall("landlock_create_ruleset", _CREATE, attributes, len(attributes), 0)
-    devices = _READ_FILE | _READ_DIR | _WRITE_FILE
-    for folder, rights in (("/", _EXECUTE | _READ_FILE | _READ_DIR), ("/dev", devices), (writable, every)):
-        descriptor = os.open(folder, os.O_PATH | os.O_CLOEXEC)
-        rule = ctypes.create_string_buffer(struct.pack("=Qi", rights, descriptor))
-        syscall("landlock_add_rule", _ADD_RULE, rules, _RULE_PATH_BENEATH, rule, 0)
-        os.close(descriptor)
-    syscall("landlock_restrict_self", _RESTRICT, rules, 0)
-    os.close(rules)
+    rules = Rules(version)
+    rules.allow_reading("/")
+    rules.allow_writing("/dev")
+    rules.allow_all(writable)
+    rules.restrict()

@@ -17,9 +17,9 @@ def allocate():
 def write(path):
     open(path, "w").close()
 def another_process():
-    if os.getppid() != 1 or os.path.exists("/proc/1"):
-        return
-    raise OSError
+    if os.getppid() != 1:
+        os.kill(os.getppid(), 0)
+    open("/proc/1/stat")
 attempts = {
     "open a socket": lambda: socket.socket(),
     "fork": lambda: os.fork() or os._exit(0),

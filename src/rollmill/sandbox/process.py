@@ -5,27 +5,34 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import socket
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from rollmill.sandbox.cgroups import remove_groups
 from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.root import View
 from rollmill.sandbox.view import interpreter
+from rollmill.sandbox.walls import BackendName
 from rollmill.sandbox.wire import CONTROL
 
 START_LIMIT_S = 60.0
 """Longest wait for a server to be ready; it takes about 50 ms."""
+_END_LIMIT_S = 5.0
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 class Server:
     """One fork server. Raises SandboxError if it cannot start."""
 
-    def __init__(self, view: View) -> None:
+    def __init__(self, backend: BackendName, view: View) -> None:
+        self.backend = backend
+        self.cgroups = ""
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        arguments = [str(theirs.fileno()), json.dumps({"binds": view.binds, "hidden": view.hidden})]
+        arguments = [str(theirs.fileno()), json.dumps({"backend": backend, "binds": view.binds, "hidden": view.hidden})]
         with theirs:
             self._popen = subprocess.Popen(
                 [*python("from rollmill.sandbox.server import main; main()"), *arguments],
@@ -37,7 +44,15 @@ class Server:
                 cwd="/",
                 start_new_session=True,
             )
-        self.landlock = int(self._first_words()["landlock"])
+        words = self._first_words()
+        self.landlock = int(words["landlock"])
+        self.cgroups, self.no_cgroups = str(words["cgroups"]), str(words["no_cgroups"])
+        """The folder of its control groups; or why there are none."""
+
+    @property
+    def safe(self) -> bool:
+        """Whether its backend isolates programs."""
+        return self.backend != "plain"
 
     @property
     def pid(self) -> int:
@@ -66,10 +81,16 @@ class Server:
     def close(self) -> None:
         """End it, and with it every job, and wait until it is gone."""
         self._control.close()
+        if self.backend != "namespaces":  # it has folders to remove
+            self._popen.send_signal(signal.SIGCONT)
+            with suppress(subprocess.TimeoutExpired):
+                self._popen.wait(_END_LIMIT_S)
         self._popen.kill()
         self._popen.wait()
         assert self._popen.stderr is not None
         self._popen.stderr.close()
+        if self.cgroups:
+            remove_groups(self.cgroups)
 
     def _first_words(self) -> dict[str, Any]:
         poll = select.poll()

@@ -20,10 +20,14 @@ from rollmill.sandbox.limits import Limits
 
 NAME = "main.py"
 MEMORY_ERROR = b"MemoryError\n"
+_FOLDER = os.path.dirname(__file__)
 
 
-def set_limits(limits: Limits, supervisors: int) -> None:
-    """The kernel's limits on this process and its children. `supervisors` is how many processes are not theirs."""
+def set_limits(limits: Limits, tasks: int | None, session: bool) -> None:
+    """The kernel's limits on this process and its children. `tasks` is the most processes and threads of its user.
+
+    The CPU limit of a session is that of each execution, and the supervisor's to keep.
+    """
     memory, disk, cpu = limits.memory_mb << 20, limits.disk_mb << 20, limits.cpu_s
     for kind, value in (
         (resource.RLIMIT_AS, memory),
@@ -34,10 +38,10 @@ def set_limits(limits: Limits, supervisors: int) -> None:
         (resource.RLIMIT_MSGQUEUE, 0),
     ):
         resource.setrlimit(kind, (value, value))
-    resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
-    if supervisors:
-        most = supervisors + limits.processes + limits.threads
-        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+    if not session:
+        resource.setrlimit(resource.RLIMIT_CPU, (cpu, cpu + 1))
+    if tasks is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
 
 
 def run_program(text: str) -> NoReturn:
@@ -61,12 +65,7 @@ def run_program(text: str) -> NoReturn:
 
 
 def _status_of(text: str) -> int:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.argv, sys.path[:0] = [NAME], [os.getcwd()]
-    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # tracebacks show its lines
-    module: Any = types.ModuleType("__main__")
-    module.__dict__.update(__file__=NAME, __builtins__=builtins)
-    sys.modules["__main__"] = module
+    module = start_main(text)
     try:
         exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as wish:
@@ -77,9 +76,25 @@ def _status_of(text: str) -> int:
         os.write(2, MEMORY_ERROR)
         return 1
     except BaseException as error:
-        _print_traceback(error)
+        print_traceback(error)
         return 1
     return 0
+
+
+def start_main(text: str) -> Any:
+    """A fresh module `__main__` for a program, and what the interpreter sets up beside it."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv, sys.path[:0] = [NAME], [os.getcwd()]
+    add_lines(NAME, text)
+    module: Any = types.ModuleType("__main__")
+    module.__dict__.update(__file__=NAME, __builtins__=builtins)
+    sys.modules["__main__"] = module
+    return module
+
+
+def add_lines(name: str, text: str) -> None:
+    """Let tracebacks show the lines of a text that is no file."""
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
 
 
 def _exit_status(code: object) -> int:
@@ -91,12 +106,21 @@ def _exit_status(code: object) -> int:
     return 1
 
 
-def _print_traceback(error: BaseException) -> None:
-    """Without the frames of this file."""
+def print_traceback(error: BaseException) -> None:
+    """Without the frames of the sandbox, at the start and at the end."""
     inner = error.__traceback__
-    while inner is not None and inner.tb_frame.f_code.co_filename == __file__:
+    while inner is not None and _is_ours(inner):
         inner = inner.tb_next
+    last = inner
+    while last is not None and last.tb_next is not None and not _is_ours(last.tb_next):
+        last = last.tb_next
+    if last is not None:
+        last.tb_next = None
     if sys.excepthook is sys.__excepthook__:
         traceback.print_exception(error.with_traceback(inner))  # the interpreter's own hook would look for the file
     else:
         sys.excepthook(type(error), error.with_traceback(inner), inner)
+
+
+def _is_ours(frame: types.TracebackType) -> bool:
+    return os.path.dirname(frame.tb_frame.f_code.co_filename) == _FOLDER

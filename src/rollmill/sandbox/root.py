@@ -25,7 +25,7 @@ PACKAGES = "/packages"
 """Where allowed packages are found inside."""
 NOBODY = 65534
 """The user that root becomes."""
-_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 _NEW_ROOT = "/tmp"  # any folder that exists everywhere: it is covered in this process's namespace only
 
 
@@ -44,7 +44,7 @@ def enter_root(view: View) -> None:
 
     Raises OSError that names what the kernel refuses. Needs Linux 5.12 and, for an ordinary user, user namespaces.
     """
-    privileged = os.geteuid() == 0 and _may_become_nobody()
+    privileged = os.geteuid() == 0 and may_become_nobody()
     uid, gid = os.geteuid(), os.getegid()
     unshare(CLONE_NEWNS if privileged else CLONE_NEWNS | CLONE_NEWUSER)
     if not privileged:
@@ -72,7 +72,7 @@ def map_user(proc: int, inside_uid: int, inside_gid: int, uid: int, gid: int) ->
         os.close(descriptor)
 
 
-def _may_become_nobody() -> bool:
+def may_become_nobody() -> bool:
     """False for the root of a user namespace that maps root alone; it is an ordinary user outside."""
     with open("/proc/self/uid_map") as users, open("/proc/self/setgroups") as groups:
         starts = [(int(start), int(count)) for start, _, count in (line.split() for line in users)]
@@ -80,7 +80,7 @@ def _may_become_nobody() -> bool:
 
 
 def _build(view: View) -> None:
-    binds = view.binds | {device: device for device in _DEVICES}
+    binds = view.binds | {device: device for device in DEVICES}
     opened = {inside: os.open(path, os.O_PATH) for inside, path in binds.items()}  # before the new root covers one
     proc = os.open("/proc/self/fd", os.O_PATH)
     mount("tmpfs", _NEW_ROOT, "tmpfs", MS_NOSUID | MS_NODEV, "mode=755,size=1m")

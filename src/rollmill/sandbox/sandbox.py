@@ -3,40 +3,41 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
-import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from contextvars import ContextVar
+from dataclasses import replace
 from pathlib import PurePosixPath
-from typing import Literal, Self
+from typing import Self
 
-import rollmill.sandbox.probe as probe
 from rollmill.sandbox.errors import SandboxError
+from rollmill.sandbox.exchange import exchange, exchange_async
 from rollmill.sandbox.limits import Limits, Result
-from rollmill.sandbox.plain import run_plain
 from rollmill.sandbox.process import Server
-from rollmill.sandbox.root import PACKAGES
+from rollmill.sandbox.session import Session
 from rollmill.sandbox.slots import Slots
+from rollmill.sandbox.start import Backend, start
 from rollmill.sandbox.view import view_of
-from rollmill.sandbox.wire import Job, killed, pack_job, result_of
+from rollmill.sandbox.walls import BackendName
+from rollmill.sandbox.wire import Job, killed, pack_job
 
-Backend = Literal["namespaces", "plain"]
-GRACE_S = 20.0
-"""Beyond a program's wall limit: to start it and to hand over its output."""
-_CHUNK = 1 << 16
 _TRIES = 2
 
 
 class Sandbox:
-    """Runs programs, each in a file system, process tree and network of its own that is gone when it ends.
+    """Runs programs, each on its own, with nothing left of it when it ends.
 
-    `packages` are the import names it may use beside the standard library. `jobs` programs run at once (the number of
-    processor cores if 0), others wait. `backend="plain"` isolates nothing and is for trusted programs, or for machines
-    that are thrown away; it is never chosen by itself. Works on Linux, as root and as an ordinary user.
+    `packages` are the import names they may use beside the standard library. `jobs` programs run at once (the number of
+    processor cores if 0), others wait. `sessions` are open at once; they wait for a turn among `jobs` only while they
+    execute. `backend="auto"` is the first of namespaces and landlock that works here. `plain` isolates nothing, is for
+    trusted programs or machines that are thrown away, and is never chosen by itself. Works on Linux, as root and as an
+    ordinary user.
 
-    The first run starts a server process, probes it with hostile programs and raises SandboxError, which says what is
+    The first run starts a server process, probes it with hostile attempts and raises SandboxError, which says what is
     missing, if no safe sandbox can be built or one of them gets through.
     """
 
@@ -46,15 +47,18 @@ class Sandbox:
         *,
         packages: Sequence[str] = (),
         jobs: int = 0,
-        backend: Backend = "namespaces",
+        sessions: int = 64,
+        backend: Backend = "auto",
     ) -> None:
         self.limits = limits or Limits()
         self.backend = backend
         self._view = view_of(packages)
         self._slots = Slots(jobs or os.cpu_count() or 1)
+        self._session_slots = Slots(sessions)
+        self._in_session: ContextVar[bool] = ContextVar("in_session", default=False)
         self._lock = threading.Lock()
         self._server: Server | None = None
-        self._probed = self._closed = False
+        self._closed = False
 
     async def run(
         self, program: str, stdin: str = "", files: Mapping[str, bytes] | None = None, limits: Limits | None = None
@@ -65,17 +69,13 @@ class Sandbox:
         """
         job = self._job(program, stdin, files, limits)
         async with self._slots.turn_async():
-            if self.backend == "plain":
-                return await asyncio.to_thread(self._run_plain, job)
             for _ in range(_TRIES):
                 started = time.monotonic()
-                server = self._server
-                if server is None or not self._probed or not server.alive:
-                    server = await asyncio.to_thread(self._ready)
-                reply = await _exchange_async(server, job)
-                if reply is not None or server.alive:
-                    return (reply and result_of(reply)) or killed(time.monotonic() - started)
-        raise SandboxError(_died_twice())
+                server = await self._ready_async()
+                result = await exchange_async(server, job)
+                if result is not None or server.alive:
+                    return result or killed(time.monotonic() - started, server.safe)
+        raise SandboxError(_DIED_TWICE)
 
     def run_sync(
         self, program: str, stdin: str = "", files: Mapping[str, bytes] | None = None, limits: Limits | None = None
@@ -83,19 +83,48 @@ class Sandbox:
         """`run` for callers without an event loop."""
         job = self._job(program, stdin, files, limits)
         with self._slots.turn():
-            if self.backend == "plain":
-                return self._run_plain(job)
             for _ in range(_TRIES):
                 started = time.monotonic()
                 server = self._ready()
-                reply = _exchange(server, job)
-                if reply is not None or server.alive:
-                    return (reply and result_of(reply)) or killed(time.monotonic() - started)
-        raise SandboxError(_died_twice())
+                result = exchange(server, job)
+                if result is not None or server.alive:
+                    return result or killed(time.monotonic() - started, server.safe)
+        raise SandboxError(_DIED_TWICE)
+
+    @asynccontextmanager
+    async def session(
+        self, files: Mapping[str, bytes] | None = None, limits: Limits | None = None, idle_s: float = 600.0
+    ) -> AsyncIterator[Session]:
+        """An interpreter that executes one program after another in a folder that holds `files`, and keeps its state.
+
+        The limits are those of each execution, except for memory, disk, processes and threads, which are the
+        session's. It ends after the `async with`, when it is idle for `idle_s` seconds, and with this process.
+        A session waits for its turn among `sessions`; one that is opened inside another one, by the same task, does
+        not, so that tasks with several sessions cannot wait for each other.
+
+        Raises SandboxError as `run`.
+        """
+        if idle_s <= 0:
+            raise ValueError(f"idle_s is {idle_s:g}; it has to be above 0")
+        job = replace(self._job("", "", files, limits), idle_s=idle_s)
+        async with self._session_turn():
+            session = await self._open(job)
+            try:
+                yield session
+            finally:
+                session.close()
 
     def pid(self) -> int | None:
-        """The process id of the server; None before the first run and in the plain backend."""
+        """The process id of the server; None before the first run."""
         return self._server.pid if self._server else None
+
+    def chosen(self) -> BackendName:
+        """The backend in use. Starts it, if no program has run yet."""
+        return self._ready().backend
+
+    def without_cgroups(self) -> str:
+        """Why there are no limits on all processes of a program together; empty if there are. Starts it as well."""
+        return self._ready().no_cgroups
 
     def close(self) -> None:
         """End the server and every program; later runs raise SandboxError."""
@@ -127,82 +156,44 @@ class Sandbox:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
             if self._server is None or not self._server.alive:
-                if sys.platform != "linux":
-                    raise SandboxError(f"no safe sandbox on {sys.platform}: it needs Linux. {_ADVICE}")
                 if self._server is not None:
                     self._server.close()
                     self._server = None
-                try:
-                    self._server = Server(self._view)
-                except SandboxError as error:
-                    raise SandboxError(f"{error}. {_ADVICE}") from None
-            if not self._probed:
-                reply = _exchange(self._server, Job(probe.PROGRAM, b"", {}, probe.LIMITS))
-                probe.check((reply and result_of(reply)) or killed(0.0))
-                self._probed = True
+                self._server = start(self.backend, self._view)
             return self._server
 
-    def _run_plain(self, job: Job) -> Result:
-        folders = {os.path.dirname(path) for inside, path in self._view.binds.items() if inside.startswith(PACKAGES)}
-        return run_plain(job, sorted(folders))
+    async def _ready_async(self) -> Server:
+        server = self._server
+        return server if server is not None and server.alive else await asyncio.to_thread(self._ready)
+
+    @asynccontextmanager
+    async def _session_turn(self) -> AsyncIterator[None]:
+        if self._in_session.get():
+            yield
+            return
+        async with self._session_slots.turn_async():
+            self._in_session.set(True)
+            try:
+                yield
+            finally:
+                self._in_session.set(False)
+
+    async def _open(self, job: Job) -> Session:
+        for _ in range(_TRIES):
+            server = await self._ready_async()
+            caller = server.submit(math.inf)
+            if caller is None:
+                continue
+            caller.setblocking(False)
+            session = Session(caller, job.limits, self._slots, server.safe)
+            try:
+                if await session.ready(pack_job(job)):
+                    return session
+            except BaseException:
+                session.close()
+                raise
+            session.close()
+        raise SandboxError(_DIED_TWICE)
 
 
-_ADVICE = (
-    "It needs Linux 5.12, seccomp, and user namespaces (user.max_user_namespaces above 0, and neither "
-    "kernel.unprivileged_userns_clone nor AppArmor against them; in a container, a seccomp profile that lets `unshare` "
-    'and `mount` through). backend="plain" runs programs without any isolation'
-)
-
-
-def _exchange(server: Server, job: Job) -> bytes | None:
-    """What a job's socket delivers until it closes; None if the server or the job died before a reply."""
-    seconds = job.limits.wall_s + GRACE_S
-    caller = server.submit(seconds)
-    if caller is None:
-        return None
-    received = bytearray()
-    deadline = time.monotonic() + seconds
-    with caller:
-        try:
-            caller.settimeout(seconds)
-            with suppress(ConnectionError):  # it may have said why before it closed
-                caller.sendall(pack_job(job))
-            while True:
-                caller.settimeout(max(deadline - time.monotonic(), 0.001))
-                chunk = caller.recv(_CHUNK)
-                if not chunk:
-                    return bytes(received) or None
-                received += chunk
-        except TimeoutError:  # a server that is stopped, or a machine without a free moment
-            server.close()
-            return None
-        except ConnectionError:
-            return bytes(received) or None
-
-
-async def _exchange_async(server: Server, job: Job) -> bytes | None:
-    """`_exchange` for an event loop."""
-    seconds = job.limits.wall_s + GRACE_S
-    caller = server.submit(seconds)
-    if caller is None:
-        return None
-    loop = asyncio.get_running_loop()
-    received = bytearray()
-    with caller:
-        caller.setblocking(False)
-        try:
-            async with asyncio.timeout(seconds):
-                with suppress(ConnectionError):
-                    await loop.sock_sendall(caller, pack_job(job))
-                while chunk := await loop.sock_recv(caller, _CHUNK):
-                    received += chunk
-            return bytes(received) or None
-        except TimeoutError:
-            server.close()
-            return None
-        except ConnectionError:
-            return bytes(received) or None
-
-
-def _died_twice() -> str:
-    return "the sandbox's server died twice while a program ran; is the machine out of memory?"
+_DIED_TWICE = "the sandbox's server died twice while a program ran; is the machine out of memory?"

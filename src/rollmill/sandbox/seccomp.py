@@ -6,23 +6,42 @@ import errno
 import platform
 import struct
 
-from rollmill.sandbox.syscalls import CLONE, CLONE3, DENIED, FIRST_UNKNOWN, FORKS, PRLIMIT64
+from rollmill.sandbox.syscalls import (
+    CLONE,
+    CLONE3,
+    DENIED,
+    DENIED_ALONE,
+    FCNTL,
+    FIRST_UNKNOWN,
+    FORKS,
+    IOCTL,
+    KILL,
+    PRCTL,
+    PRLIMIT64,
+    SCHEDULING,
+    TGKILL,
+)
 
 AUDIT_ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _COLUMN = {"x86_64": 0, "aarch64": 1}
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _NUMBER, _ARCH, _FIRST_ARGUMENT = 0, 4, 16  # offsets in struct seccomp_data; both architectures are little endian
 _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
+_PR_SET_PDEATHSIG = 1
+_OWNERS_BY_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel sends the owner of a file any signal
+_OWNERS_BY_IOCTL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP; TIOCSTI types into a terminal
 _CLONE_THREAD = 0x00010000
 _CLONE_NEW = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
 
 
-def build_filter(forks: bool, machine: str = "") -> bytes:
+def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
     """The filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
 
     `forks` says whether new processes are allowed; threads always are. `machine` is "x86_64" or "aarch64", this
     machine's if empty; KeyError for another. `clone3` fails with ENOSYS, because its flags are out of a filter's
-    reach, and the C library then uses `clone`.
+    reach, and the C library then uses `clone`. `alone` is the process id of a program that is in no namespace of
+    its own: it may send signals to itself only, start nothing, not change who it is or what files are, and not outlive
+    its parent.
     """
     machine = machine or platform.machine()
     column = _COLUMN[machine]
@@ -34,7 +53,7 @@ def build_filter(forks: bool, machine: str = "") -> bytes:
         *_if(_AT_LEAST, FIRST_UNKNOWN, _ERRNO | errno.ENOSYS),  # the x32 calls too: they start at 2**30
         *_if(_EQUAL, CLONE3[column], _ERRNO | errno.ENOSYS),
     ]
-    denied = DENIED if forks else DENIED | FORKS
+    denied = DENIED | ({} if forks else FORKS) | (DENIED_ALONE if alone else {})
     for numbers in denied.values():
         if numbers[column] >= 0:
             code += _if(_EQUAL, numbers[column], _ERRNO | errno.EPERM)
@@ -42,19 +61,31 @@ def build_filter(forks: bool, machine: str = "") -> bytes:
     if not forks:
         on_clone += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
     code += _with_argument(CLONE[column], on_clone)
-    on_prlimit = [_step(_EQUAL, 0, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]  # its own limits only
-    code += _with_argument(PRLIMIT64[column], on_prlimit)
+    code += _with_argument(PRLIMIT64[column], _unless(0))  # its own limits only
+    if alone:
+        for call in (KILL, TGKILL):
+            code += _with_argument(call[column], _unless(alone))
+        for call in SCHEDULING.values():
+            code += _with_argument(call[column], _unless(0))
+        code += _with_argument(PRCTL[column], _if(_EQUAL, _PR_SET_PDEATHSIG, _ERRNO | errno.EPERM))
+        for call, commands in ((FCNTL, _OWNERS_BY_FCNTL), (IOCTL, _OWNERS_BY_IOCTL)):
+            refusals = [step for command in commands for step in _if(_EQUAL, command, _ERRNO | errno.EPERM)]
+            code += _with_argument(call[column], refusals, argument=1)
     return b"".join([*code, _step(_RETURN, _ALLOW)])
 
 
-def _with_argument(number: int, then: list[bytes]) -> list[bytes]:
-    """`then`, with the low half of the first argument loaded, for one system call; it is allowed where that ends."""
+def _with_argument(number: int, then: list[bytes], argument: int = 0) -> list[bytes]:
+    """`then`, with the low half of an argument loaded, for one system call; it is allowed where that ends."""
     return [
         _step(_EQUAL, number, 0, len(then) + 2),
-        _step(_LOAD, _FIRST_ARGUMENT),
+        _step(_LOAD, _FIRST_ARGUMENT + 8 * argument),
         *then,
         _step(_RETURN, _ALLOW),
     ]
+
+
+def _unless(value: int) -> list[bytes]:
+    return [_step(_EQUAL, value, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
 
 
 def _if(test: int, value: int, answer: int) -> list[bytes]:

@@ -15,12 +15,14 @@ import socket
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import NoReturn
 
 from rollmill.sandbox import kernel
-from rollmill.sandbox.jail import NAMESPACES, both_filters, serve_job
-from rollmill.sandbox.landlock import landlock_version
-from rollmill.sandbox.root import PACKAGES, View, enter_root
+from rollmill.sandbox.cgroups import Cgroups, Group
+from rollmill.sandbox.jail import serve_job
+from rollmill.sandbox.root import View
+from rollmill.sandbox.walls import Walls, walls_of
 from rollmill.sandbox.wire import CONTROL, Ending, pack_ending
 
 PRELOADED = (
@@ -32,7 +34,7 @@ PRELOADED = (
 """What programs import most; a child has it for nothing."""
 
 
-def serve(descriptor: int, view: View) -> NoReturn:
+def serve(descriptor: int, walls: Walls) -> NoReturn:
     """Serve until the caller's end of the control socket closes."""
     control = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a handler would make process 1 of a job hear it
@@ -40,45 +42,93 @@ def serve(descriptor: int, view: View) -> NoReturn:
     try:
         for name in PRELOADED:
             importlib.import_module(name)
-        filters, landlock = both_filters(), landlock_version()
-        proc = os.open("/proc", os.O_PATH)
-        enter_root(view)
+        groups, why_none = _groups(walls)
+        packages = walls.prepare()
+        if os.path.isdir(packages):
+            sys.path.append(packages)
         gc.freeze()  # children then touch, and so copy, fewer pages
     except OSError as error:
         control.sendall(json.dumps({"error": str(error)}).encode())
         sys.exit(1)
-    control.sendall(json.dumps({"landlock": landlock}).encode())
-    deadlines: dict[int, tuple[int, float]] = {}
+    said = {"landlock": walls.landlock, "cgroups": groups.path if groups else "", "no_cgroups": why_none}
+    control.sendall(json.dumps(said).encode())
+    jobs: dict[int, _Running] = {}
     poll = select.poll()
     poll.register(control, select.POLLIN)
     while True:
-        for ready, _ in poll.poll(1000 if deadlines else None):
+        for ready, _ in poll.poll(1000 if jobs else None):
             if ready != control.fileno():
-                pid, _ = deadlines.pop(ready)
                 poll.unregister(ready)
-                os.close(ready)
-                os.waitpid(pid, 0)
+                _forget(jobs.pop(ready), ready, walls, groups)
+                _reap_orphans(jobs)
                 continue
             message, sockets, _, _ = socket.recv_fds(control, CONTROL.size, 1)
             if not message:
-                sys.exit(0)
+                _end(jobs, walls)
             caller = socket.socket(fileno=sockets[0])
             try:
-                pid = kernel.clone(NAMESPACES)
+                group = groups.make() if groups else None
+                pid = kernel.clone(walls.clone_flags)
             except OSError as error:
                 _refuse(caller, error)
                 continue
             if pid == 0:
                 control.close()
-                serve_job(caller, proc, landlock, filters)
+                walls.group = group
+                serve_job(caller, walls)
             caller.close()
+            if group is not None:
+                group.close()
             process = os.pidfd_open(pid)
-            deadlines[process] = (pid, time.monotonic() + CONTROL.unpack(message)[0])
+            jobs[process] = _Running(pid, time.monotonic() + CONTROL.unpack(message)[0], group)
             poll.register(process, select.POLLIN)
         now = time.monotonic()
-        for process, (_, deadline) in deadlines.items():
-            if now > deadline:  # its process 1 keeps the limit; this is for one that cannot
+        for process, job in jobs.items():
+            if now > job.deadline:  # its supervisor keeps the limit; this is for one that cannot
                 signal.pidfd_send_signal(process, signal.SIGKILL)
+
+
+@dataclass(frozen=True, slots=True)
+class _Running:
+    supervisor: int
+    deadline: float
+    group: Group | None
+
+
+def _forget(job: _Running, process: int, walls: Walls, groups: Cgroups | None) -> None:
+    os.close(process)
+    os.waitpid(job.supervisor, 0)
+    with suppress(OSError):  # what is left of a killed one may still be ending; then it goes at the end
+        walls.leave(job.supervisor)
+    if groups is not None and job.group is not None:
+        groups.remove(job.group)
+
+
+def _reap_orphans(jobs: dict[int, _Running]) -> None:
+    """Programs whose supervisor was killed are this process's children then (PR_SET_CHILD_SUBREAPER)."""
+    known = {job.supervisor for job in jobs.values()}
+    peek = os.WEXITED | os.WNOHANG | os.WNOWAIT
+    with suppress(ChildProcessError):
+        while (found := os.waitid(os.P_ALL, 0, peek)) is not None and found.si_pid not in known:
+            os.waitpid(found.si_pid, 0)
+
+
+def _groups(walls: Walls) -> tuple[Cgroups | None, str]:
+    """Control groups, or why there are none."""
+    if not walls.safe:
+        return None, ""
+    try:
+        return Cgroups(), ""
+    except OSError as error:
+        return None, str(error)
+
+
+def _end(jobs: dict[int, _Running], walls: Walls) -> NoReturn:
+    for process, job in jobs.items():
+        signal.pidfd_send_signal(process, signal.SIGKILL)
+        os.waitpid(job.supervisor, 0)
+    walls.close()
+    os._exit(0)
 
 
 def _refuse(caller: socket.socket, error: OSError) -> None:
@@ -87,8 +137,6 @@ def _refuse(caller: socket.socket, error: OSError) -> None:
 
 
 def main() -> NoReturn:
-    """The program of the process: its arguments are the control socket and the view."""
-    view = json.loads(sys.argv[2])
-    if any(path.startswith(PACKAGES) for path in view["binds"]):
-        sys.path.append(PACKAGES)
-    serve(int(sys.argv[1]), View(view["binds"], view["hidden"]))
+    """The program of the process: its arguments are the control socket, the backend and the view."""
+    found = json.loads(sys.argv[2])
+    serve(int(sys.argv[1]), walls_of(found["backend"], View(found["binds"], found["hidden"])))

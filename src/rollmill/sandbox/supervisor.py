@@ -6,13 +6,15 @@ import os
 import select
 import signal
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from resource import struct_rusage
 
 from rollmill.sandbox.limits import Limits
+from rollmill.sandbox.walls import Walls
 from rollmill.sandbox.wire import Ending
 
+DISK_FULL = b"killed: it uses more disk than allowed\n"
+"""What a program's stderr says then, where the kernel does not keep that limit."""
 _CHUNK = 1 << 16
 
 
@@ -26,25 +28,20 @@ class Watched:
     started: float = field(default_factory=time.monotonic)
 
 
-def watch(program: Watched, limits: Limits, end_all: Callable[[], None], reaps: int, caller: int = -1) -> Ending:
-    """Wait for the program's end and describe it.
-
-    `end_all` kills every process of the program. `reaps` is what to wait for in waitpid's terms: -1 in a process that
-    has no other children, else the program's process id. `caller` is a socket whose hang-up cancels the program.
-    """
+def watch(program: Watched, limits: Limits, walls: Walls, caller: int) -> Ending:
+    """Wait for the program's end and describe it. `caller` is a socket whose hang-up cancels the program."""
     gathered: dict[int, bytearray] = {program.stdout: bytearray(), program.stderr: bytearray()}
     process = os.pidfd_open(program.pid)
     poll = select.poll()
     for descriptor in (program.stdout, program.stderr, process):
         os.set_blocking(descriptor, False)
         poll.register(descriptor, select.POLLIN)
-    if caller >= 0:
-        poll.register(caller, 0)
+    poll.register(caller, 0)
     stopped = ""
     running = True
     while running and not stopped:
         left = program.started + limits.wall_s - time.monotonic()
-        ready = {descriptor for descriptor, _ in poll.poll(max(left, 0) * 1000 + 1)} if left > 0 else set()
+        ready = {descriptor for descriptor, _ in poll.poll(min(left, walls.look_s) * 1000 + 1)} if left > 0 else set()
         for descriptor in ready & gathered.keys():
             if not _gather(descriptor, gathered[descriptor]):
                 poll.unregister(descriptor)
@@ -55,9 +52,12 @@ def watch(program: Watched, limits: Limits, end_all: Callable[[], None], reaps: 
             stopped = "killed"
         elif left <= 0:
             stopped = "timeout"
+        elif running and walls.full(program.pid, limits) and not has_ended(process):
+            stopped = "error"
+            gathered[program.stderr] += DISK_FULL
     seconds = time.monotonic() - program.started
-    end_all()
-    status, cpu, peak = _reap(program.pid, reaps)
+    walls.signal_all(program.pid, signal.SIGKILL)
+    status, cpu, peak = reap(program.pid, walls.reaps(program.pid))
     os.close(process)
     for descriptor, bytes_so_far in gathered.items():
         while sum(map(len, gathered.values())) <= limits.output_bytes and _gather(descriptor, bytes_so_far):
@@ -65,10 +65,16 @@ def watch(program: Watched, limits: Limits, end_all: Callable[[], None], reaps: 
     if sum(map(len, gathered.values())) > limits.output_bytes:
         stopped = stopped or "output"
     stdout, stderr = bytes(gathered[program.stdout]), bytes(gathered[program.stderr])
-    outcome = stopped or _outcome(status, cpu, stderr, limits)
+    ran_out = status == -signal.SIGKILL and walls.group is not None and walls.group.ran_out()
+    outcome = stopped or ("memory" if ran_out else _outcome(status, cpu, stderr, limits))
     stdout = stdout[: limits.output_bytes]
     stderr = stderr[: limits.output_bytes - len(stdout)]
     return Ending(outcome, status, seconds, cpu, peak, stdout, stderr)
+
+
+def has_ended(process: int) -> bool:
+    """Whether the process of a pidfd has ended: then nobody may look into it any more."""
+    return bool(select.select([process], [], [], 0)[0])
 
 
 def _gather(descriptor: int, into: bytearray) -> bool:
@@ -81,7 +87,7 @@ def _gather(descriptor: int, into: bytearray) -> bool:
     return bool(chunk)
 
 
-def _reap(program: int, reaps: int) -> tuple[int, float, float]:
+def reap(program: int, reaps: int) -> tuple[int, float, float]:
     """The program's exit status, the CPU seconds of all its processes and the largest resident memory of one, MiB."""
     status, cpu, peak = 0, 0.0, 0.0
     while True:

@@ -96,6 +96,59 @@ DENIED: dict[str, tuple[int, int]] = {
     "syslog": (103, 116),
     "vhangup": (153, 58),
 }
+DENIED_ALONE: dict[str, tuple[int, int]] = {
+    # What namespaces would make harmless: other processes, and who one is.
+    "execve": (59, 221),
+    "execveat": (322, 281),
+    "tkill": (200, 130),
+    "rt_sigqueueinfo": (129, 138),
+    "rt_tgsigqueueinfo": (297, 240),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
+    "setuid": (105, 146),
+    "setgid": (106, 144),
+    "setreuid": (113, 145),
+    "setregid": (114, 143),
+    "setresuid": (117, 147),
+    "setresgid": (119, 149),
+    "setgroups": (116, 159),
+    "setfsuid": (122, 151),
+    "setfsgid": (123, 152),
+    # What Landlock does not see: modes, owners, times and attributes of files, and who watches them.
+    "chmod": (90, -1),
+    "fchmod": (91, 52),
+    "fchmodat": (268, 53),
+    "chown": (92, -1),
+    "fchown": (93, 55),
+    "lchown": (94, -1),
+    "fchownat": (260, 54),
+    "utime": (132, -1),
+    "utimes": (235, -1),
+    "futimesat": (261, -1),
+    "utimensat": (280, 88),
+    "setxattr": (188, 5),
+    "lsetxattr": (189, 6),
+    "fsetxattr": (190, 7),
+    "removexattr": (197, 14),
+    "lremovexattr": (198, 15),
+    "fremovexattr": (199, 16),
+    "inotify_init": (253, -1),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    # Objects that other processes have made.
+    "semop": (65, 193),
+    "semtimedop": (220, 192),
+    "msgsnd": (69, 189),
+    "msgrcv": (70, 188),
+}
+"""Denied as well to programs that share the machine's namespaces."""
+KILL, TGKILL, PRCTL, FCNTL, IOCTL = (62, 129), (234, 131), (157, 167), (72, 25), (16, 29)
+SCHEDULING: dict[str, tuple[int, int]] = {
+    "sched_setparam": (142, 118),
+    "sched_setscheduler": (144, 119),
+    "sched_setaffinity": (203, 122),
+    "sched_setattr": (314, 274),
+}
 FORKS: dict[str, tuple[int, int]] = {"fork": (57, -1), "vfork": (58, -1)}
 CLONE = (56, 220)
 CLONE3 = (435, 435)

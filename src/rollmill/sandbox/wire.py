@@ -10,7 +10,7 @@ import json
 import pickle
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rollmill.sandbox.errors import SandboxError
@@ -29,6 +29,8 @@ class Job:
     stdin: bytes
     files: dict[str, bytes]
     limits: Limits
+    idle_s: float = 0.0
+    """Above 0 it is a session, which has no program, and this the longest wait for its caller."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +67,7 @@ def pack_ending(ending: Ending) -> bytes:
     return HEADER.pack(len(head)) + head + ending.stdout + ending.stderr
 
 
-def result_of(reply: bytes) -> Result | None:
+def result_of(reply: bytes, safe: bool) -> Result | None:
     """The result in a whole reply; None if it was cut short. Raises SandboxError if the sandbox failed."""
     if len(reply) < HEADER.size or len(reply) < HEADER.size + (size := HEADER.unpack_from(reply)[0]):
         return None
@@ -76,17 +78,12 @@ def result_of(reply: bytes) -> Result | None:
     stdout, stderr = (part.decode(errors="replace") for part in (output[: words[5]], output[words[5] :]))
     if words[0] == "broken":
         raise SandboxError(f"the sandbox could not start a program: {stderr}")
-    return Result(words[0], words[1], stdout, stderr, words[2], words[3], words[4])
+    return Result(words[0], words[1], stdout, stderr, words[2], words[3], words[4], safe)
 
 
-def killed(seconds: float) -> Result:
+def killed(seconds: float, safe: bool = True) -> Result:
     """The result of a program whose sandbox was killed from outside."""
-    return Result("killed", -9, "", "", seconds, 0.0, 0.0)
-
-
-def unsafe(result: Result) -> Result:
-    """The same, marked as run without isolation."""
-    return replace(result, safe=False)
+    return Result("killed", -9, "", "", seconds, 0.0, 0.0, safe)
 
 
 def _exactly(receive: Callable[[int], bytes], size: int) -> bytes:

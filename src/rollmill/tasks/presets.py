@@ -35,4 +35,17 @@ def gsm8k(row: Row) -> Row:
     }
 
 
-PRESETS = {"gsm8k": gsm8k, **K12_PRESETS}
+def humaneval(row: Row) -> Row:
+    """A row of HumanEval (Chen et al. 2021, arXiv:2107.03374): prompt, entry_point, test and canonical_solution.
+
+    Adds prefix (the prompt, which the code goes on from) and response (the solution): what the code reward and
+    demonstrations need.
+    """
+    for column in ("task_id", "prompt", "entry_point", "test", "canonical_solution"):
+        if not isinstance(row.get(column), str):
+            found = f"column {column} is {kind(row[column])}, not text" if column in row else f"no column {column}"
+            raise BadRowError(f"{found} (columns: {', '.join(row)})")
+    return row | {"prefix": row["prompt"], "response": row["canonical_solution"]}
+
+
+PRESETS = {"gsm8k": gsm8k, "humaneval": humaneval, **K12_PRESETS}

@@ -7,6 +7,7 @@ from typing import Annotated
 from pydantic import Field
 
 from rollmill.config.rewards.base import GateConfig, RewardSection
+from rollmill.config.rewards.code import CodeReward
 from rollmill.config.rewards.judges import JudgeReward, JudgeSection, PairwiseReward, RankingReward
 from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import AnswerPlace, MathReward, ReasoningGymReward
@@ -41,6 +42,7 @@ RewardConfig = Annotated[
     | ReasoningGymReward
     | PythonReward
     | ModelReward
+    | CodeReward
     | LanguageReward
     | LengthReward
     | RepetitionReward
@@ -66,6 +68,7 @@ __all__ = [
     "BoxesReward",
     "ChartReward",
     "CitationReward",
+    "CodeReward",
     "CountReward",
     "ExactReward",
     "FormatReward",

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import platform
 from dataclasses import dataclass
 
-from rollmill.sandbox import Limits, Result
+from rollmill.sandbox.limits import Limits, Result
+from rollmill.sandbox.supervisor import DISK_FULL
+from rollmill.sandbox.syscalls import CLONE, CLONE3, DENIED, PRLIMIT64
+from rollmill.sandbox.walls import BackendName
 
-SMALL = Limits(wall_s=5.0, cpu_s=3, memory_mb=128, disk_mb=8, output_bytes=1 << 16)
+SMALL = Limits(wall_s=20.0, cpu_s=3, memory_mb=128, disk_mb=8, output_bytes=1 << 16)
 QUICK = Limits(wall_s=0.4, cpu_s=3, memory_mb=128)
 CPU = Limits(wall_s=20.0, cpu_s=1, memory_mb=128)
-FORKS = Limits(wall_s=5.0, cpu_s=3, memory_mb=128, processes=8, threads=8)
+FORKS = Limits(wall_s=20.0, cpu_s=3, memory_mb=128, processes=8, threads=8)
 TRY = """
 import ctypes, errno, os, signal, socket, sys, time
 libc = ctypes.CDLL(None, use_errno=True)
@@ -26,6 +30,10 @@ except OSError as error:
 """
 
 
+_LANDLOCK_ERRORS = ("EACCES", "EPERM")
+"""What Landlock and its filter answer where the other backend hides a thing or mounts it read-only."""
+
+
 @dataclass(frozen=True)
 class Hostile:
     """A program and how it has to end: one of `outcome`, after printing one of the errno names in `error`, if any."""
@@ -35,16 +43,33 @@ class Hostile:
     outcome: str = "ok"
     error: str = ""
     limits: Limits = SMALL
+    only: BackendName | None = None
+    """The backend that it is meant for; None for every backend that can run it."""
 
-    def contained(self, found: Result) -> bool:
+    def is_for(self, backend: BackendName) -> bool:
+        """Whether a backend can run it: the landlock backend never starts a second process."""
+        return self.only in (None, backend) and (backend != "landlock" or self.limits.processes == 1)
+
+    def contained(self, found: Result, backend: BackendName) -> bool:
         """Whether a result is how it has to end."""
-        errors = self.error.split() or [found.stdout.strip()]
-        return "BREACH" not in found.stdout and found.outcome in self.outcome.split() and found.stdout.strip() in errors
+        if "BREACH" in found.stdout:
+            return False
+        if backend == "landlock" and found.outcome == "error" and found.stderr.endswith(DISK_FULL.decode()):
+            return True
+        errors = (*self.error.split(), *(_LANDLOCK_ERRORS if backend == "landlock" else ()))
+        as_expected = found.outcome != "ok" or not self.error or found.stdout.strip() in errors
+        return found.outcome in self.outcome.split() and as_expected
 
 
-def refused(name: str, statements: str, error: str = "EPERM", limits: Limits = SMALL) -> Hostile:
+def refused(name: str, statements: str, error: str = "EPERM", only: BackendName | None = None) -> Hostile:
     """Statements that have to fail with an OSError."""
-    return Hostile(name, TRY % "\n".join(f"    {line}" for line in statements.splitlines()), "ok", error, limits)
+    return Hostile(name, TRY % "\n".join(f"    {line}" for line in statements.splitlines()), "ok", error, only=only)
+
+
+def _call(name: str, *arguments: str) -> str:
+    """A system call by its number on this machine."""
+    table = DENIED | {"clone": CLONE, "clone3": CLONE3, "prlimit64": PRLIMIT64}
+    return f"syscall({', '.join((str(table[name][platform.machine() == 'aarch64']), *arguments))})"
 
 
 NETWORK = [
@@ -60,7 +85,7 @@ NETWORK = [
     )
 ] + [
     refused("bind an abstract name", "a, b = socket.socketpair()\na.bind('\\0name')"),
-    refused("io_uring instead of sockets", "syscall(425, 8, 0)"),
+    refused("io_uring instead of sockets", _call("io_uring_setup", "8", "0")),
     refused("a name server", "socket.create_connection(('127.0.0.1', 53), 1)"),
 ]
 FILES = [
@@ -79,7 +104,7 @@ FILES = [
     refused("climb out", "os.chdir('../../../../../../..')\nopen('etc/shadow')", "ENOENT"),
     refused("chroot", "os.chroot('/tmp')"),
     refused("a device node", "os.mknod('x', 0o666 | 0x2000, os.makedev(1, 1))"),
-    refused("open by handle", "syscall(304, 3, 0, 0)"),
+    refused("open by handle", _call("open_by_handle_at", "3", "0", "0")),
     refused("delete Python", "os.unlink(os.__file__)", "EROFS"),
     Hostile(
         "delete everything",
@@ -98,34 +123,52 @@ PROCESSES = [
     refused("fork", "if os.fork() == 0: os._exit(0)"),
     refused("vfork", "import subprocess\nsubprocess.run([sys.executable, '-c', ''])"),
     refused("a daemon", "if os.fork() == 0:\n    os.setsid()\n    time.sleep(1000)"),
-    refused("ptrace", "syscall(101, 16, 1, 0, 0)"),
-    refused("read another's memory", "syscall(310, 1, 0, 0, 0, 0, 0)"),
+    refused("ptrace", _call("ptrace", "16", "1", "0", "0")),
+    refused("read another's memory", _call("process_vm_readv", "1", "0", "0", "0", "0", "0")),
     refused("another's limits", "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (0, 0))"),
     refused("a process descriptor", "os.pidfd_open(1)"),
     refused("kill all by another name", "os.kill(1234567, 9)", "ESRCH"),
-    refused("clone with namespaces", "syscall(56, 0x10000000 | 17, 0, 0, 0, 0)"),
-    refused("clone3", "syscall(435, 0, 0)", "ENOSYS"),
+    refused("clone with namespaces", _call("clone", "0x10000000 | 17", "0", "0", "0", "0")),
+    refused("clone3", _call("clone3", "0", "0"), "ENOSYS"),
 ]
 KERNEL = [
-    refused("a user namespace", "syscall(272, 0x10000000)"),
-    refused("another's namespace", "syscall(308, 0, 0)"),
-    refused("mount", "syscall(165, 0, 0, 0, 0, 0)"),
-    refused("the new mount calls", "syscall(430, 0, 0)"),
-    refused("pivot_root", "syscall(155, 0, 0)"),
-    refused("keyctl", "syscall(250, 0, 0)"),
-    refused("bpf", "syscall(321, 0, 0, 0)"),
-    refused("perf_event_open", "syscall(298, 0, 0, 0, 0, 0)"),
-    refused("userfaultfd", "syscall(323, 0)"),
+    refused("a user namespace", _call("unshare", "0x10000000")),
+    refused("another's namespace", _call("setns", "0", "0")),
+    refused("mount", _call("mount", "0", "0", "0", "0", "0")),
+    refused("the new mount calls", _call("fsopen", "0", "0")),
+    refused("pivot_root", _call("pivot_root", "0", "0")),
+    refused("keyctl", _call("keyctl", "0", "0")),
+    refused("bpf", _call("bpf", "0", "0", "0")),
+    refused("perf_event_open", _call("perf_event_open", "0", "0", "0", "0", "0")),
+    refused("userfaultfd", _call("userfaultfd", "0")),
     refused("memfd_create", "os.memfd_create('x')"),
-    refused("shared memory", "syscall(29, 0, 4096, 0o1666)"),
-    refused("load a module", "syscall(175, 0, 0, 0)"),
-    refused("kexec", "syscall(246, 0, 0, 0, 0)"),
-    refused("reboot", "syscall(169, 0, 0, 0, 0)"),
+    refused("shared memory", _call("shmget", "0", "4096", "0o1666")),
+    refused("load a module", _call("init_module", "0", "0", "0")),
+    refused("kexec", _call("kexec_load", "0", "0", "0", "0")),
+    refused("reboot", _call("reboot", "0", "0", "0", "0")),
     refused("set the clock", "time.clock_settime(time.CLOCK_REALTIME, 0)"),
     refused("a call from the future", "syscall(700, 0)", "ENOSYS"),
     refused("a call of x32", "syscall(0x40000000 + 41, 2, 1, 0)", "ENOSYS"),
     refused("become root", "os.setuid(0)", "EINVAL"),
-    refused("raise a limit", "libc.setrlimit(9, (ctypes.c_ulong * 2)(1 << 62, 1 << 62)) and syscall(302, 1, 0, 0, 0)"),
+    refused("hide from the supervisor's end", "if libc.prctl(1, 0, 0, 0, 0): raise OSError(1, '')", only="landlock"),
+    refused("another's priority", "os.setpriority(os.PRIO_PROCESS, os.getppid(), 5)", only="landlock"),
+    refused("another's processors", "os.sched_setaffinity(os.getppid(), [0])", only="landlock"),
+    refused("a signal to the supervisor", "os.kill(os.getppid(), 0)", only="landlock"),
+    refused("a signal to its group", "os.killpg(0, 0)", only="landlock"),
+    refused("chmod its own file", "open('x', 'w').close()\nos.chmod('x', 0o777)", only="landlock"),
+    refused(
+        "a signal through a file",
+        "import fcntl\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
+        only="landlock",
+    ),
+    refused("run a program", "os.execv(sys.executable, ['python'])", only="landlock"),
+    refused("watch files", "if libc.inotify_init() < 0: raise OSError(ctypes.get_errno(), '')", only="landlock"),
+    refused("link a file of the machine", "os.link(os.__file__, 'x')\nopen('x', 'a')", "EROFS EXDEV EACCES"),
+    refused("read another's folder", "os.listdir('..')", "EACCES", only="landlock"),
+    refused(
+        "raise a limit",
+        "libc.setrlimit(9, (ctypes.c_ulong * 2)(1 << 62, 1 << 62)) and " + _call("prlimit64", "1", "0", "0", "0"),
+    ),
 ]
 BOMBS = [
     Hostile("memory", "x = []\nwhile True: x.append(bytearray(1 << 20))", "memory"),
@@ -151,7 +194,19 @@ BOMBS = [
     ),
     refused("disk in one file", "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "EFBIG"),
     refused("disk in many files", "for n in range(99999):\n    open(str(n), 'wb').write(bytes(1 << 20))", "ENOSPC"),
-    refused("empty files", "for n in range(99999):\n    open(str(n), 'wb').close()", "ENOSPC"),
+    refused(
+        "disk in files without a name",
+        "x = []\nfor n in range(200):\n    x.append(open(str(n), 'wb'))\n    os.unlink(str(n))\n"
+        "    x[-1].write(bytes(1 << 20))\n    x[-1].flush()\n    time.sleep(.001)\ntime.sleep(.2)",
+        "ENOSPC",
+    ),
+    Hostile(
+        "empty files",
+        TRY % "    for n in range(99999):\n        open(str(n), 'wb').close()",
+        "ok timeout",
+        "ENOSPC",
+        Limits(wall_s=20.0, cpu_s=1, memory_mb=128, disk_mb=8),
+    ),
     refused("a sparse file", "open('x', 'wb').truncate(1 << 40)", "EFBIG"),
     refused("descriptors", "x = [os.dup(0) for _ in range(5000)]", "EMFILE"),
     Hostile("stdout", "while True: print('x' * 4096)", "output"),
@@ -182,6 +237,15 @@ BOMBS = [
     Hostile("abort", "import os\nos.abort()", "killed"),
     Hostile("kill all", "import os\ntry: os.kill(-1, 9)\nexcept OSError: os.kill(os.getpid(), 9)", "killed"),
     Hostile("kill process 1", "import os, time\nfor n in (2, 9, 15, 19): \n try: os.kill(1, n)\n except OSError: pass"),
+    Hostile("kill the supervisor", "import os\ntry: os.kill(os.getppid(), 9)\nexcept OSError: pass"),
+    Hostile(
+        "a deep tree",
+        "import os\nfor n in range(200):\n os.mkdir('x' * 50)\n os.chdir('x' * 50)\nopen('y', 'w').write('z')",
+        "ok error",
+    ),
+    Hostile(
+        "a closed folder", "import os\nos.mkdir('a', 0o300)\nopen('a/b', 'w').write('c')\nos.mkdir('d', 0)", "ok error"
+    ),
     Hostile("exit before output", "import os\nprint('lost')\nos._exit(0)"),
     Hostile("a wrong status", "import os\nos._exit(7)", "error"),
     Hostile("null bytes", "print('\0')", "error"),

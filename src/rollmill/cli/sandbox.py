@@ -1,0 +1,85 @@
+"""`rollmill sandbox`: what this machine's sandboxes are worth, and one program in a sandbox."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, get_args
+
+import typer
+
+from rollmill.core.errors import ConfigError
+
+HELP = "Run untrusted Python programs, and check what keeps them in."
+
+
+def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
+    """Attack every backend with hostile programs. Exits with 0 if one of them is safe, else with 1."""
+    from rollmill.sandbox.attack import inspect
+    from rollmill.sandbox.start import SAFE
+
+    reports = [inspect(backend) for backend in (*SAFE, "plain")]
+    chosen = next((report.backend for report in reports if report.safe), None)
+    if as_json:
+        print(json.dumps({"backend": chosen, "backends": [report.as_json() for report in reports]}))
+    else:
+        for report in reports:
+            contained = f"{report.programs - len(report.through)} of {report.programs} hostile programs contained"
+            verdict = "safe" if report.safe else "NOT SAFE"
+            print(f"{report.backend:<12}{verdict:<10}{contained if report.programs else ''}".rstrip())
+            for line in (*report.missing.splitlines(), *(f"not contained: {name}" for name in report.through)):
+                print(f"    {line}")
+            for line in report.lacks:
+                print(f"    lacks: {line}")
+            if report.no_cgroups:
+                print(f"    no cgroups: {report.no_cgroups}; limits are those of each process")
+        print(f"in use: {chosen}" if chosen else "no backend is safe here")
+    raise typer.Exit(0 if chosen else 1)
+
+
+def run(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="The program.")],
+    stdin: Annotated[Path | None, typer.Option("--stdin", metavar="FILE", help="What it reads.")] = None,
+    wall_s: Annotated[float, typer.Option("--wall-s", help="Seconds until it is killed.")] = 10.0,
+    memory_mb: Annotated[int, typer.Option("--memory-mb", help="Address space, MiB.")] = 512,
+    package: Annotated[
+        list[str] | None, typer.Option("--package", metavar="NAME", help="A package it may import (repeatable).")
+    ] = None,
+    backend: Annotated[str, typer.Option("--backend", help="auto, namespaces, landlock or plain.")] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
+) -> None:
+    """Run a program in a sandbox and print what it prints. Exits with 0 if its outcome is ok, else with 1."""
+    from rollmill.sandbox import Limits, Sandbox
+    from rollmill.sandbox.start import Backend
+
+    chosen = next((name for name in get_args(Backend) if name == backend), None)
+    if chosen is None:
+        raise ConfigError(f"--backend is {', '.join(get_args(Backend))}, not {backend!r}")
+    try:
+        limits = Limits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mb=memory_mb)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    with Sandbox(limits, packages=package or [], jobs=1, backend=chosen) as sandbox:
+        result = sandbox.run_sync(_text(file, "FILE"), _text(stdin, "--stdin") if stdin else "")
+        used = sandbox.chosen()
+    if as_json:
+        print(json.dumps(dataclasses.asdict(result) | {"backend": used}))
+    else:
+        sys.stdout.write(result.stdout)
+        sys.stderr.write(result.stderr)
+        if result.outcome not in ("ok", "error"):
+            print(f"ended by the sandbox: {result.outcome} after {result.seconds:.3g} s", file=sys.stderr)
+    raise typer.Exit(0 if result.outcome == "ok" else 1)
+
+
+def _text(path: Path, name: str) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{name} {path} cannot be read as text: {error}") from error
+
+
+COMMANDS = {"check": check, "run": run}
+"""Name of a command -> function."""

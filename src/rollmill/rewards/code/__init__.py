@@ -1,0 +1,1 @@
+"""The code reward: functions and programs that have to pass tests."""

@@ -1,0 +1,77 @@
+"""The model's functions, in a session of their own."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AsyncExitStack
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+from rollmill.rewards.code.bundle import CANDIDATE, VALUES, bundle
+from rollmill.rewards.code.results import COMPILE_ERROR, OUTCOMES
+from rollmill.sandbox import Limits, Sandbox, Session
+
+
+class Answer(NamedTuple):
+    """How a call ended. With "ok" `text` is what the session says of it (`inside_candidate.call`), which may be a lie.
+
+    A lie earns nothing: expected values are not in that process, so all it can give is an answer of its own.
+    """
+
+    outcome: str
+    text: str = ""
+    seconds: float = 0.0
+
+    def reply(self, most: int) -> dict[str, Any]:
+        """What the text says; nothing where it is not what a session says. `most` bounds the containers in it.
+
+        Making them is what takes time, and the event loop waits for it.
+        """
+        try:
+            if self.text.count("[") > most:
+                return {"too_large": f"more than {most} containers"}
+            found = json.loads(self.text)
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+
+class Candidate:
+    """Code whose functions can be called. What a call changes stays for the next one, until the process dies."""
+
+    def __init__(self, sandbox: Sandbox, source: str, limits: Limits) -> None:
+        self._sandbox, self._source, self._limits = sandbox, source, limits
+        self._stack = AsyncExitStack()
+        self._session: Session | None = None
+        self._failed: Answer | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self._stack.aclose()
+
+    async def call(self, name: str, arguments: str, wall_s: float, *, changes: bool = False) -> Answer:
+        """Call a function with [args, kwargs] as encoded text. Code that does not load gives the same answer always.
+
+        `changes`: the answer says what the call has changed in its arguments.
+        """
+        if self._failed is None and (self._session is None or self._session.ended):
+            await self._load(wall_s)
+        if self._failed is not None:
+            return self._failed
+        assert self._session is not None
+        done = await self._session.execute(f"module.call({name!r}, {arguments!r}, {changes})", wall_s)
+        return Answer(OUTCOMES[done.outcome], done.value or "", done.seconds)
+
+    async def _load(self, wall_s: float) -> None:
+        await self._stack.aclose()
+        self._session = await self._stack.enter_async_context(self._sandbox.session(limits=self._limits))
+        program = f"{bundle(VALUES, CANDIDATE)}\nmodule.load({self._source!r})"
+        done = await self._session.execute(program, wall_s)
+        if done.outcome != "ok":
+            self._failed = Answer(OUTCOMES[done.outcome])
+        elif done.value != "{}":
+            self._failed = Answer(COMPILE_ERROR)

@@ -1,0 +1,87 @@
+"""Where the code of a completion stands."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from rollmill.config.rewards.code import CodePlace
+
+LONGEST_CODE = 400_000
+"""Characters; longer code earns 0 with the outcome `too_long`."""
+_FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w.+#-]*)[^\n]*$", re.MULTILINE)
+_PYTHON = {"python", "py", "python3", "py3"}
+_END = re.compile(r"\n(?=(?:class|def|#|if|print|```))")
+"""Where a completion of a function ends: the stop words of Chen et al. 2021, arXiv:2107.03374, section 2.1."""
+
+
+class Block(NamedTuple):
+    """A fenced block: the word behind the fence in small letters, and the lines between."""
+
+    language: str
+    code: str
+
+
+def blocks(text: str) -> list[Block]:
+    """The fenced blocks, in order. One that is not closed goes to the next fence with a language, or to the end."""
+    found: list[Block] = []
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        bare = not fence[3] and fence[0].strip() == fence[2]
+        if opened is None:
+            opened = None if fence[2][0] in fence[0][fence.end(2) - fence.start() :] else fence
+        elif fence[2].startswith(opened[2]) and (bare or fence[3]):
+            found.append(_block(opened, text[opened.end() : fence.start()]))
+            opened = None if bare else fence
+    if opened is not None:
+        found.append(_block(opened, text[opened.end() :]))
+    return found
+
+
+def extract_code(text: str, place: CodePlace = "auto", name: str | None = None) -> str | None:
+    """The code of a completion, None where there is none.
+
+    Of the blocks that call themselves Python, or else have no language, it is the last one that defines `name`, or else
+    the last one.
+    """
+    if place != "whole":
+        fenced = [block for block in blocks(text) if block.code.strip()]
+        for languages in (_PYTHON, {""}):
+            candidates = [block.code for block in fenced if block.language in languages]
+            defining = [code for code in candidates if name is not None and defines(code, name)]
+            if candidates:
+                return (defining or candidates)[-1]
+        if place == "fence":
+            return None
+    return text if text.strip() else None
+
+
+def defines(code: str, name: str) -> bool:
+    """Whether a line at the margin defines a function, class or variable `name`."""
+    named = re.escape(name)
+    pattern = rf"^(?:(?:async )?def|class)[ \t]+{named}\b|^{named}[ \t]*=(?!=)"
+    return re.search(pattern, code, re.MULTILINE) is not None
+
+
+def joined(prefix: str, code: str, name: str | None) -> str:
+    """The program that `prefix` (the beginning of a function, such as HumanEval's prompts) and the code make together.
+
+    Code that defines `name` itself comes after the prefix, whose imports and helpers it may use. Other code goes on
+    where the prefix ends, up to where it begins something else.
+    """
+    if name is not None and defines(code, name):
+        return f"{whole(prefix)}\n\n{code}"
+    return prefix + _END.split(code, maxsplit=1)[0] + "\n"
+
+
+def whole(prefix: str) -> str:
+    """The prefix as a program: a function without a body gets one."""
+    if not prefix.rstrip().endswith(":"):
+        return prefix
+    last = prefix.rstrip().rpartition("\n")[2]
+    return f"{prefix.rstrip()}\n{last[: len(last) - len(last.lstrip())]}    pass\n"
+
+
+def _block(opened: re.Match[str], body: str) -> Block:
+    lines = body.split("\n")[1:]
+    return Block(opened[3].lower(), "\n".join(line.removeprefix(opened[1]) for line in lines))

@@ -1,0 +1,112 @@
+"""Inside a session of its own: a task's check code, to which the model's functions are names that ask the host."""
+
+import builtins
+import json
+from typing import Any
+
+from rollmill.rewards.code.inside_candidate import Shown
+from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign
+
+_names: dict[str, Any] = {"__name__": "check"}
+_raised: list[BaseException] = []
+
+
+class StoppedError(BaseException):
+    """The model's code gave nothing that a check could go on with. `except Exception` does not catch this."""
+
+
+class ForeignError(BaseException):
+    """The check hands the model's code what is not a value."""
+
+
+def prepare(setup: str, names: list[str], host: Any) -> None:
+    """Run what stands before the checks, then let `names` stand for the model's functions."""
+    exec(compile(setup, "setup.py", "exec", dont_inherit=True), _names)
+    for name in names:
+        _names[name] = _function(name, host)
+
+
+def check(code: str) -> Shown:
+    """Run a check: "ok", or the outcome and the reason in JSON."""
+    _raised.clear()
+    try:
+        exec(compile(code, "check.py", "exec", dont_inherit=True), _names)
+    except MemoryError:
+        raise
+    except BaseException as error:
+        if isinstance(error, StoppedError) or any(error is each for each in _raised):
+            return _verdict("runtime_error", error)
+        in_itself = isinstance(error, ForeignError | NameError | ImportError | SystemExit)
+        return _verdict("test_error" if in_itself else "wrong_answer", error)
+    return Shown(json.dumps({"outcome": "ok"}))
+
+
+def _verdict(outcome: str, error: BaseException) -> Shown:
+    return Shown(json.dumps({"outcome": outcome, "reason": f"{type(error).__name__}: {str(error)[:500]}"}))
+
+
+def _function(name: str, host: Any) -> Any:
+    def function(*args: Any, **kwargs: Any) -> Any:
+        arguments = [list(args), kwargs]
+        try:
+            tree = encode(arguments)
+        except TooLargeError as large:
+            raise ForeignError(f"the test passes what is too large: {large}") from None
+        if (kind := foreign(tree)) is not None:
+            raise ForeignError(f"the test passes an object of type {kind}; only built-in values can be passed")
+        text = json.dumps([name, json.dumps(tree, separators=(",", ":"))])
+        try:
+            reply = json.loads(host(text))
+            if "arguments" in reply:
+                _restore(arguments, decode(reply["arguments"]))
+            if "value" in reply:
+                return decode(reply["value"])
+            error = _exception(str(reply["raised"]), str(reply["text"]))
+        except Exception as broken:
+            raise StoppedError(f"{name} gave nothing to check: {broken}") from None
+        _raised.append(error)
+        raise error
+
+    function.__name__ = name
+    return function
+
+
+def _exception(name: str, text: str) -> Exception:
+    """The built-in exception of a name. The name comes from the model's process: nothing else may be called by it."""
+    kind = getattr(builtins, name)
+    if not isinstance(kind, type) or not issubclass(kind, Exception):
+        raise ValueError(f"{name} is no exception")
+    for each in kind.__mro__:
+        try:
+            return each(text)  # type: ignore[no-any-return]
+        except TypeError:  # such as UnicodeDecodeError, which takes five arguments
+            continue
+    raise AssertionError("Exception takes one argument")
+
+
+def _restore(old: Any, new: Any) -> None:
+    """Make `old` what `new` is, in place, wherever it can be changed; objects inside stay the same ones."""
+    if type(old) is not type(new):
+        return
+    if isinstance(old, list):
+        old[:] = [_kept(*pair) for pair in zip(old, new)] + new[len(old) :]  # noqa: B905 (one may be longer)
+    elif isinstance(old, dict):
+        kept = {key: _kept(old[key], value) if key in old else value for key, value in new.items()}
+        old.clear()
+        old.update(kept)
+    elif isinstance(old, tuple):
+        for pair in zip(old, new):  # noqa: B905
+            _restore(*pair)
+    elif isinstance(old, set):
+        old.clear()
+        old.update(new)
+    elif isinstance(old, bytearray):
+        old[:] = new
+
+
+def _kept(old: Any, new: Any) -> Any:
+    """`new`, as the object that `old` is if that can be changed."""
+    if type(old) is type(new) and isinstance(old, list | dict | set | bytearray | tuple):
+        _restore(old, new)
+        return old if old == new else new
+    return new

@@ -1,0 +1,169 @@
+"""The code reward: find the code, run the tests, say what it earns."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from rollmill.config.rewards import CodeReward
+from rollmill.config.rewards.code import CodePlace
+from rollmill.core.errors import ConfigError
+from rollmill.core.registry import import_object
+from rollmill.core.types import Completion, Task
+from rollmill.rewards.base import Verdict
+from rollmill.rewards.code.candidate import Candidate
+from rollmill.rewards.code.checks import run_checks
+from rollmill.rewards.code.comparison import rules_of
+from rollmill.rewards.code.extraction import LONGEST_CODE, extract_code, joined
+from rollmill.rewards.code.functions import run_functions
+from rollmill.rewards.code.judges import ByFunction, ByProgram, ByRules, Comparer
+from rollmill.rewards.code.programs import run_programs
+from rollmill.rewards.code.results import (
+    HOPELESS,
+    NO_CODE,
+    TIMEOUT,
+    TOO_LONG,
+    Budget,
+    TestResult,
+    earned,
+    fraction,
+    outcome_of,
+)
+from rollmill.rewards.code.tests import CheckTest, FunctionTest, Suite, Test, read_suite
+from rollmill.rewards.resources import Resources
+from rollmill.sandbox import Limits, Sandbox
+from rollmill.sandbox.slots import Slots
+
+_LONG = 50_000
+"""Characters of a completion."""
+_log = logging.getLogger(__name__)
+
+
+class Code:
+    """Judges a completion by a task's tests. A task without tests is not judged.
+
+    Expected values and check code never enter the process that runs the model's code.
+    Raises ConfigError where `judge` cannot be loaded, SandboxError where there is no safe sandbox.
+    """
+
+    def __init__(self, config: CodeReward, resources: Resources) -> None:
+        self._config = config
+        self._sandbox = shared_sandbox(config, resources)
+        self._turns = Slots(config.jobs or os.cpu_count() or 1)
+        self._limits = limits_of(config)
+        self._suites = Suites()
+        self._judge = None if config.judge is None else _own_judge(config.judge, config.time_limit_s, resources)
+
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        suite = self._suites.of(task)
+        tests = [test for test in suite.tests if self._counts(test)] if suite else []
+        if suite is None or not tests:
+            return Verdict(None)
+        code = await _extracted(completion.text, self._config.extract, suite.entry_point)
+        if code is None:
+            return Verdict(0.0, NO_CODE)
+        if len(code) > LONGEST_CODE:
+            return Verdict(0.0, TOO_LONG)
+        source = joined(suite.prefix, code, suite.entry_point) if suite.prefix else code
+        asked = time.perf_counter()
+        async with self._turns.turn_async():
+            queued = time.perf_counter() - asked
+            results = await self._run(suite, tests, source)
+        return self._verdict(tests, results, queued)
+
+    def _counts(self, test: Test) -> bool:
+        return not self._config.kinds or test.kind in self._config.kinds
+
+    async def _run(self, suite: Suite, tests: Sequence[Test], source: str) -> list[TestResult]:
+        """The results of the tests that were run, in order."""
+        found: list[TestResult] = []
+        comparer, budget = self._comparer(suite), Budget(self._config.total_limit_s)
+        async with (
+            Candidate(self._sandbox, source, self._limits) as candidate,
+            aclosing(self._results(tests, source, candidate, comparer, budget)) as results,
+        ):
+            async for result in results:
+                found.append(result)
+                if result.outcome in HOPELESS and self._config.credit == "all":
+                    break
+        return found
+
+    def _results(
+        self, tests: Sequence[Any], source: str, candidate: Candidate, comparer: Comparer, budget: Budget
+    ) -> AsyncGenerator[TestResult, None]:
+        limit = self._config.time_limit_s
+        match tests[0]:
+            case FunctionTest():
+                return run_functions(candidate, tests, comparer, limit, budget)
+            case CheckTest():
+                return run_checks(self._sandbox, candidate, tests, self._limits, limit, budget)
+        return run_programs(self._sandbox, source, tests, comparer, self._limits, budget)
+
+    def _comparer(self, suite: Suite) -> Comparer:
+        if suite.checker is not None:
+            return ByProgram(self._sandbox, suite.checker, self._limits)
+        return self._judge or ByRules(rules_of(self._config))
+
+    def _verdict(self, tests: Sequence[Test], results: list[TestResult], queued: float) -> Verdict:
+        last = outcome_of(results)
+        results = results + [TestResult(test.kind, test.weight, last) for test in tests[len(results) :]]
+        value = earned(results, self._config.credit)
+        if last == TIMEOUT and value == 0.0:
+            value = self._config.timeout_reward
+        kinds = dict.fromkeys(test.kind for test in tests)
+        details = {kind: fraction([result for result in results if result.kind == kind]) for kind in kinds}
+        return Verdict(value, last, queued, details)
+
+
+async def _extracted(text: str, place: CodePlace, name: str | None) -> str | None:
+    """`extract_code`, in a thread where the text is so long that the event loop would wait."""
+    if len(text) < _LONG:
+        return extract_code(text, place, name)
+    return await asyncio.to_thread(extract_code, text, place, name)
+
+
+class Suites:
+    """The tests of the tasks seen last: those of a group are asked for once per completion, and may be long."""
+
+    def __init__(self, most: int = 64) -> None:
+        self._most = most
+        self._read: dict[int, tuple[Task, Suite | None]] = {}
+
+    def of(self, task: Task) -> Suite | None:
+        """The tests of a task, None where it has none. Raises ValueError like `read_suite`."""
+        if id(task) not in self._read:
+            while len(self._read) >= self._most:
+                del self._read[next(iter(self._read))]
+            self._read[id(task)] = task, read_suite(task.metadata)
+        return self._read[id(task)][1]
+
+
+def shared_sandbox(config: CodeReward, resources: Resources) -> Sandbox:
+    """The sandbox of all rewards of a judge that want the same one."""
+    packages, jobs, backend = tuple(sorted(config.packages)), config.jobs, config.sandbox
+    if backend == "plain":
+        _log.warning("the code reward has `sandbox: plain`: the model's code runs without any isolation")
+    key = f"sandbox {backend} {jobs} {' '.join(packages)}"
+    return resources.shared(key, lambda: Sandbox(packages=packages, jobs=jobs, backend=backend))
+
+
+def limits_of(config: CodeReward) -> Limits:
+    """The limits of one test."""
+    return Limits(
+        wall_s=config.time_limit_s,
+        cpu_s=int(config.time_limit_s) + 1,
+        memory_mb=config.memory_mb,
+        output_bytes=config.output_kb << 10,
+    )
+
+
+def _own_judge(name: str, time_limit_s: float, resources: Resources) -> ByFunction:
+    function = import_object(name)
+    if not callable(function):
+        raise ConfigError(f"judge {name} is a {type(function).__name__}, not a function")
+    return ByFunction(name, function, resources.threads, time_limit_s)

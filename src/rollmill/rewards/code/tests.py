@@ -1,0 +1,245 @@
+"""The tests of a task, read from its columns."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.rewards.code.extraction import whole
+from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign
+
+VISIBLE, HIDDEN, GENERATED = "visible", "hidden", "generated"
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionTest:
+    """A call, and what it returns; or the name of the exception that it raises.
+
+    `arguments` are args and kwargs as text for another process; `size` is the length of `expected` as such text.
+    """
+
+    call: str
+    arguments: str
+    args: list[Any]
+    kwargs: dict[str, Any]
+    expected: Any
+    raises: str | None
+    kind: str
+    weight: float
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramTest:
+    """What a program reads, and what it has to print."""
+
+    stdin: str
+    stdout: str
+    kind: str
+    weight: float
+
+
+@dataclass(frozen=True, slots=True)
+class CheckTest:
+    """Code that calls the functions `names` and raises where one is wrong. `setup` runs before it."""
+
+    setup: str
+    code: str
+    names: tuple[str, ...]
+    kind: str
+    weight: float
+
+
+Test = FunctionTest | ProgramTest | CheckTest
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """All tests of a task, of one sort.
+
+    `entry_point` is the name that the code has to define, where the task says one; `prefix` is the text that the code
+    goes on from; `checker` is a program that compares outputs in place of the reward.
+    """
+
+    tests: list[Test]
+    entry_point: str | None = None
+    prefix: str = ""
+    checker: str | None = None
+
+
+def read_suite(metadata: Mapping[str, Any]) -> Suite | None:
+    """The tests in a task's columns `tests`, `test` or `test_list`; None where it has none of them.
+
+    Raises ValueError for columns that make no tests.
+    """
+    prefix, name = _text(metadata, "prefix") or "", _text(metadata, "entry_point")
+    if (rows := _list(metadata, "tests")) is not None:
+        tests: list[Test] = [_row(index, row, name) for index, row in enumerate(rows, 1)]
+        if len({type(test) for test in tests}) > 1:
+            raise ValueError("column `tests` mixes tests with `stdin` and tests with `args`; a task has one sort")
+        named = name or _only_call(tests)
+        return Suite(_checked(tests, "tests"), named, prefix, _text(metadata, "checker"))
+    if (code := _text(metadata, "test")) is not None:
+        if name is None:
+            raise ValueError("column `test` needs a column `entry_point` with the name of the function that it checks")
+        _parsed(code, "test")
+        _parsed(whole(prefix), "prefix")
+        return Suite([CheckTest(whole(prefix), f"{code}\n\ncheck({name})\n", (name,), HIDDEN, 1.0)], name, prefix)
+    if (asserts := _list(metadata, "test_list")) is not None:
+        setup = f"{whole(prefix)}\n{_setup(metadata)}\n"
+        names = _called(setup, "\n".join(map(str, asserts)), name)
+        checks: list[Test] = [CheckTest(setup, f"{each}\n", names, HIDDEN, 1.0) for each in asserts]
+        return Suite(_checked(checks, "test_list"), names[0] if len(names) == 1 else name, prefix)
+    return None
+
+
+def _checked(tests: list[Test], column: str) -> list[Test]:
+    if not tests:
+        raise ValueError(f"column `{column}` is empty; leave it out where there is nothing to test")
+    return tests
+
+
+def _row(index: int, row: Any, name: str | None) -> Test:
+    where = f"test {index} of column `tests`"
+    if not isinstance(row, Mapping):
+        raise ValueError(
+            f"{where} is {row!r:.60}; it has to be a mapping with `args` and `expected`, or `stdin` and `stdout`"
+        )
+    row = {key: value for key, value in row.items() if value is not None or key == "expected"}
+    kind, weight = row.get("kind", HIDDEN), row.get("weight", 1.0)
+    if not isinstance(kind, str):
+        raise ValueError(
+            f"{where}: `kind` is {kind!r:.60}; it has to be a word such as {VISIBLE}, {HIDDEN}, {GENERATED}"
+        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < math.inf:
+        raise ValueError(f"{where}: `weight` is {weight!r:.60}; it has to be a number above 0")
+    if "stdin" in row or "stdout" in row:
+        _only(where, {key: value for key, value in row.items() if value is not None}, "stdin", "stdout")
+        for key in ("stdin", "stdout"):
+            if not isinstance(row.get(key, ""), str):
+                raise ValueError(f"{where}: `{key}` is {row[key]!r:.60}; it has to be text")
+        if "stdout" not in row:
+            raise ValueError(f"{where} has no `stdout`; write what the program has to print")
+        return ProgramTest(row.get("stdin", ""), row["stdout"], kind, float(weight))
+    _only(where, row, "call", "args", "kwargs", "expected", "raises", "literals")
+    return _function_test(where, row, name, kind, float(weight))
+
+
+def _function_test(where: str, row: Mapping[str, Any], name: str | None, kind: str, weight: float) -> FunctionTest:
+    call = row.get("call", name)
+    if not isinstance(call, str) or not all(part.isidentifier() for part in call.split(".")):
+        raise ValueError(f"{where}: no function to call; write its name as `call`, or in a column `entry_point`")
+    if ("expected" in row) == ("raises" in row) and row.get("expected", 0) is not None:
+        raise ValueError(f"{where} needs either `expected`, a value, or `raises`, the name of an exception")
+    raises = row.get("raises")
+    if raises is not None and not _is_exception(raises):
+        raise ValueError(f"{where}: `raises` is {raises!r:.60}; it has to be the name of a built-in exception")
+    args, kwargs, expected = row.get("args", []), row.get("kwargs", {}), row.get("expected")
+    if not isinstance(args, list | tuple):
+        raise ValueError(f"{where}: `args` is {args!r:.60}; it has to be a list, also for a single argument")
+    if not isinstance(kwargs, Mapping):
+        raise ValueError(f"{where}: `kwargs` is {kwargs!r:.60}; it has to be a mapping of names to values")
+    args, kwargs = list(args), dict(kwargs)
+    if row.get("literals", False):
+        args = [_literal(where, each) for each in args]
+        kwargs = {key: _literal(where, each) for key, each in kwargs.items()}
+        expected = _literal(where, expected) if raises is None else None
+    arguments = json.dumps(_encoded(where, "args", [args, kwargs]), separators=(",", ":"))
+    tree = _encoded(where, "expected", expected)
+    return FunctionTest(call, arguments, args, kwargs, decode(tree), raises, kind, weight, len(json.dumps(tree)))
+
+
+def _encoded(where: str, key: str, value: Any) -> Any:
+    try:
+        tree = encode(value)
+    except TooLargeError as error:
+        raise ValueError(f"{where}: `{key}` is too large: {error}") from None
+    if (kind := foreign(tree)) is not None:
+        raise ValueError(f"{where}: `{key}` holds an object of type {kind}; only built-in values can be tested")
+    return tree
+
+
+def _only(where: str, row: Mapping[str, Any], *known: str) -> None:
+    if unknown := [key for key in row if key not in (*known, "kind", "weight")]:
+        raise ValueError(f"{where} has the keys {unknown}; there are {', '.join(known)}, kind and weight")
+
+
+def _literal(where: str, text: Any) -> Any:
+    if not isinstance(text, str):
+        raise ValueError(f"{where}: {text!r:.60} is not text; with `literals` every value is a Python literal in text")
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError) as error:
+        raise ValueError(f"{where}: {text!r:.60} is not a Python literal ({error})") from None
+
+
+def _is_exception(name: Any) -> bool:
+    found = getattr(builtins, name, None) if isinstance(name, str) else None
+    return isinstance(found, type) and issubclass(found, Exception)
+
+
+def _only_call(tests: list[Test]) -> str | None:
+    calls = {test.call.split(".")[0] for test in tests if isinstance(test, FunctionTest)}
+    return calls.pop() if len(calls) == 1 else None
+
+
+def _text(metadata: Mapping[str, Any], column: str) -> str | None:
+    found = metadata.get(column)
+    if found is not None and not isinstance(found, str):
+        raise ValueError(f"column `{column}` is {found!r:.60}; the code reward needs text there")
+    return found or None
+
+
+def _list(metadata: Mapping[str, Any], column: str) -> list[Any] | None:
+    """A column that is a list, or the JSON text of one, as tables without nested columns have it."""
+    found = metadata.get(column)
+    if isinstance(found, str):
+        try:
+            found = json.loads(found)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"column `{column}` is text that is not JSON: {error}") from None
+    if found is not None and not isinstance(found, list | tuple):
+        raise ValueError(f"column `{column}` is {found!r:.60}; the code reward needs a list of tests there")
+    return None if found is None else list(found)
+
+
+def _setup(metadata: Mapping[str, Any]) -> str:
+    """What MBPP's rows have for the test's own imports."""
+    imports = "\n".join(map(str, _list(metadata, "test_imports") or []))
+    return f"{imports}\n{_text(metadata, 'test_setup_code') or ''}"
+
+
+def _called(setup: str, asserts: str, name: str | None) -> tuple[str, ...]:
+    """The functions that assertions call and that nothing before them defines."""
+    loads: dict[str, None] = {} if name is None else {name: None}
+    known = {node.id for node in _names(_parsed(setup, "test_setup_code")) if isinstance(node.ctx, ast.Store)}
+    for node in ast.walk(_parsed(setup, "test_setup_code")):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            known.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            known |= {(each.asname or each.name).split(".")[0] for each in node.names}
+    called = {node.func.id for node in ast.walk(_parsed(asserts, "test_list")) if _calls_a_name(node)}  # type: ignore[attr-defined]
+    loads |= dict.fromkeys(sorted(called - known - set(vars(builtins))))
+    if not loads:
+        raise ValueError("column `test_list` calls no function of the solution")
+    return tuple(loads)
+
+
+def _calls_a_name(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+
+
+def _names(tree: ast.Module) -> list[ast.Name]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+
+
+def _parsed(code: str, column: str) -> ast.Module:
+    try:
+        return ast.parse(code)
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"column `{column}` is not Python: {error}") from None

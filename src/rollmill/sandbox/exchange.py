@@ -1,0 +1,69 @@
+"""One run, from the caller's side: the job goes out, its result comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import suppress
+
+from rollmill.sandbox.limits import Result
+from rollmill.sandbox.process import Server
+from rollmill.sandbox.wire import Job, pack_job, result_of
+
+GRACE_S = 20.0
+"""Beyond a program's wall limit: to start it and to hand over its output."""
+_CHUNK = 1 << 16
+
+
+def exchange(server: Server, job: Job) -> Result | None:
+    """The result of a job; None if the server or the job died before there was one.
+
+    Raises SandboxError if the program could not be started.
+    """
+    seconds = job.limits.wall_s + GRACE_S
+    caller = server.submit(seconds)
+    if caller is None:
+        return None
+    received = bytearray()
+    deadline = time.monotonic() + seconds
+    with caller:
+        try:
+            caller.settimeout(seconds)
+            with suppress(ConnectionError):  # it may have said why before it closed
+                caller.sendall(pack_job(job))
+            while True:
+                caller.settimeout(max(deadline - time.monotonic(), 0.001))
+                chunk = caller.recv(_CHUNK)
+                if not chunk:
+                    break
+                received += chunk
+        except TimeoutError:  # a server that is stopped, or a machine without a free moment
+            server.close()
+            return None
+        except ConnectionError:
+            pass
+    return result_of(bytes(received), server.safe)
+
+
+async def exchange_async(server: Server, job: Job) -> Result | None:
+    """`exchange` for an event loop."""
+    seconds = job.limits.wall_s + GRACE_S
+    caller = server.submit(seconds)
+    if caller is None:
+        return None
+    loop = asyncio.get_running_loop()
+    received = bytearray()
+    with caller:
+        caller.setblocking(False)
+        try:
+            async with asyncio.timeout(seconds):
+                with suppress(ConnectionError):
+                    await loop.sock_sendall(caller, pack_job(job))
+                while chunk := await loop.sock_recv(caller, _CHUNK):
+                    received += chunk
+        except TimeoutError:
+            await asyncio.to_thread(server.close)
+            return None
+        except ConnectionError:
+            pass
+    return result_of(bytes(received), server.safe)

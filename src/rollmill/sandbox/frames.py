@@ -1,0 +1,63 @@
+"""What travels in a session: frames of byte strings, read without trust in who wrote them.
+
+A frame is its length and its parts, each behind its own length; lengths are 4 bytes, big endian. Nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import struct
+
+_LENGTH = struct.Struct("!I")
+
+
+class FrameError(ValueError):
+    """Bytes that are no frame."""
+
+
+class LongFrameError(FrameError):
+    """A frame longer than allowed."""
+
+
+def pack(*parts: bytes) -> bytes:
+    """One frame."""
+    body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
+    return _LENGTH.pack(len(body)) + body
+
+
+class Frames:
+    """Cuts a stream into frames of at most `most` bytes."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._bytes = bytearray()
+
+    def feed(self, chunk: bytes) -> None:
+        """The next bytes of the stream."""
+        self._bytes += chunk
+
+    def take(self) -> list[bytes] | None:
+        """The parts of the next whole frame, None before it is there. Raises FrameError."""
+        if len(self._bytes) < _LENGTH.size:
+            return None
+        (size,) = _LENGTH.unpack_from(self._bytes)
+        if size > self._most:
+            raise LongFrameError(f"a frame of {size} bytes; {self._most} are allowed")
+        if len(self._bytes) < _LENGTH.size + size:
+            return None
+        body = bytes(self._bytes[_LENGTH.size : _LENGTH.size + size])
+        del self._bytes[: _LENGTH.size + size]
+        return _parts_of(body)
+
+
+def _parts_of(body: bytes) -> list[bytes]:
+    parts, place = [], 0
+    while place < len(body):
+        if place + _LENGTH.size > len(body):
+            raise FrameError("a frame that breaks off")
+        (size,) = _LENGTH.unpack_from(body, place)
+        place += _LENGTH.size
+        if place + size > len(body):
+            raise FrameError("a part that is longer than its frame")
+        parts.append(body[place : place + size])
+        place += size
+    return parts

@@ -1,0 +1,135 @@
+"""Sessions: one interpreter that executes text after text and keeps its state."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from rollmill.sandbox.errors import SandboxError
+from rollmill.sandbox.exchange import GRACE_S
+from rollmill.sandbox.frames import FrameError, Frames, pack
+from rollmill.sandbox.limits import Execution, Limits
+from rollmill.sandbox.slots import Slots
+from rollmill.sandbox.wire import result_of
+
+Host = Callable[[str], Awaitable[str]]
+"""What answers `host(text)` of a program. It runs in the caller's event loop."""
+READY = pack(b"ready")
+_CHUNK = 1 << 16
+_FRAME_ROOM = 1 << 10
+_NO_HOST = "host() has nobody to answer it in this execution"
+
+
+class Session:
+    """One interpreter in a sandbox of its own. Made by Sandbox.session; used by one task at a time."""
+
+    def __init__(self, caller: socket.socket, limits: Limits, slots: Slots, safe: bool) -> None:
+        self._caller, self._limits, self._slots, self._safe = caller, limits, slots, safe
+        self._frames = Frames(2 * limits.output_bytes + _FRAME_ROOM)
+        self._busy = self._ended = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether every further execution will be `ended`."""
+        return self._ended
+
+    async def execute(self, program: str, wall_s: float | None = None, host: Host | None = None) -> Execution:
+        """Execute a program among the names that the executions before have left.
+
+        `wall_s` is limits.wall_s if None. `host` answers the program's calls of `host(text)`; the time that it takes
+        is not the program's, and what it raises ends the session and is raised here. A session that has ended, for
+        whatever reason, answers with the outcome "ended". A cancelled execution ends the session.
+
+        Raises SandboxError when called while another execution runs, as from within `host`.
+        """
+        if self._busy:
+            raise SandboxError("a session executes one program at a time; open another session for this one")
+        wall_s = self._limits.wall_s if wall_s is None else wall_s
+        if wall_s <= 0:
+            raise ValueError(f"wall_s is {wall_s:g}; it has to be above 0")
+        if self._ended or self._gone():
+            self.close()
+            return self._without_answer("ended")
+        self._busy = True
+        request = pack(program.encode(errors="surrogatepass"), b"%.6f" % wall_s)
+        try:
+            while True:
+                async with self._slots.turn_async():  # given back while `host` answers, which may need one itself
+                    reply = await self._ask(request, wall_s + GRACE_S)
+                if reply is None:
+                    self.close()
+                    return self._without_answer("killed")
+                if reply[0] != b"host":
+                    return self._execution(reply)
+                request = await self._answer(reply[1], host)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._busy = False
+
+    def close(self) -> None:
+        """End it; later executions are `ended`."""
+        self._ended = True
+        self._caller.close()
+
+    async def ready(self, job: bytes) -> bool:
+        """Hand over the job and wait until the interpreter is there; False if the server died.
+
+        Raises SandboxError that says why a session cannot start.
+        """
+        said = bytearray()
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(GRACE_S):
+                await loop.sock_sendall(self._caller, job)
+                while said != READY and (chunk := await loop.sock_recv(self._caller, _CHUNK)):
+                    said += chunk
+        except OSError:  # a TimeoutError is one
+            return False
+        return said == READY or result_of(bytes(said), self._safe) is not None
+
+    async def _ask(self, request: bytes, seconds: float) -> list[bytes] | None:
+        """The reply to a request, None if there is no sense in it or no end of it."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(seconds):
+                await loop.sock_sendall(self._caller, request)
+                while (reply := self._frames.take()) is None:
+                    chunk = await loop.sock_recv(self._caller, _CHUNK)
+                    if not chunk:
+                        return None
+                    self._frames.feed(chunk)
+        except (OSError, FrameError):  # a TimeoutError is an OSError
+            return None
+        return reply
+
+    async def _answer(self, message: bytes, host: Host | None) -> bytes:
+        if host is None:
+            return pack(b"refuse", _NO_HOST.encode())
+        answer = await host(message.decode(errors="replace"))
+        if not isinstance(answer, str):
+            raise TypeError(f"`host` has to return text, not {type(answer).__name__}")
+        return pack(b"answer", answer.encode(errors="surrogatepass"))
+
+    def _gone(self) -> bool:
+        """Whether the other side has ended, for example because it waited for too long."""
+        try:
+            return not self._caller.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except ConnectionError:
+            return True
+
+    def _execution(self, reply: list[bytes]) -> Execution:
+        _, outcome, seconds, *texts = reply
+        stdout, stderr, *value = (text.decode(errors="replace") for text in texts)
+        named: Any = outcome.decode()
+        if named not in ("ok", "error"):
+            self.close()
+        return Execution(named, value[0] if value else None, stdout, stderr, float(seconds), self._safe)
+
+    def _without_answer(self, outcome: Any) -> Execution:
+        return Execution(outcome, None, "", "", 0.0, self._safe)

@@ -1,0 +1,113 @@
+"""`rollmill sandbox`: what backends are worth here, and single programs with their exit codes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from kernels import lacks
+
+from rollmill.cli import main
+from rollmill.sandbox import attack
+from rollmill.sandbox.hostile import HOSTILE, SMALL, Hostile
+
+FAILED, USAGE = 1, 2
+QUICK = [hostile for hostile in HOSTILE if hostile.name in ("fork", "read /proc", "forks", "stdout", "run a program")]
+
+MISSING = lacks("namespaces") or lacks("landlock")
+pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
+
+
+@pytest.fixture
+def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "program.py"
+
+
+def test_check_says_what_each_backend_is_worth(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attack, "HOSTILE", QUICK)
+    assert main(["sandbox", "check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "namespaces  safe      4 of 4 hostile programs contained" in lines
+    assert "landlock    safe      4 of 4 hostile programs contained" in lines
+    assert "    lacks: one process only: limits.processes has to be 1" in lines
+    assert "plain       NOT SAFE" in lines
+    assert lines[-1] == "in use: namespaces"
+
+
+def test_check_fails_where_a_program_gets_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(attack, "HOSTILE", [*QUICK, Hostile("a friendly one", "print('BREACH')", limits=SMALL)])
+    assert main(["sandbox", "check", "--json"]) == FAILED
+    found = json.loads(capsys.readouterr().out)
+    assert found["backend"] is None
+    assert [(one["backend"], one["safe"], one["through"]) for one in found["backends"]] == [
+        ("namespaces", False, ["a friendly one"]),
+        ("landlock", False, ["a friendly one"]),
+        ("plain", False, []),
+    ]
+
+
+def test_check_prefers_what_is_safe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    breach = Hostile("only there", "print('BREACH')", limits=SMALL, only="namespaces")
+    monkeypatch.setattr(attack, "HOSTILE", [*QUICK, breach])
+    assert main(["sandbox", "check"]) == 0
+    out = capsys.readouterr().out
+    assert "    not contained: only there\n" in out
+    assert out.endswith("in use: landlock\n")
+
+
+def test_run_prints_what_the_program_prints(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program.write_text("import sys\nprint(input()[::-1])\nprint('e', file=sys.stderr)")
+    Path("in.txt").write_text("abc\n")
+    assert main(["sandbox", "run", "program.py", "--stdin", "in.txt"]) == 0
+    assert capsys.readouterr() == ("cba\n", "e\n")
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "said"),
+    [
+        ("1 / 0", [], "ZeroDivisionError"),
+        ("import time; time.sleep(99)", ["--wall-s", "0.3"], "ended by the sandbox: timeout after 0.3"),
+        ("x = bytearray(1 << 28)", ["--memory-mb", "128"], "ended by the sandbox: memory"),
+        ("import numpy", [], "No module named 'numpy'"),
+        ("import torch", ["--package", "numpy", "--memory-mb", "2048"], "No module named 'torch'"),
+        ("open('/etc/passwd')", ["--backend", "landlock"], "PermissionError"),
+    ],
+)
+def test_a_program_that_does_not_end_well_is_a_failure(
+    program: Path, capsys: pytest.CaptureFixture[str], text: str, options: list[str], said: str
+) -> None:
+    program.write_text(text)
+    assert main(["sandbox", "run", "program.py", *options]) == FAILED
+    assert said in capsys.readouterr().err
+
+
+def test_the_result_as_json(program: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program.write_text("import numpy; print(numpy.ones(3).sum())")
+    options = ["--package", "numpy", "--memory-mb", "2048", "--backend", "plain", "--json"]
+    assert main(["sandbox", "run", "program.py", *options]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["outcome"], found["stdout"], found["safe"], found["backend"]) == ("ok", "3.0\n", False, "plain")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["missing.py"], USAGE, "FILE missing.py cannot be read as text: [Errno 2]"),
+        (["program.py", "--stdin", "missing.txt"], USAGE, "--stdin missing.txt cannot be read as text"),
+        (["program.py", "--backend", "docker"], USAGE, "--backend is auto, namespaces, landlock, plain, not 'docker'"),
+        (["program.py", "--wall-s", "0"], USAGE, "Limits.wall_s is 0.0; it has to be above 0"),
+        (["program.py", "--package", "no_such"], FAILED, "package 'no_such' cannot be allowed in the sandbox"),
+    ],
+)
+def test_wrong_use_says_what_is_wrong(
+    program: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, said: str
+) -> None:
+    program.write_text("")
+    assert main(["sandbox", "run", *arguments]) == code
+    assert said in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""Folders of jobs: hostile trees are removed whole, and too much in them is noticed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.sandbox.folders import remove_tree, too_full
+from rollmill.sandbox.limits import Limits
+
+PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map("/".join), max_size=12)
+
+
+@given(PATHS, st.lists(st.sampled_from([0o000, 0o300, 0o500, 0o700]), min_size=1))
+@settings(max_examples=40)
+def test_a_tree_goes_whatever_its_modes(
+    tmp_path_factory: pytest.TempPathFactory, paths: list[str], modes: list[int]
+) -> None:
+    folder = tmp_path_factory.mktemp("tree") / "x"
+    folder.mkdir()
+    for number, path in enumerate(paths):
+        (folder / path).mkdir(parents=True, exist_ok=True)
+        (folder / path / f"file{number}").write_text("x")
+    for number, path in enumerate(sorted(paths, reverse=True)):
+        (folder / path).chmod(modes[number % len(modes)])
+    remove_tree(str(folder))
+    assert not folder.exists()
+
+
+def test_a_tree_too_deep_for_paths_goes_and_counts_as_full(tmp_path: Path) -> None:
+    program = "import os\nfor n in range(60):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\nopen('x', 'w').close()"
+    (tmp_path / "top").mkdir()
+    subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "top", check=True)
+    assert too_full(str(tmp_path / "top"), os.getpid(), Limits())
+    remove_tree(str(tmp_path / "top"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
+    (tmp_path / "kept").mkdir()
+    (tmp_path / "kept" / "file").write_text("x")
+    (tmp_path / "top").mkdir()
+    (tmp_path / "top" / "link").symlink_to(tmp_path / "kept")
+    (tmp_path / "top" / "inner").mkdir()
+    (tmp_path / "top" / "inner" / "link").symlink_to(tmp_path / "kept")
+    remove_tree(str(tmp_path / "top"))
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+    assert (tmp_path / "kept" / "file").exists()
+
+
+def test_files_count_named_or_not(tmp_path: Path) -> None:
+    limits = Limits(disk_mb=2)
+    (tmp_path / "a").write_bytes(os.urandom(1 << 20))
+    assert not too_full(str(tmp_path), os.getpid(), limits)
+    with open(tmp_path / "b", "wb") as file:
+        file.write(os.urandom(3 << 19))
+        file.flush()
+        assert too_full(str(tmp_path), os.getpid(), limits)
+        (tmp_path / "b").unlink()
+        assert too_full(str(tmp_path), os.getpid(), limits)
+    assert not too_full(str(tmp_path), os.getpid(), limits)
