@@ -176,7 +176,19 @@ def test_program_exits_with_the_code() -> None:
 
 def test_every_command_has_its_module() -> None:
     assert {name: module.removeprefix("rollmill.cli.") for name, module in COMMANDS.items() if name != "eval"} == {
-        name: name for name in ("run", "resume", "check", "init", "quickstart", "show", "grade", "merge", "algorithms")
+        name: name
+        for name in (
+            "run",
+            "resume",
+            "check",
+            "init",
+            "quickstart",
+            "show",
+            "grade",
+            "testcases",
+            "merge",
+            "algorithms",
+        )
     }
 
 

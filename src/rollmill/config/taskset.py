@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 
+Preset = Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"]
+
 
 class GeneratorConfig(Section):
     """A reasoning-gym generator (extra `reasoning`)."""
@@ -54,9 +56,7 @@ class TasksetConfig(Section):
     """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
     options: dict[str, Any] = {}
     """Keyword arguments for `function`. Only with `function`."""
-    preset: Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"] | None = (
-        None
-    )
+    preset: Preset | None = None
     """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
     `humaneval`: functions to complete, for the `code` reward, with the canonical solution as response. The others are
     school questions for the reward `k12`."""

@@ -117,7 +117,7 @@ class Code:
             value = self._config.timeout_reward
         kinds = dict.fromkeys(test.kind for test in tests)
         details = {kind: fraction([result for result in results if result.kind == kind]) for kind in kinds}
-        return Verdict(value, last, queued, details)
+        return Verdict(value, last, queued, details=details)
 
 
 async def _extracted(text: str, place: CodePlace, name: str | None) -> str | None:
