@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -13,8 +14,9 @@ from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.base import Section
-from rollmill.config.hints import Home, homes, sections_of, unwrap
+from rollmill.config.hints import Home, homes, quoted, sections_of, unwrap
 from rollmill.config.resolve import RUN_KEYS
+from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
 from rollmill.config.run import RunConfig
 
 HEAD = """\
@@ -42,6 +44,35 @@ Rules that hold everywhere:
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
+@dataclass(frozen=True)
+class Family:
+    """Sections with keys in common, which stand in a table of their own before the first of them."""
+
+    base: type[Section]
+    prefix: str
+    title: str
+    note: str
+
+    def common(self) -> list[tuple[str, FieldInfo]]:
+        """The common keys, without those of a wider family."""
+        wider = [other.base for other in FAMILIES if issubclass(self.base, other.base) and other is not self]
+        known = {key for base in wider for key in base.model_fields}
+        return [(key, field) for key, field in _fields(self.base).items() if key != "name" and key not in known]
+
+
+FAMILIES = (
+    Family(
+        PolicyGradientOptions,
+        "algorithm",
+        "keys of all algorithms that roll out",
+        "The tables of the algorithms list differences only; `rollmill algorithms NAME` prints one in full.",
+    ),
+    Family(RewardSection, "rewards", "keys of all rewards", "The tables of the rewards list their own keys."),
+    Family(TextReward, "rewards", "keys of {members}", "Where in the completion these rewards look."),
+    Family(JudgeSection, "rewards", "keys of {members}", "Which model judges, and how it is asked."),
+)
+
+
 def reference() -> str:
     """The page."""
     return "\n".join([HEAD, *_top_level(), *(line for home in homes()[1:] for line in _section(home))]).rstrip() + "\n"
@@ -57,21 +88,27 @@ def _top_level() -> Iterator[str]:
 
 
 def _section(home: Home) -> Iterator[str]:
-    fields = _fields(home.section)
-    shared = _fields(PolicyGradientOptions)
-    if (home.prefix, home.tag) == ("algorithm", "grpo"):
-        yield "## `algorithm`: keys of all algorithms that roll out"
-        yield ""
-        yield "The tables of the algorithms list differences only; `rollmill algorithms NAME` prints one in full."
-        yield from _table({key: field for key, field in shared.items() if key != "name"})
-    name = f"{home.prefix}.{home.tag}" if home.tag else home.prefix
+    for family in FAMILIES:
+        if home.section is next(each.section for each in homes() if issubclass(each.section, family.base)):
+            yield from _family(family)
     selector = f" (`name: {home.tag}`)" if home.tag else ""
-    yield f"## `{home.prefix}`{selector}" if home.tag else f"## `{name}`"
+    yield f"## `{home.prefix}`{selector}"
     yield ""
     yield _words(home.section.__doc__)
-    if issubclass(home.section, PolicyGradientOptions):
-        fields = {key: field for key, field in fields.items() if key not in shared or _differs(field, shared[key])}
-    yield from _table({key: field for key, field in fields.items() if not (home.tag and key == "name")})
+    shared = {
+        key: field for family in FAMILIES if issubclass(home.section, family.base) for key, field in family.common()
+    }
+    fields = _fields(home.section)
+    own = {key: field for key, field in fields.items() if key not in shared or _differs(field, shared[key])}
+    yield from _table({key: field for key, field in own.items() if not (home.tag and key == "name")})
+
+
+def _family(family: Family) -> Iterator[str]:
+    members = quoted([str(home.tag) for home in homes() if issubclass(home.section, family.base) and home.tag])
+    yield f"## `{family.prefix}`: {family.title.format(members=members)}"
+    yield ""
+    yield family.note
+    yield from _table(dict(family.common()))
 
 
 def _table(fields: dict[str, FieldInfo]) -> Iterator[str]:
