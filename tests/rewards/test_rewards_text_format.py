@@ -14,7 +14,7 @@ from rule_helpers import ADAPTER, judge_of, reward
 from rollmill.config.rewards import FormatReward
 from rollmill.core.errors import ConfigError, RewardError
 from rollmill.rewards import build_judge
-from rollmill.rewards.text.reading import json_values, strict_json
+from rollmill.rewards.text.reading import json_values, last_fenced, strict_json
 from rollmill.rewards.text.structure import sections_right, tags_right
 
 TAGS = ["think", "answer"]
@@ -73,6 +73,7 @@ def test_tags_are_right_exactly_if_the_text_is_of_the_one_form(parts: list[str])
         ("Hello.\n**Plan:**\nadd\n\n# PLAN B\nmore\nanswer:\n4", 1.0),
         ("**Plan**:\nadd\n__Answer__\n4", 1.0),
         ("## Plan ##\nadd\n### Answer\n4", 1.0),
+        ("## Plan\r\nadd\r\n## Answer\r\n4\r\n", 1.0),
         ("Plan\nadd\nAnswer\n4", 0.0),  # no marks
         ("Plan: add\nAnswer: 4", 0.0),  # not lines of their own
         ("## Plan\n## Answer\n4", 2 / 3),  # empty
@@ -108,6 +109,7 @@ def test_json_schemas() -> None:
             ('Sure:\n```json\n{"city": "Rome"}\n```\nDone.', "ok", "not_json"),
             ('```\n{"city": 3}\n```\n```json\n{"city": "Rome"}\n```', "ok", "not_json"),
             ('```json\n{"city": "Rome"}\n```\n```json\n{"city": "rome"}\n```', "invalid", "not_json"),
+            ('```json\r\n{"city": "Rome"}\r\n```\r\n', "ok", "not_json"),
             ('{"city": "rome"}', "invalid", "invalid"),
             ('{"city": "Rome", "days": 2.5}', "invalid", "invalid"),
             ('{"city": "Rome", "days": NaN}', "not_json", "not_json"),
@@ -195,6 +197,21 @@ def test_json_inside_text_is_found(value: Any) -> None:
     found = json_values(f"Here it is: {json.dumps(value)}. Fine.")
     assert found == ([value] if isinstance(value, list | dict) else [])
     assert strict_json(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "block"),
+    [
+        ("```\na\n```", "a\n"),
+        ("```py\na\n```\nb\n```\nc\n```\n", "c\n"),
+        ("```\na\n```\n```json\nb", "a\n"),  # the last one is not closed
+        ("```md\na\n```json\nb\n ``` \nc", "a\n```json\nb\n"),  # only a bare line closes
+        ("```a```", None),
+        ("```\na", None),
+    ],
+)
+def test_the_last_closed_fenced_block(text: str, block: str | None) -> None:
+    assert last_fenced(text) == block
 
 
 def test_json_values_takes_what_it_can() -> None:

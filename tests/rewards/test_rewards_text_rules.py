@@ -68,6 +68,7 @@ def test_texts_without_words_or_without_the_part_earn_nothing() -> None:
         ("2足す2はいくつですか。", "これは二", 1.0),
         ([{"role": "user", "content": "Сколько будет дважды два?"}], "четыре", 1.0),
         ("2 + 2", "four", 1.0),
+        ("```python\n" + "print(hello)\n" * 400 + "```\n这段程序写什么？", "我 we", 0.5),  # a question below much code
     ],
 )
 def test_the_language_of_the_prompt(prompt: str | list[Message], text: str, share: float) -> None:
@@ -237,6 +238,8 @@ def test_repetition_golden_cases() -> None:
     assert reward("repetition", None, story + " no" * 100, free=1 / 3) == pytest.approx(0, abs=1e-9)
     assert reward("repetition", None, story + " " + story) == pytest.approx(-(1 - 200 / 393))
     assert verdict("repetition", None, "好" * 100)[1] == "loop"
+    long = " ".join(f"word{i}" for i in range(9000))
+    assert reward("repetition", None, long + " no" * 1000) == pytest.approx(-1000 / 10_000)  # of the whole text
 
 
 def test_repetition_counts_tokens_where_there_are_any() -> None:

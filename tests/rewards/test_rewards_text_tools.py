@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from reward_helpers import judged
-from rule_helpers import judge_of, reward, verdict
+from reward_helpers import completion, judged, task
+from rule_helpers import ADAPTER, judge_of, reward, verdict
 
 from rollmill.core.errors import RewardError
+from rollmill.rewards.build import build_reward
+from rollmill.rewards.resources import Resources
 
 FACTS = {"facts": ["The tower is 324 m tall.", "It was built from 1887 to 1889, in Paris.", "It is made of iron."]}
 NEEDED = FACTS | {"citations": [1, 2]}
@@ -70,6 +73,7 @@ def test_facts_have_ids_of_their_own() -> None:
         ({"facts": [1]}, "`facts` must be a list of texts"),
         (FACTS | {"citations": [4]}, r"`citations` names \['4'\], which its column `facts` has not"),
         (FACTS | {"citations": "1"}, "`citations` is '1'; expected a list of ids"),
+        ({"facts": [{"id": 1, "text": "a"}, {"id": "1", "text": "b"}]}, "`facts` has an id twice"),
     ],
 )
 def test_wrong_facts_are_errors(metadata: dict[str, Any], message: str) -> None:
@@ -182,6 +186,10 @@ def test_wanted_calls() -> None:
             assert (found.reward, found.outcomes["tool_call"]) == (pytest.approx(value), outcome), text
         with pytest.raises(RewardError, match=r"`tool_calls` is .*; expected a list of"):
             judged(judge, None, "", **TOOLS, tool_calls=["now"])
+        with pytest.raises(RewardError, match=r"`tool_calls` wants \['launch'\], which its column `tools` has not"):
+            judged(judge, None, "", **TOOLS, tool_calls=[{"name": "launch"}])
+        with pytest.raises(RewardError, match="wants a call that its column `tools` refuses; correct one"):
+            judged(judge, None, tagged(now), **TOOLS, tool_calls=[{"name": "weather", "arguments": {"days": 0}}])
 
 
 @pytest.mark.parametrize(
@@ -203,4 +211,17 @@ def test_wrong_tools_are_errors(tools: Any, message: str) -> None:
 
 def test_true_is_not_one() -> None:
     loose = {"tools": [{"name": "f", "parameters": {}}], "tool_calls": [{"name": "f", "arguments": {"x": 1}}]}
-    assert reward("tool_call", None, tagged({"name": "f", "arguments": {"x": True}}), loose) == 0
+    call = {"name": "f", "arguments": {"x": 1}}
+    assert reward("tool_call", None, tagged(call), loose) == 1
+    assert verdict("tool_call", None, tagged(call | {"arguments": {"x": True}}), loose) == (0, "wrong_call")
+
+
+def test_the_time_of_a_schema_check_is_the_grader_s() -> None:
+    """The first one waits for the process to start; what is reported as work is not more than all of it."""
+    for keys, text in (({"name": "tool_call"}, tagged({"name": "now"})), ({"name": "format", "json_schema": {}}, "{}")):
+        rule = build_reward(ADAPTER.validate_python(keys), resources := Resources())
+        found = asyncio.run(rule.judge(task(None, **TOOLS), completion(text)))  # type: ignore[union-attr]
+        resources.close()
+        assert found.outcome == "ok"
+        assert found.worked is not None
+        assert found.worked > 0

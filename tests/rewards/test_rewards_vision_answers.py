@@ -32,6 +32,20 @@ from rollmill.rewards.vision.vqa import accuracy, normalised
         (3, "1e400", 0.0, 0.0),
         (3, "9" * 5000, 0.0, 0.0),
         (3, "²", 0.0, 0.0),
+        (3, "_3_ or **3**", 1.0, 1.0),
+        (3, "The count is _3_.", 1.0, 1.0),
+        (25, "twenty-five cats", 1.0, 1.0),
+        (5, "twenty-five", 0.0, 0.0),
+        (1, "one hundred", 0.0, 0.0),
+        (205, "Two hundred and five", 1.0, 1.0),
+        (2345, "two thousand three hundred forty five", 1.0, 1.0),
+        (24, "two dozen", 1.0, 1.0),
+        (300_000, "three hundred thousand", 1.0, 1.0),
+        (500, "two hundred, five hundred", 1.0, 1.0),
+        (3, "hundred " * 240, 0.0, 0.0),
+        (3, "one hundred " * 160, 0.0, 0.0),
+        (1, "twenty, of which one sleeps", 1.0, 1.0),
+        (3, "one two three", 1.0, 1.0),
     ],
 )
 def test_count(gold: Any, text: str, exact: float, relative: float) -> None:
@@ -64,6 +78,7 @@ def test_counts_without_a_number_and_wrong_references() -> None:
         ("", "a", 0.0, 0.0),
         (42, "42", 1.0, 1.0),
         ("abc", "abc" * 30_000, 0.0, 0.0),
+        ("ab" * 10_000, "ab" * 9_000 + "xx" * 1_000, 0.9, 0.9),  # long ones are compared in a thread
     ],
 )
 def test_ocr(gold: Any, text: str, anls: float, cer: float) -> None:
@@ -87,6 +102,7 @@ def test_ocr_keys() -> None:
     assert reward("ocr", "Ab c", "abc", ignore_spaces=True) == 1
     assert reward("ocr", "Abcd", "abcd", ignore_case=False) == 0.75
     assert reward("ocr", "abcd", "abce", threshold=0.8) == 0
+    assert verdict("ocr", "a", "a" * 250_000) == (0.0, "too_long")
     with pytest.raises(RewardError, match="expected text, or a list of texts that are right"):
         reward("ocr", [], "a")
 
@@ -112,6 +128,9 @@ def test_ocr_keys() -> None:
         ("25", "25 %", True),
         ("0.5", "0.5%", False),
         ("1,234", "$1234", True),
+        ("-5", "-$5", True),
+        ("-$5", "$-5.1", True),
+        ("-5", "$5", False),
         ("12,34", "1234", False),  # not thousands
         ("2019", "2018", False),
         (2019, "2019.", True),
@@ -138,6 +157,7 @@ def test_chart_keys_and_lists() -> None:
     assert reward("chart", ["Italy", "10"], "10, Italy") == 0
     assert reward("chart", ["Trinidad and Tobago", "1,000"], "Trinidad and Tobago, 1,000") == 1
     assert reward("chart", ["a", "b"], "a and b") == 1
+    assert reward("chart", ["Washington, DC", "5"], "Washington, DC; 5") == 1
     assert reward("chart", ["a", "b"], "a, b, c") == 0
     assert verdict("chart", "a", " ") == (0.0, "no_answer")
     assert verdict("chart", "a", "a" * 3000) == (0.0, "too_long")
@@ -191,6 +211,14 @@ def test_table_references_tolerance_and_what_is_none() -> None:
     assert verdict("table", rows, many) == (0.0, "no_table")
     assert verdict("table", rows, "a,b\n" * 20_000) == (0.0, "too_many")
     assert verdict("table", rows, "|-|\n" * 30_000) == (0.0, "too_long")
+    large = [["n"], *([str(number)] for number in range(10_000))]
+    for gold, message in (
+        ([["a", "b"], ["x", ""]], "are all empty"),
+        ([["a"], ["", "x"]], "are all empty"),
+        (large, "more than 10000 cells"),
+    ):
+        with pytest.raises(RewardError, match=message):
+            reward("table", gold, "a,b\n1,2")
     for gold in ("no table", 5, [], [["city", "n"]], {"a": 1}):
         with pytest.raises(RewardError, match="expected a table with headings"):
             reward("table", gold, "a,b\n1,2")
@@ -247,5 +275,8 @@ def test_vqa_differences_and_short_lists() -> None:
     assert normalised("twelve") != normalised("12")
     assert reward("vqa", ["cat", "kitten"], "a kitten") == reward("vqa", "cat", "Cat") == 1
     assert reward("vqa", ["cat", "kitten"], "cat kitten") == 0
+    assert reward("vqa", "A", "a") == 1  # a letter that the picture shows, not an article
+    assert reward("vqa", "A", "the") == reward("vqa", "A", "?!") == reward("vqa", "?", "!") == 0
+    assert normalised("on/-off t-shirt") == "on off t shirt"  # every mark is looked at in the text as it was
     assert verdict("vqa", ["yes"] * 10, "yes no " * 100) == (0.0, "too_long")
     assert verdict("vqa", ["yes"] * 10, "") == (0.0, "no_answer")

@@ -148,6 +148,11 @@ def test_labels() -> None:
     tagged = "<ref>cat</ref><box>(0,0),(10,10)</box>"
     assert reward("boxes", golds[:1], tagged) == 1
     assert reward("boxes", golds[1:2], tagged) == 0
+    cats = [golds[0], golds[0] | {"bbox": [20, 20, 30, 30]}]
+    assert reward("boxes", cats, tagged + "<box>(20,20),(30,30)</box>") == 1  # one label before several boxes
+    assert reward("boxes", cats, tagged + ", <box>(20,20),(30,30)</box>") == 1
+    assert reward("boxes", cats, tagged + " and a dog <box>(20,20),(30,30)</box>") == 1 / 2
+    assert reward("boxes", cats, tagged + "<ref>dog</ref><box>(20,20),(30,30)</box>") == 1 / 2
     assert reward("boxes", golds[:1], "[0, 0, 10, 10]") == 0
 
 
@@ -176,7 +181,9 @@ def test_keys_of_boxes(keys: dict[str, Any], text: str, value: float) -> None:
 def test_references_of_boxes() -> None:
     assert reward("boxes", '[{"bbox_2d": [0, 0, 1, 1]}]', "[0, 0, 1, 1]") == 1
     assert reward("boxes", [0, 0, 5, 5], "[0, 0, 5, 5]", reference_layout="xywh") == 1
-    assert reward("boxes", [], "[]") == reward("boxes", [], '{"boxes": []}') == 1
+    assert (
+        reward("boxes", [], "[]") == reward("boxes", [], '{"boxes": []}') == reward("boxes", [], '{"objects": []}') == 1
+    )
     assert verdict("boxes", [], "none") == (0.0, "no_answer")
     assert reward("boxes", [], "[0, 0, 1, 1]") == 0
     assert reward("boxes", None, "[0, 0, 1, 1]") is None
@@ -201,6 +208,7 @@ def test_the_column_vision_chooses_and_changes_rewards() -> None:
             ("boxes", "`vision` is 'boxes'; expected a mapping"),
             ({"boxes": {"weight": 2}}, r"has \['weight'\] under boxes"),
             ({"boxes": {"layout": "zigzag"}}, "Input should be"),
+            ({"boxs": {}}, r"`vision` names \['boxs'\]; there are boxes, chart, count, grounding"),
         ]:
             with pytest.raises(RewardError, match=message):
                 judged(judge, [0, 0, 1, 1], "[0, 0, 1, 1]", vision=column)
@@ -226,6 +234,8 @@ TRIANGLE = {"polygon": [[0, 0], [10, 0], [0, 10]], "label": "sail"}
         (TRIANGLE, '{"point_2d": [2, 2], "label": "mast"}', {}, 0.0),
         (TRIANGLE, "(6, 6)", {"labels": False}, 0.0),
         (TRIANGLE, '<point x="2" y="2" alt="sail">sail</point>', {}, 1.0),
+        (TRIANGLE | {"label": "boat's sail"}, '<point x="2" y="2" alt="boat\'s sail">', {}, 1.0),
+        (TRIANGLE | {"label": "boat"}, '<point x="2" y="2" alt="boat\'s sail">', {}, 0.0),
         (GOLD, '<points x1="5" y1="5" x2="25" y2="25" alt="boxes">', {}, 1.0),
         (
             GOLD,
@@ -295,6 +305,18 @@ def test_a_box_is_a_polygon(points: list[tuple[float, float]], box: Box) -> None
 def test_grounding(text: str, keys: dict[str, Any], outcome: str) -> None:
     found = verdict("grounding", None, text, {"image_size": [100, 100]}, **keys)
     assert found == (float(outcome == "ok"), outcome)
+
+
+def test_a_number_of_boxes_that_none_can_be_is_refused() -> None:
+    with pytest.raises(ValidationError, match=r"fewest \(3\) is above most \(2\); lower it"):
+        ADAPTER.validate_python({"name": "grounding", "fewest": 3, "most": 2})
+
+
+def test_many_points_in_one_tag_and_json_behind_many_formulas_are_read() -> None:
+    golds = [[n, 0, n + 1, 1] for n in range(400)]
+    crowd = " ".join(f'x{n}="{n}.5" y{n}="0.5"' for n in range(400))
+    assert reward("points", golds, f"<points {crowd}>") == 1
+    assert reward("boxes", GOLD[:1], "\\frac{1}{2} and {x} " * 3000 + "[0, 0, 10, 10]") == 1
 
 
 PIECES = [

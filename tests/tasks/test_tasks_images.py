@@ -15,7 +15,7 @@ from rollmill.cli import main
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.tasks import Taskset, load_taskset
-from rollmill.tasks.images import ImageRef, data_url, image_ref, image_refs, read_image
+from rollmill.tasks.images import ImageRef, data_url, image_ref, image_refs, metadata_with_images, read_image
 
 Image = pytest.importorskip("PIL.Image")
 
@@ -96,7 +96,11 @@ def test_the_fingerprint_of_a_taskset_sees_its_pictures(folder: Path) -> None:
         ({"image": "pictures/blue.png"}, {}, "blue.png cannot be read: No such file or directory"),
         ({"image": "pictures"}, {}, "pictures cannot be read: Is a directory"),
         ({"image": "pictures/text.png"}, {}, "text.png is not a picture that can be opened"),
-        ({"image": "https://example.org/a.png"}, {}, "rollmill downloads nothing, so give the path of a file"),
+        (
+            {"image": "https://example.org/a.png"},
+            {},
+            "downloads nothing, so give the path of a file; taskset.fields.images names another column, or '' for none",
+        ),
         ({"image": "data:image/png;base64,AAAA"}, {}, "rollmill downloads nothing"),
         ({"scan": 3}, {"fields": {"images": "scan"}}, "column scan holds int, not the path of a picture"),
         ({}, {"fields": {"images": "scan"}}, r"no column scan .*name another in taskset.fields.images"),
@@ -107,6 +111,17 @@ def test_wrong_pictures_are_bad_rows(folder: Path, row: dict[str, Any], keys: di
         load(folder, row, **keys)
     with pytest.raises(TasksetError, match="all 1 rows were skipped"):
         load(folder, row, on_bad_row="skip", **keys)
+
+
+def test_pictures_inside_the_taskset_are_refused(folder: Path) -> None:
+    """As `datasets` saves them: a taskset keeps references only, and a judge would otherwise see no picture."""
+    content = (folder / "pictures/red.png").read_bytes()
+    image = Image.open(folder / "pictures/red.png")
+    for cell in ({"bytes": content, "path": "red.png"}, [{"bytes": content, "path": None}], image):
+        message = "column image holds pictures, not their paths; save them as files"
+        with pytest.raises(ValueError, match=message):
+            metadata_with_images({"image": cell}, None, folder)
+        assert metadata_with_images({"image": cell}, "", folder) == {"image": cell}
 
 
 def test_the_column_may_have_another_name_or_be_left_alone(folder: Path) -> None:

@@ -90,17 +90,31 @@ def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Pat
 
     Raises ValueError where a picture is missing or is none.
     """
-    name = next((each for each in COLUMNS if _paths(row.get(each))), "") if column is None else column
-    if not name:
+    if column is None:
+        column = next((each for each in COLUMNS if _paths(row.get(each)) or _holds_pictures(row.get(each))), "")
+    if not column:
         return dict(row)
-    paths = _paths(row.get(name))
+    rest = {key: value for key, value in row.items() if key != column}
+    return rest | {"images": _references(row.get(column), column, folder)}
+
+
+def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
+    paths = _paths(value)
+    if paths is None and _holds_pictures(value):
+        raise ValueError(f"column {name} holds pictures, not their paths; save them as files and give the paths")
     if paths is None:
-        kind = type(row.get(name)).__name__
+        kind = type(value).__name__
         raise ValueError(f"column {name} holds {kind}, not the path of a picture, or a list of paths")
     if remote := [path for path in paths if "://" in path or path.startswith("data:")]:
         raise ValueError(f"column {name} has {remote[0]:.80}; rollmill downloads nothing, so give the path of a file")
-    rest = {key: value for key, value in row.items() if key != name}
-    return rest | {"images": [asdict(image_ref(folder / path)) for path in paths]}
+    return [asdict(image_ref(folder / path)) for path in paths]
+
+
+def _holds_pictures(value: Any) -> bool:
+    """Whether a cell, or an entry of its list, is the picture itself, as `datasets` has it: decoded, or as bytes."""
+    entries = value if isinstance(value, list) else [value]
+    contents = [each.get("bytes") if isinstance(each, Mapping) else each for each in entries]
+    return any(isinstance(each, bytes) or type(each).__module__.startswith("PIL.") for each in contents)
 
 
 def _paths(value: Any) -> list[str] | None:

@@ -73,7 +73,7 @@ class RowReader:
         except ConfigError:
             raise
         except ValueError as error:
-            raise BadRowError(str(error)) from error
+            raise BadRowError(f"{error}; taskset.fields.images names another column, or '' for none") from error
 
     def _id(self, row: Row, number: int) -> str:
         column = self._config.fields.id

@@ -51,7 +51,7 @@ class FormatReward(RewardSection):
     or `Plan:`."""
     json_schema: dict[str, Any] | None = None
     """JSON Schema of the completion, or of its last fenced block (extra `schema`). A `$ref` points only inside
-    it."""
+    it, and the keyword `format` is not checked."""
     schema_column: str | None = None
     """Column of the task with such a schema; tasks without one are not judged."""
     whole: bool = False
@@ -61,7 +61,8 @@ class FormatReward(RewardSection):
     words: int = Field(1, ge=1)
     """Fewest words inside each tag and section. Only with `tags` and `sections`."""
     partial: bool = False
-    """Give the share of tags or sections that are right instead of 0. Only with `tags` and `sections`."""
+    """Give the share of rules kept instead of 0: one for each tag or section, one for the order and one for nothing
+    outside the tags. Only with `tags` and `sections`."""
     time_limit_s: float = Field(1.0, gt=0)
     """Hard limit for one completion; some patterns take exponential time. Past it the outcome is `timeout`. Only with
     `pattern` and JSON schemas."""

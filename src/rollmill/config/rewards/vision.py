@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
@@ -28,6 +28,9 @@ class VisionReward(TextReward):
             return self
         if not isinstance(column, Mapping) or not all(isinstance(own, Mapping | None) for own in column.values()):
             raise ValueError(f"the task's column `vision` is {column!r:.80}; expected a mapping as in {{boxes: {{}}}}")
+        if strange := sorted(column.keys() - VISION_NAMES):
+            names = ", ".join(sorted(VISION_NAMES))
+            raise ValueError(f"the task's column `vision` names {strange}; there are {names}")
         if self.name not in column:
             return None
         own = column[self.name] or {}
@@ -144,3 +147,25 @@ class GroundingReward(VisionReward):
     """Fewest boxes."""
     most: int = Field(20, ge=1)
     """Most boxes."""
+
+    @model_validator(mode="after")
+    def _some_number_is_right(self) -> Self:
+        if self.fewest > self.most:
+            raise ValueError(f"fewest ({self.fewest}) is above most ({self.most}); lower it")
+        return self
+
+
+VISION_NAMES = frozenset(
+    get_args(kind.model_fields["name"].annotation)[0]
+    for kind in (
+        BoxesReward,
+        PointsReward,
+        CountReward,
+        OCRReward,
+        ChartReward,
+        TableReward,
+        VQAReward,
+        GroundingReward,
+    )
+)
+"""What a column `vision` may name."""

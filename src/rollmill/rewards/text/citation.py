@@ -47,14 +47,14 @@ class Citation:
             return Verdict(0.0, "no_answer")
         if len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        found = await aside(text, _citations, text, facts)
+        return await aside(len(text) + sum(map(len, facts.values())), self._score, text, facts, needed)
+
+    def _score(self, text: str, facts: dict[str, str], needed: set[str] | None) -> Verdict:
+        found = _citations(text, facts)
         if not found:
             return Verdict(0.0, "no_citation") if needed is None or needed else Verdict(1.0)
         if sum(len(citing.names) for citing in found) > _MOST_CITATIONS:
             return Verdict(0.0, "too_many")
-        return self._score(found, facts, needed)
-
-    def _score(self, found: list[Citing], facts: dict[str, str], needed: set[str] | None) -> Verdict:
         names = {name for citing in found for name in citing.names}
         cited, invented = names & facts.keys(), names - facts.keys()
         misquoted, backed = self._quotes(found, facts)
@@ -98,6 +98,8 @@ def facts_of(column: Any) -> dict[str, str]:
         raise ValueError(
             "the task's column `facts` must be a list of texts, a list of {id, text}, or a mapping from ids to texts"
         )
+    if len(facts) < len(column):
+        raise ValueError("the task's column `facts` has an id twice; give each fact an id of its own")
     return facts
 
 

@@ -63,9 +63,9 @@ class Structure:
             return Verdict(0.0, "too_long")
         if config.mode == "tags":
             text = f"<{config.tags[0]}>{text}" if config.opened else text
-            rules = await aside(text, tags_right, text, config.tags, config.words)
+            rules = await aside(len(text), tags_right, text, config.tags, config.words)
         else:
-            rules = await aside(text, sections_right, text, config.sections, config.words)
+            rules = await aside(len(text), sections_right, text, config.sections, config.words)
         return Verdict(sum(rules) / len(rules) if config.partial else float(all(rules)))
 
 
@@ -83,12 +83,12 @@ class Schema:
         schema = config.json_schema if config.schema_column is None else task.metadata.get(config.schema_column)
         if schema is None:
             return Verdict(None)
-        text = completion.text if config.whole else last_fenced(completion.text) or completion.text
         if len(completion.text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
+        text = completion.text if config.whole else last_fenced(completion.text) or completion.text
         reply = await self._graders.ask("schema", [(schema_text(schema), text)], config.time_limit_s)
         if reply.outcome != OK:
             earned = config.timeout_reward if reply.outcome == TIMEOUT else 0.0
-            return Verdict(earned, reply.outcome, reply.queued)
+            return Verdict(earned, reply.outcome, reply.queued, reply.worked)
         outcome = {"1": OK, "0": "invalid"}.get(str(reply.value), "not_json")
-        return Verdict(float(outcome == OK), outcome, reply.queued)
+        return Verdict(float(outcome == OK), outcome, reply.queued, reply.worked)

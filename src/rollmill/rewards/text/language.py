@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +24,10 @@ _ASCII = re.compile(r"[\x00-\x7f]+")
 _CANDIDATE_CODES = "ar bg cs da de el en es fa fi fr he hi hu id it ja ko ms nl no pl pt ro ru sv th tr uk ur vi zh"
 _CANDIDATES = _CANDIDATE_CODES.split()
 """What a text's language is chosen from, beside the one wanted: short texts look like many rare ones."""
+_PROMPT = 4000
+"""Characters of a prompt that tell its language."""
+Wanted = tuple[str | None, tuple[str, ...]]
+"""A language, None where scripts alone tell, and its scripts."""
 
 
 class Language:
@@ -43,22 +47,26 @@ class Language:
             return Verdict(0.0, "no_answer")
         if len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        language, scripts = self._wanted(task)
-        own, others = await aside(text, _words_of, text, scripts)
+        language, scripts = await self._wanted(task)
+        own, others = await aside(len(text), _words_of, text, scripts)
         if not own:
             return Verdict(0.0, "ok" if others else "no_words")
         matching = len(own) if language is None else await asyncio.to_thread(_matching, own, language)
         return Verdict(matching / (len(own) + others))
 
-    def _wanted(self, task: Task) -> tuple[str | None, tuple[str, ...]]:
-        """The language, None where scripts alone tell, and its scripts."""
+    async def _wanted(self, task: Task) -> Wanted:
         wanted = self._config.language
-        if wanted != "prompt":
-            return (wanted if self._identify else None), scripts_of(wanted)
-        prompt = prose(prompt_text(task))
-        scripts = main_scripts(prompt[:4000])
-        language = language_of(prompt) if self._identify else None
-        return (language if language is not None and scripts[0] in scripts_of(language) else None), scripts
+        if wanted == "prompt":
+            return await asyncio.to_thread(_of_prompt, prompt_text(task), self._identify)
+        return (wanted if self._identify else None), scripts_of(wanted)
+
+
+@lru_cache(256)
+def _of_prompt(prompt: str, identify: bool) -> Wanted:
+    start = prose(prompt)[:_PROMPT]
+    scripts = main_scripts(start)
+    language = language_of(start) if identify else None
+    return (language if language is not None and scripts[0] in scripts_of(language) else None), scripts
 
 
 def _words_of(text: str, scripts: tuple[str, ...]) -> tuple[list[str], int]:

@@ -18,10 +18,10 @@ Result = TypeVar("Result")
 
 LONGEST_TEXT = 200_000
 """Characters; rewards that read structures give 0 to longer texts, with the outcome `too_long`."""
-_SHORT = 10_000
+_SHORT = 4000
 _ATTEMPTS = 2000
 _DEEPEST = 64
-_FENCE = re.compile(r"^[ \t]*```([^\n`]*)\n(.*?)^[ \t]*```[ \t]*$", re.MULTILINE | re.DOTALL)
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _UNSPACED = r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}"
 _WORD = regex.compile(
     rf"[{_UNSPACED}]|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|[^\s\p{{L}}\p{{M}}\p{{N}}_]", regex.V1
@@ -44,9 +44,12 @@ def inside_last(text: str, tag: str) -> str | None:
     return inside if closed else None
 
 
-async def aside(text: str, work: Callable[..., Result], *arguments: Any) -> Result:
-    """`work(*arguments)`; in a thread where the text is long, so that other judgements go on."""
-    return await asyncio.to_thread(work, *arguments) if len(text) > _SHORT else work(*arguments)
+async def aside(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """`work(*arguments)`; in a thread where it is long, so that other judgements go on.
+
+    `size` is the number of characters to read, or of other steps of a few microseconds.
+    """
+    return await asyncio.to_thread(work, *arguments) if size > _SHORT else work(*arguments)
 
 
 def words(text: str) -> list[str]:
@@ -61,9 +64,14 @@ def length_of(completion: Completion) -> int:
 
 
 def last_fenced(text: str) -> str | None:
-    """What stands in the last fenced block."""
-    blocks = _FENCE.findall(text) if text.count("```") >= 2 else []
-    return blocks[-1][1] if blocks else None
+    """What stands in the last fenced block that is closed: by a line of three backticks alone."""
+    block, opened = None, -1
+    for fence in _FENCE.finditer(text):
+        if opened < 0:
+            opened = fence.end() + 1
+        elif not fence[1].strip():
+            block, opened = text[opened : fence.start()], -1
+    return block
 
 
 def strict_json(text: str) -> Any:
@@ -119,7 +127,8 @@ def _parts(value: dict[str, Any] | list[Any]) -> list[Any]:
     return list(value.values()) if isinstance(value, dict) else value
 
 
-_OPENING = re.compile(r"[\[{]")
+_OPENING = re.compile(r"""\[(?=\s*[][{"\dtfnNI-])|{(?=\s*["}])""")
+"""What JSON may begin with; the braces of formulas do not."""
 
 
 def _refuse(constant: str) -> Any:

@@ -22,11 +22,13 @@ class Repetition:
         self._config = config
 
     async def judge(self, task: Task, completion: Completion) -> Verdict:
-        config, ids = self._config, await aside(completion.text, _ids, completion)
+        return await aside(len(completion.text), self._verdict, completion)
+
+    def _verdict(self, completion: Completion) -> Verdict:
+        config, ids = self._config, _ids(completion)
         looping = loop_length(ids[-_TAIL:], config.loop_times, config.loop_tokens)
         repeated = repeated_share(ids, config.ngram)
-        loop = looping / max(len(ids[-_TAIL:]), 1)
-        share = max(repeated, loop)
+        share = max(repeated, looping / max(len(ids), 1))
         penalty = max(0.0, share - config.free) / (1 - config.free)
         return Verdict(-penalty if penalty else 0.0, "loop" if looping else OK)
 

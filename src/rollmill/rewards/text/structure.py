@@ -8,7 +8,6 @@ from itertools import pairwise
 
 from rollmill.rewards.text.reading import words
 
-_HEADING = re.compile(r"^[ \t]{0,3}(?:#{1,6}[ \t]+)?(\*\*|__)?([^\n]*?)(?:\1)?[ \t]*:?[ \t]*(?:\1)?[ \t]*#*[ \t]*$")
 _WORDS = re.compile(r"\w")
 
 
@@ -52,12 +51,10 @@ def sections_right(text: str, sections: Sequence[str], fewest: int) -> list[bool
 
 
 def _heading(line: str) -> str:
-    """The name of a heading; the folded line itself where it has no marks, which is then no section's name."""
-    stripped = line.strip()
-    if len(stripped) > 200 or not (stripped.startswith(("#", "**", "__")) or stripped.endswith(":")):
-        return ""
-    found = _HEADING.match(line)
-    return _folded(found[2]) if found is not None else ""
+    """The name of a heading; nothing where the line has none of its marks."""
+    line = line.strip()
+    marked = line.startswith(("#", "**", "__")) or line.endswith(":")
+    return _folded(line) if marked and len(line) <= 200 else ""
 
 
 def _folded(name: str) -> str:

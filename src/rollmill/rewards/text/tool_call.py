@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,10 +11,11 @@ from rollmill.config.rewards import ToolCallReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, TIMEOUT, Verdict
 from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.text.reading import LONGEST_TEXT, judged_part, last_fenced, strict_json
+from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part, last_fenced, strict_json
 from rollmill.rewards.text.schemas import check_schema, schema_text
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
+_NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,13 +44,14 @@ class ToolCall:
     async def judge(self, task: Task, completion: Completion) -> Verdict:
         if task.metadata.get("tools") is None:
             return Verdict(None)
-        tools, wanted = tools_of(task.metadata["tools"]), _wanted(task.metadata.get("tool_calls"))
+        tools = tools_of(task.metadata["tools"])
+        wanted = _wanted(task.metadata.get("tool_calls"), tools)
         text = judged_part(completion.text, self._config)
         if text is None:
             return Verdict(0.0, "no_answer")
         if len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        found = tagged_calls(text) if self._config.syntax == "tags" else json_calls(text)
+        found = await aside(len(text), tagged_calls if self._config.syntax == "tags" else json_calls, text)
         if not found:
             return Verdict(1.0) if wanted == [] else Verdict(0.0, "no_call")
         if len(found) > self._config.calls:
@@ -58,22 +60,23 @@ class ToolCall:
 
     async def _scored(self, found: list[Call | None], tools: dict[str, str], wanted: list[Call] | None) -> Verdict:
         known = [call for call in found if call is not None and call.name in tools]
-        valid: list[Call] = []
-        queued = 0.0
-        if known:
-            pairs = [(tools[call.name], json.dumps(call.arguments)) for call in known]
-            reply = await self._graders.ask("schema", pairs, self._config.time_limit_s)
-            queued = reply.queued
-            if reply.outcome != OK:
-                earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
-                return Verdict(earned, reply.outcome, queued)
-            valid = [call for call, mark in zip(known, str(reply.value), strict=True) if mark == "1"]
-        outcome = _outcome(found, known, valid)
-        if wanted is None:
-            return Verdict(len(valid) / len(found), outcome, queued)
-        right = _in_common([call.key() for call in valid], [call.key() for call in wanted])
-        score = 2 * right / (len(found) + len(wanted))
-        return Verdict(score, "wrong_call" if outcome == OK and score < 1 else outcome, queued)
+        pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
+        if not pairs:
+            return Verdict(0.0, _outcome(found, known, []))
+        reply = await self._graders.ask("schema", pairs, self._config.time_limit_s)
+        if reply.outcome != OK:
+            earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
+            return Verdict(earned, reply.outcome, reply.queued, reply.worked)
+        marks = str(reply.value)
+        if set(marks[: len(wanted or [])]) - {"1"}:
+            raise ValueError("the task's column `tool_calls` wants a call that its column `tools` refuses; correct one")
+        valid = [call for call, mark in zip(known, marks[len(wanted or []) :], strict=True) if mark == "1"]
+        outcome, score = _outcome(found, known, valid), len(valid) / len(found)
+        if wanted is not None:
+            right = _in_common([call.key() for call in valid], [call.key() for call in wanted])
+            score = 2 * right / (len(found) + len(wanted))
+            outcome = "wrong_call" if outcome == OK and score < 1 else outcome
+        return Verdict(score, outcome, reply.queued, reply.worked)
 
 
 def _outcome(found: list[Call | None], known: list[Call], valid: list[Call]) -> str:
@@ -95,11 +98,12 @@ def tools_of(column: Any) -> dict[str, str]:
                 f"the task's column `tools` has {entry!r:.80}; expected a list of "
                 '{"type": "function", "function": {"name": ..., "parameters": {...}}}'
             )
-        tools[function["name"]] = schema_text(function.get("parameters") or {"type": "object", "maxProperties": 0})
+        parameters = function.get("parameters")
+        tools[function["name"]] = schema_text(_NO_PARAMETERS if parameters is None else parameters)
     return tools
 
 
-def _wanted(column: Any) -> list[Call] | None:
+def _wanted(column: Any, tools: Collection[str]) -> list[Call] | None:
     if column is None:
         return None
     calls = [_call(entry) for entry in column] if isinstance(column, list) else [None]
@@ -108,7 +112,10 @@ def _wanted(column: Any) -> list[Call] | None:
             f"the task's column `tool_calls` is {column!r:.80}; expected a list of "
             '{"name": ..., "arguments": {...}}'
         )
-    return [call for call in calls if call is not None]
+    wanted = [call for call in calls if call is not None]
+    if missing := sorted({call.name for call in wanted} - set(tools)):
+        raise ValueError(f"the task's column `tool_calls` wants {missing}, which its column `tools` has not")
+    return wanted
 
 
 def tagged_calls(text: str) -> list[Call | None]:

@@ -10,7 +10,7 @@ from rollmill.rewards.base import Verdict
 from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
 from rollmill.rewards.vision.coordinates import Box, factors
 from rollmill.rewards.vision.geometry import giou, iou
-from rollmill.rewards.vision.matching import Matrix, f1, matched, same_labels
+from rollmill.rewards.vision.matching import Matrix, f1, matched_sum, same_labels
 from rollmill.rewards.vision.reading import Found, read_boxes, reference_boxes
 
 
@@ -33,7 +33,7 @@ class Boxes:
         text = judged_part(completion.text, config)
         if text is not None and len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        found = None if text is None else await aside(text, read_boxes, text, config.layout)
+        found = None if text is None else await aside(len(text), read_boxes, text, config.layout)
         if found is None:
             return Verdict(0.0, "no_answer")
         if len(found.places) > most_places(len(golds.places)):
@@ -42,13 +42,18 @@ class Boxes:
             None if each is None else (each[0] * across, each[1] * down, each[2] * across, each[3] * down)
             for each in found.places
         ]
-        scores = pair_scores(config, golds, Found(found.style, scaled, found.labels))
-        return Verdict(f1(await matched(scores), len(golds.places), len(scaled)))
+        named = Found(found.style, scaled, found.labels)
+        matched = await aside(2 * len(golds.places) * len(scaled), _matched, config, golds, named)
+        return Verdict(f1(matched, len(golds.places), len(scaled)))
 
 
 def most_places(golds: int) -> int:
     """How many places a completion may name: with more, F1 is next to nothing, and matching takes long."""
     return 100 + 3 * golds
+
+
+def _matched(config: BoxesReward, golds: Found[Box], named: Found[Box]) -> float:
+    return matched_sum(pair_scores(config, golds, named))
 
 
 def pair_scores(config: BoxesReward, golds: Found[Box], named: Found[Box]) -> Matrix:

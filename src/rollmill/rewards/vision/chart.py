@@ -12,7 +12,7 @@ from rollmill.rewards.vision.figures import Figure, close, figure
 from rollmill.rewards.vision.ocr import references
 
 _YEAR = re.compile(r"(?:19|20)\d\d")
-_BETWEEN = re.compile(r";|\n|,(?=\s)"), re.compile(r";|\n|,(?=\s)|\band\b")
+_BETWEEN = re.compile(r";|\n"), re.compile(r";|\n|,(?=\s)"), re.compile(r";|\n|,(?=\s)|\band\b")
 _LONGEST = 2000
 
 

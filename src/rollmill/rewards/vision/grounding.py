@@ -28,7 +28,7 @@ class Grounding:
             return Verdict(0.0, "no_answer")
         if len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        found = await aside(text, read_boxes, text, config.layout)
+        found = await aside(len(text), read_boxes, text, config.layout)
         if found is None:
             return Verdict(0.0, "no_answer") if config.fewest else Verdict(1.0)
         edges = limits(config.coordinates, task.metadata)

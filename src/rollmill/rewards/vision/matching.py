@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 Matrix = npt.NDArray[np.float64]
-_SMALL = 2500
 
 
 def matched_sum(scores_GP: Matrix) -> float:
@@ -20,11 +18,6 @@ def matched_sum(scores_GP: Matrix) -> float:
     scores = scores if scores.shape[0] <= scores.shape[1] else scores.T
     columns = assignment(-scores)
     return float(scores[np.arange(len(columns)), columns].sum())
-
-
-async def matched(scores_GP: Matrix) -> float:
-    """`matched_sum`, of many pairs in a thread."""
-    return matched_sum(scores_GP) if scores_GP.size <= _SMALL else await asyncio.to_thread(matched_sum, scores_GP)
 
 
 def f1(matched: float, golds: int, found: int) -> float:

@@ -9,13 +9,19 @@ from rollmill.config.rewards import OCRReward
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import judged_part
+from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
 
-Distance = Callable[..., int]
+Distance = Callable[[str, str, int], int]
+"""Edit distance of two texts, or any number above the third argument where it is above that."""
+_PAIRS_AT_ONCE = 25_000
+"""Pairs of characters that are compared in the time that reading one takes."""
 
 
 class OCR:
-    """ANLS or 1 - CER, from 0 to 1, of the most similar reference. Outcome `no_answer`: the place is missing."""
+    """ANLS or 1 - CER, from 0 to 1, of the most similar reference.
+
+    Outcomes besides ok: `no_answer` (the place is missing), `too_long`.
+    """
 
     def __init__(self, config: OCRReward) -> None:
         self._config, self._distance = config, _distance()
@@ -28,8 +34,14 @@ class OCR:
         text = judged_part(completion.text, config)
         if text is None:
             return Verdict(0.0, "no_answer")
+        if len(text) > LONGEST_TEXT:
+            return Verdict(0.0, "too_long")
+        work = len(text) * sum(map(len, golds)) // _PAIRS_AT_ONCE
+        return Verdict(await aside(len(text) + work, self._best, text, golds, config))
+
+    def _best(self, text: str, golds: list[str], config: OCRReward) -> float:
         answer = _folded(text, config)
-        return Verdict(max(similarity(_folded(gold, config), answer, config, self._distance) for gold in golds))
+        return max(similarity(_folded(gold, config), answer, config, self._distance) for gold in golds)
 
 
 def similarity(gold: str, answer: str, config: OCRReward, distance: Distance) -> float:
@@ -44,7 +56,7 @@ def similarity(gold: str, answer: str, config: OCRReward, distance: Distance) ->
         return float(not answer)
     if 1 - abs(len(gold) - len(answer)) / length < config.threshold:
         return 0.0
-    score = max(0.0, 1 - distance(gold, answer, score_cutoff=int((1 - config.threshold) * length) + 1) / length)
+    score = max(0.0, 1 - distance(gold, answer, int((1 - config.threshold) * length) + 1) / length)
     return score if score >= config.threshold else 0.0
 
 
@@ -62,8 +74,10 @@ def _folded(text: str, config: OCRReward) -> str:
 
 
 def _distance() -> Distance:
+    """rapidfuzz's distance, by the function that lets other threads work meanwhile."""
     try:
         from rapidfuzz.distance import Levenshtein
+        from rapidfuzz.process import cdist
     except ModuleNotFoundError as error:
         raise ConfigError("reward `ocr` needs rapidfuzz: pip install 'rollmill[vision]'") from error
-    return Levenshtein.distance
+    return lambda one, other, most: int(cdist([one], [other], scorer=Levenshtein.distance, score_cutoff=most)[0, 0])

@@ -16,7 +16,7 @@ from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
 from rollmill.rewards.vision.boxes import most_places
 from rollmill.rewards.vision.coordinates import Point, box, factors, numbers, point
 from rollmill.rewards.vision.geometry import in_polygon
-from rollmill.rewards.vision.matching import f1, matched, same_labels
+from rollmill.rewards.vision.matching import f1, matched_sum, same_labels
 from rollmill.rewards.vision.reading import read_points
 
 _FORMS = (
@@ -64,7 +64,7 @@ class Points:
         text = judged_part(completion.text, config)
         if text is not None and len(text) > LONGEST_TEXT:
             return Verdict(0.0, "too_long")
-        found = None if text is None else await aside(text, read_points, text)
+        found = None if text is None else await aside(len(text), read_points, text)
         if found is None:
             return Verdict(0.0, "no_answer")
         if len(found.places) > most_places(len(targets)):
@@ -74,12 +74,17 @@ class Points:
             for place, label in zip(found.places, found.labels, strict=True)
             if place is not None
         ]
-        if not kept or not targets:
-            return Verdict(f1(0.0, len(targets), len(found.places)))
-        hits = np.array([target.hits([place for place, _ in kept], config.tolerance) for target in targets])
-        if config.labels:
-            hits &= same_labels([target.label for target in targets], [label for _, label in kept])
-        return Verdict(f1(await matched(hits.astype(np.float64)), len(targets), len(found.places)))
+        corners = sum(len(target.corners) for target in targets)
+        hits = await aside(2 * corners * len(kept), _matched, config, targets, kept) if kept and targets else 0.0
+        return Verdict(f1(hits, len(targets), len(found.places)))
+
+
+def _matched(config: PointsReward, targets: Sequence[Target], named: Sequence[tuple[Point, str | None]]) -> float:
+    places = [place for place, _ in named]
+    hits = np.array([target.hits(places, config.tolerance) for target in targets])
+    if config.labels:
+        hits &= same_labels([target.label for target in targets], [label for _, label in named])
+    return matched_sum(hits.astype(np.float64))
 
 
 def targets_of(answer: Any) -> list[Target]:

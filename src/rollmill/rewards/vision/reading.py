@@ -19,9 +19,9 @@ Place = TypeVar("Place")
 _NUMBER = r"[-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d{1,3})?"
 _NUMBERS = re.compile(_NUMBER)
 _LABEL = r"(?:<(?:ref|\|object_ref_start\|)>([^<]{0,200})<(?:/ref|\|object_ref_end\|)>\s{0,9})?"
-_BOX_TAG = re.compile(rf"{_LABEL}<(?:box|\|box_start\|)>(?:([^<]{{0,4000}})<(?:/box|\|box_end\|)>)?")
-_POINT_TAG = re.compile(r"<points?\b([^<>]{0,4000})>")
-_ATTRIBUTE = re.compile(r"\b(x|y|alt|label)(\d{0,3})\s{0,3}=\s{0,3}[\"']([^\"'<>]{0,200})[\"']")
+_BOX_TAG = re.compile(rf"{_LABEL}<(?:box|\|box_start\|)>(?:([^<]*)<(?:/box|\|box_end\|)>)?")
+_POINT_TAG = re.compile(r"<points?\b([^<>]*)>")
+_ATTRIBUTE = re.compile(r"""\b(x|y|alt|label)(\d{0,4})\s{0,3}=\s{0,3}(?:"([^"<>]{0,200})"|'([^'<>]{0,200})')""")
 _PAIR = rf"\(\s{{0,9}}({_NUMBER})\s{{0,9}},\s{{0,9}}({_NUMBER})\s{{0,9}}\)"
 _CORNERS = re.compile(rf"{_PAIR}\s{{0,9}},?\s{{0,9}}{_PAIR}")
 _POINT = re.compile(_PAIR)
@@ -64,12 +64,17 @@ def read_boxes(text: str, layout: BoxLayout) -> Found[Box] | None:
 
 
 def _tagged_boxes(text: str, layout: BoxLayout) -> Found[Box]:
+    """A label counts for all boxes that follow it without anything between, as Qwen-VL writes them."""
     found: Found[Box] = Found("tags")
-    for label, inside in _BOX_TAG.findall(text):
-        numbers = [float(value) for value in _NUMBERS.findall(inside)]
+    label, end = None, 0
+    for tag in _BOX_TAG.finditer(text):
+        if tag[1] is not None or text[end : tag.start()].strip(" \t\n,;"):
+            label = (tag[1] or "").strip() or None
+        end = tag.end()
+        numbers = [float(value) for value in _NUMBERS.findall(tag[2] or "")]
         whole = numbers and len(numbers) % 4 == 0
         for start in range(0, len(numbers), 4) if whole else [0]:
-            found.add(box(numbers[start : start + 4], layout) if whole else None, label.strip() or None)
+            found.add(box(numbers[start : start + 4], layout) if whole else None, label)
     return found
 
 
@@ -90,7 +95,8 @@ def _tagged_points(text: str) -> Found[Point] | None:
     found: Found[Point] = Found("tags")
     for attributes in _POINT_TAG.findall(text):
         label, values = None, {}
-        for name, index, value in _ATTRIBUTE.findall(attributes):
+        for name, index, *quoted in _ATTRIBUTE.findall(attributes):
+            value = quoted[0] or quoted[1]
             if name in ("alt", "label"):
                 label = value
             else:
@@ -104,7 +110,7 @@ def _from_json(
     values: list[Any], keys: tuple[str, ...], read: Callable[[Any], Place | None], size: int
 ) -> Found[Place] | None:
     found: Found[Place] = Found("json")
-    empty = any(value == [] or (isinstance(value, dict) and [] in (value.get(key) for key in keys)) for value in values)
+    empty = any(value == [] or (isinstance(value, dict) and [] in value.values()) for value in values)
     for value in values:
         for numbers, label in _entries(value, keys, size, None, _DEEPEST):
             found.add(read(numbers), label)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
+from typing import Any
 
 from rollmill.config.rewards import TableReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import aside, judged_part
+from rollmill.rewards.text.reading import judged_part
 from rollmill.rewards.vision.figures import close, figure
 from rollmill.rewards.vision.table_reading import MOST_CELLS, Rows, read_table, table_of
 
@@ -28,20 +30,25 @@ class Table:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
             return Verdict(None)
-        golds = cells(table_of(task.answer))
-        text = judged_part(completion.text, config)
-        if text is None:
-            return Verdict(0.0, "no_answer")
-        if len(text) > _LONGEST:
-            return Verdict(0.0, "too_long")
-        rows = await aside(text, read_table, text)
-        if rows is None:
-            return Verdict(0.0, "no_table")
-        if sum(map(len, rows)) > MOST_CELLS:
-            return Verdict(0.0, "too_many")
-        written = cells(rows)
-        right = sum(key in written and same_cell(gold, written[key], config.tolerance) for key, gold in golds.items())
-        return Verdict(2 * right / (len(golds) + len(written)) if golds or written else 0.0)
+        return await asyncio.to_thread(_verdict, task.answer, judged_part(completion.text, config), config.tolerance)
+
+
+def _verdict(answer: Any, text: str | None, tolerance: float) -> Verdict:
+    golds = cells(table_of(answer))
+    if not golds:
+        raise ValueError("the task's answer is a table whose cells are all empty; give it some, or remove the task")
+    if text is None:
+        return Verdict(0.0, "no_answer")
+    if len(text) > _LONGEST:
+        return Verdict(0.0, "too_long")
+    rows = read_table(text)
+    if rows is None:
+        return Verdict(0.0, "no_table")
+    if sum(map(len, rows)) > MOST_CELLS:
+        return Verdict(0.0, "too_many")
+    written = cells(rows)
+    right = sum(key in written and same_cell(gold, written[key], tolerance) for key, gold in golds.items())
+    return Verdict(2 * right / (len(golds) + len(written)))
 
 
 def cells(rows: Rows) -> Cells:

@@ -36,6 +36,8 @@ def table_of(answer: Any) -> Rows:
             f"the task's answer is {answer!r:.80}; expected a table with headings: Markdown, CSV, a list of rows or a "
             "list of objects"
         )
+    if sum(map(len, rows)) > MOST_CELLS:
+        raise ValueError(f"the task's answer is a table of more than {MOST_CELLS} cells; leave out rows or columns")
     return rows
 
 

@@ -47,7 +47,7 @@ class VQA:
 def accuracy(answer: str, golds: Sequence[str]) -> float:
     """min(agreeing / 3, 1), averaged over leaving out one person at a time, as in the official evaluation."""
     said = normalised(answer)
-    same = [normalised(gold) == said for gold in golds]
+    same = [said != "" and normalised(gold) == said for gold in golds]
     if len(golds) <= _ENOUGH:
         return float(any(same))
     agreeing = sum(same)
@@ -57,14 +57,15 @@ def accuracy(answer: str, golds: Sequence[str]) -> float:
 def normalised(answer: str) -> str:
     """The official normalisation: lower case, no punctuation, no articles, digits for words up to ten.
 
+    Where nothing but articles would be left out, they stay: `A` may be the letter that a picture shows.
     The official list puts missing apostrophes into contractions; here they are taken out of both sides.
     """
-    text = " ".join(answer.split()).lower()
-    squeeze = _DIGIT_COMMA.search(text) is not None
+    text = said = " ".join(answer.split()).lower()
+    squeeze = _DIGIT_COMMA.search(said) is not None
     for mark in _MARKS:
         if mark in text:
-            apart = f"{mark} " in text or f" {mark}" in text
+            apart = f"{mark} " in said or f" {mark}" in said
             text = text.replace(mark, "" if squeeze or apart else " ")
     text = _FULL_STOP.sub("", text).replace("'", "").replace("’", "")
     words = [str(NUMBER_WORDS[word]) if NUMBER_WORDS.get(word, 11) <= 10 else word for word in text.split()]
-    return " ".join(word for word in words if word not in _ARTICLES)
+    return " ".join(word for word in words if word not in _ARTICLES) or " ".join(words)
