@@ -11,6 +11,7 @@ from rollmill.config.capability import unhonoured
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
+from rollmill.config.rewards import RewardSection
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 
@@ -72,6 +73,8 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "steps", f"{stage.steps}, each {algorithm.batch} {'pairs' if algorithm.uses_pairs else 'demonstrations'}"
     for index, reward in enumerate(stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
+    if judging := _options(stage.judging, changed=True):
+        yield "judging", judging
     words = "; ".join(f"{part} {text}" for part, text in parts_in_words(algorithm))
     yield "algorithm", f"{algorithm.name}: {words}"
     unused = {str(path[-1]) for path in unhonoured(stage) if path[0] == "trainer"}
@@ -97,15 +100,25 @@ def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:
     return f"{number}{source}" + (f" ({extra})" if extra else "")
 
 
-def _bracketed(section: Section) -> str:
-    options = _options(section, skip={"name", "weight"})
+def _bracketed(reward: RewardSection) -> str:
+    common = {key for key, of in RewardSection.model_fields.items() if getattr(reward, key) == of.default}
+    options = _options(reward, skip={"name", "weight", *common})
     return f" ({options})" if options else ""
 
 
 def _options(section: Section, skip: set[str] | None = None, changed: bool = False) -> str:
     """`key value` pairs; unset ones are left out, and with `changed` those at their default."""
     shown = section.model_dump(mode="json", exclude=skip, exclude_none=True, exclude_defaults=changed)
-    return ", ".join(f"{key} {value_in_words(value)}" for key, value in shown.items() if value not in ([], {}))
+    return _pairs({key: value for key, value in shown.items() if value not in ([], {})}, section)
+
+
+def _pairs(values: Mapping[str, object], section: Section) -> str:
+    words = []
+    for key, value in values.items():
+        inner = getattr(section, key, None)
+        shown = f"({_options(inner)})" if isinstance(inner, Section) else value_in_words(value)
+        words.append(f"{key} {shown}")
+    return ", ".join(words)
 
 
 def _wrapped(indent: str, label: str, text: str) -> str:

@@ -50,7 +50,7 @@ class K12Reward(RewardSection):
     def _judge_is_a_part(self) -> Self:
         if self.judge is None:
             return self
-        if dead := self.judge.model_fields_set & RewardSection.model_fields.keys():
+        if dead := [key for key, of in RewardSection.model_fields.items() if getattr(self.judge, key) != of.default]:
             raise ValueError(f"judge: {', '.join(sorted(dead))} belongs to the k12 reward; put it beside `judge`")
         if not 0 <= self.judge.unparsable_reward <= 1:
             raise ValueError("judge: unparsable_reward has to be from 0 to 1, like every K-12 score")
