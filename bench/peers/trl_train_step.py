@@ -6,13 +6,12 @@ from the same tensors. The other settings are those of `bench.peers.trl_step`.
 
 from __future__ import annotations
 
-import argparse
 import time
 from typing import Any
 
 from bench.models import SHAPES, model_dir
 from bench.peers.rollouts import mean_id, rollouts
-from bench.peers.trl_step import settings
+from bench.peers.trl_step import arguments, settings
 from bench.worker import Channel, versions
 
 
@@ -22,15 +21,7 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16: autocast over fp32 weights")
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--micro-batch", type=int, default=0, help="completions per forward pass; 0 takes all at once")
-    args = parser.parse_args()
-    args.cache, args.device = None, "cpu"
+    args = arguments().parse_args()
     channel = Channel()
     began = time.perf_counter()
 
