@@ -52,6 +52,24 @@ def test_sampling(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_overlap_against_trl(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    line = bench(str(tmp_path), "overlap", "--model", "tiny", "--rounds", "1")
+    assert line["unit"] == "x the longer part"
+    cases = json.loads((tmp_path / "overlap.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["rewards computing", "rewards waiting"]
+    assert all(case["seconds"]["ours"]["together_s"] > 0 for case in cases)
+
+
+@pytest.mark.slow
+def test_grade_against_math_verify(tmp_path: Path, data_dir: Path) -> None:
+    line = bench(str(tmp_path), "grade", "--count", "200", "--rounds", "1")
+    assert line["unit"] == "answers/s"
+    [case] = json.loads((tmp_path / "grade.json").read_text())["cases"]
+    assert case["correct"]["ours"] == case["expected_correct"] == 100
+
+
+@pytest.mark.slow
 def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
     if shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
