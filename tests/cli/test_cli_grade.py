@@ -169,3 +169,29 @@ def test_the_rewards_of_a_run_file_on_groups(tmp_path: Path, capsys: pytest.Capt
     table = capsys.readouterr().err
     assert re.search(r"exact +│ +4 +│ +0.5000", table)
     assert re.search(r"exact +│ +ok 4, gated 1", table)
+
+
+GROUPWISE = """
+def count(task, completions):
+    return [float(len(completions)) for _ in completions]
+count.group = True
+"""
+
+
+def test_a_group_has_one_question_and_no_group_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows = tmp_path / "mine.py", tmp_path / "rows.jsonl"
+    code.write_text(GROUPWISE)
+    argv = ["grade", "--reward", f"{code}:count", "--input", str(rows)]
+    lines = [{"response": "a", "group": 1}, {"response": "b", "group": 1}, {"response": "c", "group": "2"}]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(argv) == 0
+    assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [2, 2, 1]
+    rows.write_text("".join(json.dumps(line | {"group": None}) + "\n" for line in lines))
+    assert main(argv) == 1
+    assert "judge the whole group" in capsys.readouterr().err
+    for key in ("prompt", "answer"):
+        rows.write_text("".join(json.dumps(line | {key: line["response"]}) + "\n" for line in lines))
+        assert main(argv) == 2
+        assert "group `1`: `1` and `2` differ in `prompt` or `answer`" in capsys.readouterr().err
+        assert main([*argv[:2], "exact", *argv[3:]]) == 0  # nothing is compared
+        capsys.readouterr()

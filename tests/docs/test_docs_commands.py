@@ -40,6 +40,10 @@ RUN_ELSEWHERE = {
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_asks_an_endpoint",
     "rollmill sandbox check": "tests/cli/test_cli_sandbox.py::test_check_says_what_each_backend_is_worth",
+    (
+        "rollmill grade --reward ranking --input answers.jsonl "
+        "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
+    ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_compares_the_lines_of_a_group",
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),

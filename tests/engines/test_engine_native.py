@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from toys import toy_model
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import EngineError
@@ -279,6 +280,19 @@ def test_bf16_decodes_with_one_cast_per_update() -> None:
     assert second.token_ids.tolist() == expected.token_ids.tolist()
     assert first.token_ids.tolist() != second.token_ids.tolist()
     assert all(p.dtype == torch.float32 for p in model.parameters())
+
+
+def test_a_cast_of_a_model_with_several_parts() -> None:
+    """The layers hold the configuration of their part; those of the cast hold a copy of it."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 2}
+    text = sizes | {"num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 16, "vocab_size": VOCAB}
+    vision = sizes | {"num_hidden_layers": 1, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    request = Request([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
+    [[cast]] = serve(engine_of(model, dtype=torch.bfloat16), [request])
+    [[expected]] = serve(engine_of(model.bfloat16(), dtype=torch.bfloat16), [request])
+    assert cast.token_ids.tolist() == expected.token_ids.tolist()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2", "qwen3_moe"])

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import re
+import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +21,8 @@ from tiny import tiny_run
 from rollmill.cli import main
 from rollmill.config.rewards import JudgeReward
 from rollmill.core.errors import ConfigError, RewardError
+from rollmill.master import run
+from rollmill.monitor.view import PlainView
 from rollmill.rewards import Judge, Judgement, build_judge
 from rollmill.rewards.judges import endpoint as endpoint_module
 from rollmill.rewards.judges.trouble import retry_after
@@ -87,19 +93,54 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(monkeypatch: pytes
         Answer(body=[1, 2]),
         Answer(body={"choices": []}),
         Answer(body={"choices": [{"message": None}]}),
-        Answer("late", delay_s=2.5),
+        Answer(body={"choices": {"a": 1}}),
+        Answer(body={"choices": [{"message": {"content": "a"}}], "usage": {"prompt_tokens": "many"}}),
     ],
-    ids=["429", "500", "503", "drop", "html", "broken", "list", "empty", "null", "slow"],
+    ids=["429", "500", "503", "drop", "html", "broken", "list", "empty", "null", "mapping", "usage"],
 )
 def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     with (
         chat_server([trouble, trouble, SEVEN]) as server,
-        build_judge([reward(server.url, try_s=1.0)]) as judge,
+        build_judge([reward(server.url)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
         counters = judge.counters()
     assert len(server.requests) == 3
     assert (counters["judge/calls"], counters["judge/retries"]) == (1, 2)
+
+
+def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
+    with (
+        chat_server([Answer("late", delay_s=60), SEVEN]) as server,
+        build_judge([reward(server.url, try_s=1.0)]) as judge,
+    ):
+        assert judged(judge, "5", "a").reward == pytest.approx(0.7)
+        assert judge.counters()["judge/retries"] == len(server.requests) - 1
+
+
+def test_too_many_requests_are_no_failed_tries() -> None:
+    """However often an endpoint says so: only the deadline counts."""
+    with (
+        chat_server([failing(429, "slow down")] * 5 + [SEVEN]) as server,
+        build_judge([reward(server.url, tries=2)]) as judge,
+    ):
+        assert judged(judge, "5", "a").reward == pytest.approx(0.7)
+
+
+def test_what_a_server_counts_and_writes_badly_does_no_harm(tmp_path: Path) -> None:
+    """No numbers of tokens, and half a surrogate pair, which a cache could not keep."""
+    message = {"role": "assistant", "content": 'x \ud800 {"score": 7}'}
+    body = {
+        "choices": [{"message": message, "finish_reason": "stop"}],
+        "usage": {"prompt_tokens": None, "completion_tokens": None},
+    }
+    with (
+        chat_server([Answer(body=body)]) as server,
+        build_judge([reward(server.url, cache=tmp_path / "cache")]) as judge,
+    ):
+        assert [judged(judge, "5", "a").reward for _ in range(2)] == pytest.approx([0.7] * 2)
+        assert judge.counters()["judge/cached"] == 1
+        assert judge.counters()["judge/prompt_tokens"] == 0
 
 
 @pytest.mark.parametrize(
@@ -108,7 +149,11 @@ def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
         ([failing(500, "oh")], r"status 500 \(oh\); gave up after 3 tries; is the server up"),
         ([Answer(drop=True)], r"no connection \(.+\); gave up after 3 tries"),
         ([failing(429, "no money", "insufficient_quota")], r"status 429 \(no money\); the account has no quota left"),
-        ([failing(403, "no")], r"status 403 \(no\), the key is refused; name the key's variable: api_key_env"),
+        ([failing(401, "no")], r"status 401 \(no\), the key is refused; name the key's variable: api_key_env"),
+        (
+            [failing(403, "no")],
+            r"whatever the response: .+ status 403 \(no\); is the key \(api_key_env\) allowed to use",
+        ),
         ([failing(404, "no such model")], r"status 404 \(no such model\); correct `model`, or `endpoint`"),
         ([failing(400, "no temperature")], r"status 400 \(no temperature\); it does not take the request; see `opt"),
         ([failing(429, "x", **{"Retry-After": "900"})], r"status 429 \(x\), wait 900 s; gave up after 1 tries"),
@@ -133,14 +178,8 @@ def test_no_server_at_all() -> None:
 
 
 def test_one_bad_request_among_good_ones_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
-    def script(body: dict[str, Any]) -> Answer | str:
-        if "r3" in shown(body):
-            return failing(500, "this text breaks me")
-        time.sleep(0.05)
-        return SEVEN
-
     with (
-        chat_server(script) as server,
+        chat_server(lambda body: failing(500, "this text breaks me") if "r3" in shown(body) else SEVEN) as server,
         build_judge([reward(server.url, tries=4, max_in_flight=2, timeout_reward=-1)]) as judge,
     ):
         found = many(judge, 12)
@@ -148,6 +187,40 @@ def test_one_bad_request_among_good_ones_is_no_outage(caplog: pytest.LogCaptureF
     assert [each.outcomes["judge"] for each in found] == ["ok"] * 3 + ["timeout"] + ["ok"] * 8
     assert found[3].reward == -1
     assert "this text breaks me" in caplog.text
+
+
+def test_a_response_that_breaks_the_server_alone_is_no_outage() -> None:
+    """Nothing else is under way, so the endpoint is asked for a word."""
+    with (
+        chat_server(lambda body: Answer(drop=True) if "poison" in shown(body) else SEVEN) as server,
+        build_judge([reward(server.url, tries=2, timeout_reward=-1)]) as judge,
+    ):
+        found = judged(judge, "5", "poison")
+    assert (found.reward, found.outcomes) == (-1, {"judge": "timeout"})
+    assert [len(body["messages"]) for body in server.requests] == [2, 2, 1]
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+def test_an_endpoint_that_refuses_everything_later_ends_the_run(status: int) -> None:
+    """An account without money, a filter that refuses the prompt: it is not the response's fault, so it earns no 0."""
+    with (
+        chat_server([SEVEN, failing(status, "your credit balance is too low")]) as server,
+        build_judge([reward(server.url)]) as judge,
+    ):
+        assert judged(judge, "5", "a").reward == pytest.approx(0.7)
+        with pytest.raises(RewardError, match=rf"whatever the response: .+ status {status} \(your credit balance"):
+            judged(judge, "5", "b")
+
+
+@pytest.mark.parametrize("status", [400, 403, 422])
+def test_a_refused_response_ends_no_run(status: int) -> None:
+    """Not even the first: a filter in front of the model does not like what it holds."""
+    with (
+        chat_server(lambda body: failing(status, "no") if "<script>" in shown(body) else SEVEN) as server,
+        build_judge([reward(server.url, unparsable_reward=-1)]) as judge,
+    ):
+        assert judged(judge, "5", "<script>alert(1)</script>").outcomes == {"judge": "refused"}
+        assert judged(judge, "5", "a").outcomes == {"judge": "ok"}
 
 
 @pytest.mark.parametrize(
@@ -174,7 +247,7 @@ def test_a_prompt_that_is_too_long_is_not_the_responses_fault() -> None:
     with (
         chat_server([failing(400, "x", "context_length_exceeded")]) as server,
         build_judge([reward(server.url, rubric="word " * 50)]) as judge,
-        pytest.raises(RewardError, match="the question is too long for the judge, whatever the response"),
+        pytest.raises(RewardError, match=r"whatever the response: .+ status 400 \(x\); shorten the prompt or `rubric`"),
     ):
         judged(judge, "5", "a")
 
@@ -219,13 +292,14 @@ def test_tokens_cost() -> None:
 def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
     async def main() -> Judgement:
         with (
-            chat_server([failing(500, "x"), Answer(SEVEN, delay_s=0.1)]) as server,
+            chat_server([Answer(status=500, delay_s=0.2), SEVEN]) as server,
             build_judge([reward(server.url)]) as judge,
         ):
             pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
-            await asyncio.sleep(0.02)
-            time.sleep(0.6)
-            assert len(server.requests) == 2
+            while not server.requests:
+                await asyncio.sleep(0.01)
+            while len(server.requests) < 2:  # nothing of this loop runs now
+                time.sleep(0.01)
             return await pending
 
     assert asyncio.run(main()).reward == pytest.approx(0.7)
@@ -234,16 +308,52 @@ def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
 def test_a_cancelled_judgement_frees_its_place() -> None:
     async def main(judge: Judge) -> float | None:
         first = asyncio.ensure_future(judge.judge(task(1), completion("r0")))
-        await asyncio.sleep(0.2)
+        while not server.requests:
+            await asyncio.sleep(0.01)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         return (await judge.judge(task(1), completion("r1"))).reward
 
     with (
-        chat_server([Answer(SEVEN, delay_s=30), SEVEN]) as server,
+        chat_server([Answer(SEVEN, delay_s=60), SEVEN]) as server,
         build_judge([reward(server.url, max_in_flight=1)]) as judge,
     ):
         assert asyncio.run(main(judge)) == pytest.approx(0.7)
+
+
+def test_closing_fails_what_is_under_way() -> None:
+    """With an error, not as if the caller had been cancelled; and closing does not wait for the endpoint."""
+
+    async def main(judge: Judge) -> list[BaseException | Judgement]:
+        pending = [asyncio.ensure_future(judge.judge(task(1), completion(f"r{i}"))) for i in range(5)]
+        while not server.requests:
+            await asyncio.sleep(0.01)
+        await judge.aclose()
+        return await asyncio.gather(*pending, return_exceptions=True)
+
+    with (
+        chat_server([Answer(SEVEN, delay_s=60)]) as server,
+        build_judge([reward(server.url, max_in_flight=2)]) as judge,
+    ):
+        found = asyncio.run(main(judge))
+    assert all(isinstance(each, RewardError) and "the judge was closed" in str(each) for each in found)
+
+
+def test_an_interrupt_ends_grading(tmp_path: Path) -> None:
+    """Ctrl-C while an endpoint does not answer."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"response": "4", "answer": "4"}\n' * 8)
+    with chat_server([Answer(SEVEN, delay_s=600)]) as server:
+        options = ["--option", f"endpoint={server.url}", "--option", "model=m"]
+        argv = [sys.executable, "-m", "rollmill", "grade", "--reward", "judge", "--input", str(rows), *options]
+        process = subprocess.Popen(argv, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        while len(server.requests) < 8 and process.poll() is None:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert process.returncode == 130, errors
+    assert b"never awaited" not in errors
+    assert b"Task was destroyed" not in errors
 
 
 @pytest.mark.parametrize(
@@ -282,6 +392,43 @@ def test_grade_asks_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "expected a URL such as http://localhost:8000/v1" in capsys.readouterr().err
 
 
+def test_grade_compares_the_lines_of_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "answers.jsonl"
+    lines = [("first", "a"), ("first", "bbb"), ("first", "cc"), ("second", "dd"), ("second", "e")]
+    rows.write_text("".join(json.dumps({"prompt": g, "response": r, "group": g}) + "\n" for g, r in lines))
+
+    def script(body: dict[str, Any]) -> str:
+        """The longest is the best."""
+        found = re.findall(r">\n(\w+)\n</response", shown(body))
+        return json.dumps({"ranking": sorted(range(1, len(found) + 1), key=lambda number: -len(found[number - 1]))})
+
+    with chat_server(script) as server:
+        argv = ["grade", "--reward", "ranking", "--input", str(rows)]
+        assert main([*argv, "--option", f"endpoint={server.url}", "--option", "model=m"]) == 0
+    graded = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["reward"] for row in graded] == [0, 1, 0.5, 1, 0]
+
+
+def test_a_judge_that_mostly_gives_no_verdict_is_said(tmp_path: Path) -> None:
+    out = io.StringIO()
+    with chat_server(["I would rather not."]) as server:
+        reward = {"name": "judge", "endpoint": server.url, "model": "m"}
+        changes: dict[str, Any] = {"rewards": [reward], "rollout": {"group_size": 2}, "evaluation": None}
+        path = tiny_run(tmp_path, **changes, stages=None, algorithm={"name": "grpo"}, steps=2)
+        run(path, out=tmp_path / "out", view=PlainView(out))
+    said = "8 of 8 judgements of reward `judge` got no verdict from its model and earned its unparsable_reward"
+    assert out.getvalue().count(said) == 1
+
+
+def test_an_endpoint_has_to_fail_before_judging_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Or else its completions would all be late, and the run would go on."""
+    reward = {"name": "judge", "endpoint": "http://localhost:1/v1", "model": "m"}
+    for deadline_s, code in ((240, 2), (241, 0)):
+        path = tiny_run(tmp_path, rewards=[reward], judging={"deadline_s": deadline_s})
+        assert main(["check", str(path), "--no-data"]) == code
+    assert "judging.deadline_s (240) is not above deadline_s + try_s (240)" in capsys.readouterr().err
+
+
 def test_a_run_with_judges_counts_each_step(tmp_path: Path) -> None:
     def script(body: dict[str, Any]) -> str:
         numbers = re.findall(r"^Response (\d+):$", shown(body), re.M)
@@ -291,14 +438,14 @@ def test_a_run_with_judges_counts_each_step(tmp_path: Path) -> None:
 
     with chat_server(script) as server:
         common = {"endpoint": server.url, "model": "m", "prompt_price": 1000.0}
-        run = tiny_run(
+        path = tiny_run(
             tmp_path,
             rewards=[{"name": "judge", **common}, {"name": "ranking", "shuffles": 1, "weight": 0.5, **common}],
             rollout={"batch": 2, "group_size": 3},
             evaluation=None,
             stages=[{"name": "only", "algorithm": {"name": "grpo"}, "steps": 2}],
         )
-        assert main(["run", str(run), "--out", str(tmp_path / "out")]) == 0
+        assert main(["run", str(path), "--out", str(tmp_path / "out")]) == 0
     assert main(["check", str(tmp_path / "out" / "config.yaml")]) == 0  # with every default written out
     steps = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [step["judging/judge/calls"] for step in steps] == [6, 6]

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
+import math
+import sqlite3
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -17,7 +21,7 @@ from rollmill.core.errors import ConfigError
 from rollmill.rewards import build_judge
 from rollmill.rewards.judges.cache import Cached, Store
 from rollmill.rewards.judges.chat import Reply, Sampling
-from rollmill.rewards.judges.limits import WINDOW_S, Window
+from rollmill.rewards.judges.limits import WINDOW_S, Limits
 
 
 class Clock:
@@ -37,7 +41,7 @@ class Clock:
 )
 def test_no_window_of_a_minute_holds_more_than_the_limit(limit: int, arrivals: list[tuple[int, float]]) -> None:
     clock = Clock()
-    window = Window(limit, lambda: clock.now, clock.sleep)
+    window = Limits([limit], lambda: clock.now, clock.sleep)
     passed: list[tuple[float, int]] = []
 
     async def one(units: int) -> None:
@@ -61,12 +65,12 @@ def test_no_window_of_a_minute_holds_more_than_the_limit(limit: int, arrivals: l
 
 def test_a_free_window_makes_nobody_wait() -> None:
     clock = Clock()
-    window = Window(3, lambda: clock.now, clock.sleep)
+    window = Limits([3], lambda: clock.now, clock.sleep)
 
     async def main() -> list[float]:
         times = []
         for _ in range(7):
-            await window.enter()
+            await window.enter(1)
             times.append(clock.now)
         return times
 
@@ -74,6 +78,40 @@ def test_a_free_window_makes_nobody_wait() -> None:
     assert times[:3] == [0, 0, 0]
     assert times[3:6] == pytest.approx([60] * 3, abs=0.01)
     assert times[6] == pytest.approx(120, abs=0.01)
+
+
+def test_who_waits_for_one_window_takes_no_place_in_another() -> None:
+    """A request that waits for tokens is not sent yet, so it does not count as sent: no burst follows."""
+    clock = Clock()
+    limits = Limits([2, 100], lambda: clock.now, clock.sleep)
+    passed: list[tuple[float, int]] = []
+
+    async def one(tokens: int) -> None:
+        await limits.enter(1, tokens)
+        passed.append((clock.now, tokens))
+
+    async def main() -> None:
+        await asyncio.gather(*(one(tokens) for tokens in (1000, 1, 2, 3, 4)))
+
+    asyncio.run(main())
+    assert [tokens for _, tokens in passed] == [1000, 1, 2, 3, 4]
+    assert [when for when, _ in passed] == pytest.approx([0, 60, 60, 120, 120], abs=0.01)
+
+
+def test_a_cancelled_request_leaves_the_queue() -> None:
+    clock = Clock()
+    limits = Limits([1, math.inf], lambda: clock.now, lambda seconds: asyncio.sleep(3600))
+
+    async def main() -> None:
+        await limits.enter(1, 5)
+        waiting = asyncio.ensure_future(limits.enter(1, 5))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        await asyncio.gather(waiting, return_exceptions=True)
+        clock.now += WINDOW_S + 1
+        await limits.enter(1, 5)
+
+    asyncio.run(main())
 
 
 # -- the cache ---------------------------------------------------------------------------------------------------
@@ -99,27 +137,54 @@ def test_what_is_kept_is_not_asked_again(tmp_path: Path) -> None:
     store.close()
 
 
-def _writer(path: Path, who: int) -> None:
-    store = Store(path)
+WRITER = """
+import sys
+from pathlib import Path
+from rollmill.rewards.judges.cache import Store
+from rollmill.rewards.judges.chat import Reply
+print("ready", flush=True)
+sys.stdin.readline()
+for _ in range(10):  # who opens or leaves a file has it alone for a moment
+    store = Store(Path(sys.argv[1]))
     for number in range(50):
-        store.put(f"{number}", Reply(f"{who}", "stop"))
+        store.put(f"{number}", Reply(sys.argv[2], "stop"))
         assert store.get(f"{number}") is not None
     store.close()
+"""
 
 
 def test_several_processes_share_a_cache(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("fork")
-    workers = [context.Process(target=_writer, args=(tmp_path / "cache", who)) for who in range(4)]
+    argv = [sys.executable, "-c", WRITER, str(tmp_path / "cache")]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    workers: list[subprocess.Popen[str]] = [subprocess.Popen([*argv, f"{who}"], **pipes) for who in range(4)]  # type: ignore[call-overload]
     for worker in workers:
-        worker.start()
+        assert worker.stdout is not None
+        assert worker.stdout.readline() == "ready\n"
     for worker in workers:
-        worker.join(60)
-    assert [worker.exitcode for worker in workers] == [0] * 4
+        assert worker.stdin is not None
+        worker.stdin.write("\n")
+        worker.stdin.flush()
+    for worker in workers:
+        worker.communicate()
+    assert [worker.returncode for worker in workers] == [0] * 4
     store = Store(tmp_path / "cache")
     found = [store.get(f"{number}") for number in range(50)]
     assert all(reply is not None and reply.text in "0123" and reply.cached for reply in found)
     store.put("0", Reply("later", "stop"))
     assert store.get("0") == found[0]
+
+
+def test_who_is_there_first_is_waited_for(tmp_path: Path) -> None:
+    """SQLite itself gives up at once where it would change the journal of a file that another process writes."""
+    other = sqlite3.connect(tmp_path / "cache", isolation_level=None, check_same_thread=False)
+    other.execute("CREATE TABLE mine (x)")
+    other.execute("BEGIN IMMEDIATE")
+    leaving = threading.Timer(0.2, other.close)
+    leaving.start()
+    store = Store(tmp_path / "cache")
+    leaving.join()
+    store.put("a", Reply("b", "stop"))
+    assert store.get("a") == Reply("b", "stop", cached=True)
 
 
 def test_a_second_run_asks_nothing(tmp_path: Path) -> None:

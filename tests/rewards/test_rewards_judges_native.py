@@ -158,7 +158,10 @@ def test_what_does_not_fit(folder: Path) -> None:
         assert judged(judge, "5", "apples " * 4000).outcomes == {"judge": "too_long"}
     with (
         build_judge([config.model_copy(update={"rubric": "apples " * 4000})], device="cpu") as judge,
-        pytest.raises(RewardError, match=r"whatever the response: \d+ tokens and 1024 of the reply; the context is"),
+        pytest.raises(
+            RewardError,
+            match=r"whatever the response: \d+ tokens and 1024 of the reply; the judge's context is 4096; shorten",
+        ),
     ):
         judged(judge, "5", "5")
 

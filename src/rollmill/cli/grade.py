@@ -167,23 +167,18 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
 
 async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]) -> list[Judgement]:
     gate = asyncio.Semaphore(_AT_ONCE)
-    groups: dict[object, list[int]] = {}
-    for number, row in enumerate(rows):
-        groups.setdefault(str(row["group"]) if "group" in row else number, []).append(number)
+    groups = _groups(rows, tasks) if judge.groupwise else {number: [number] for number in range(len(rows))}
 
-    async def one(members: list[int]) -> list[Judgement]:
+    async def one(group: str | int, members: list[int]) -> list[Judgement]:
         async with gate:
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
-            if judge.groupwise and "group" in rows[members[0]]:
+            if isinstance(group, str):
                 return await judge.judge_group(tasks[members[0]], completions)
-            return [
-                await judge.judge(tasks[number], completion)
-                for number, completion in zip(members, completions, strict=True)
-            ]
+            return [await judge.judge(tasks[members[0]], completions[0])]
 
     try:
         async with asyncio.TaskGroup() as work:
-            judging = [work.create_task(one(members)) for members in groups.values()]
+            judging = [work.create_task(one(group, members)) for group, members in groups.items()]
     except ExceptionGroup as failures:
         raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
     found = {
@@ -192,6 +187,26 @@ async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]
         for number, judgement in zip(members, judged.result(), strict=True)
     }
     return [found[number] for number in range(len(rows))]
+
+
+def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, list[int]]:
+    """Positions of the rows by their `group`; a row without one stands alone, by its position.
+
+    Raises ConfigError where a group has several questions or answers.
+    """
+    groups: dict[str | int, list[int]] = {}
+    for number, row in enumerate(rows):
+        label = row.get("group")
+        groups.setdefault(number if label is None else str(label), []).append(number)
+    for group, members in groups.items():
+        first = tasks[members[0]]
+        for other in [tasks[number] for number in members]:
+            if (other.prompt, other.answer) != (first.prompt, first.answer):
+                which = quoted([first.id, other.id])
+                raise ConfigError(
+                    f"group `{group}`: {which} differ in `prompt` or `answer`; give every task a group of its own"
+                )
+    return groups
 
 
 def _task(number: int, row: dict[str, Any], file: Path) -> Task:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
-from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards import JudgeSection, RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.trainer import TrainerConfig
@@ -95,6 +95,19 @@ class StageConfig(Section):
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
+
+    @model_validator(mode="after")
+    def _endpoints_fail_in_time(self) -> Self:
+        for reward in self.rewards:
+            if isinstance(reward, JudgeSection) and reward.endpoint is not None:
+                longest, deadline = reward.deadline_s + reward.try_s, self.judging.deadline_s
+                if longest >= deadline:
+                    raise ValueError(
+                        f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
+                        f"reward `{reward.name}`, so an endpoint that is down would pass for a slow one; raise "
+                        "judging.deadline_s"
+                    )
+        return self
 
 
 class RunConfig(StageConfig):

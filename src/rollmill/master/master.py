@@ -12,7 +12,7 @@ from typing import Any
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.interrupt import Interrupted, Interrupts
-from rollmill.master.measures import rewards_out_of_time
+from rollmill.master.measures import rewards_without_verdict
 from rollmill.master.selection import StageTasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState, StageState
@@ -147,7 +147,7 @@ class Master:
             metrics["seconds/eval"] = time.perf_counter() - began
         # metrics before the checkpoint: a run killed in between makes the step again and drops this line
         self._monitor.step(metrics, result.experiences, result.began, result.spans)
-        for reward, warning in rewards_out_of_time(result.experiences).items():
+        for reward, warning in rewards_without_verdict(result.experiences).items():
             if (config.name, reward) not in self._warned:
                 self._monitor.message(warning)
             self._warned.add((config.name, reward))

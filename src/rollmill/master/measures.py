@@ -9,6 +9,7 @@ from rollmill.core.types import Experience, Source, StopReason
 from rollmill.explorer.explorer import REWARD
 from rollmill.monitor.trace import Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
+from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 
 PHASES = ("rollout", "inference", "reward", "train")
 """What the process of a step does, one after the other."""
@@ -61,8 +62,8 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     return metrics
 
 
-def rewards_out_of_time(experiences: list[Experience]) -> dict[str, str]:
-    """Rewards of which most judgements of a batch took too long, each with a sentence on it."""
+def rewards_without_verdict(experiences: list[Experience]) -> dict[str, str]:
+    """Rewards of which most judgements of a batch took too long, or got none, each with a sentence on it."""
     outcomes: dict[str, list[str]] = {}
     for experience in experiences:
         for name, outcome in experience.info.get("outcomes", {}).items():
@@ -74,6 +75,12 @@ def rewards_out_of_time(experiences: list[Experience]) -> dict[str, str]:
             found[name] = (
                 f"warning: {late} of {len(own)} judgements of reward `{name}` took too long and earned its "
                 "timeout_reward; raise its time_limit_s (or judging.deadline_s), or make it faster"
+            )
+        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in own)
+        if 2 * unread > len(own):
+            found[name] = (
+                f"warning: {unread} of {len(own)} judgements of reward `{name}` got no verdict from its model and "
+                "earned its unparsable_reward; raise its max_tokens, or take another model"
             )
     return found
 

@@ -73,8 +73,8 @@ class JudgeSection(RewardSection):
     max_in_flight: int = Field(32, ge=1)
     """Most requests at the same time."""
     tries: int = Field(8, ge=1)
-    """How often a request is sent before it has failed: after statuses 408, 409, 429 and 5xx, time-outs and lost
-    connections, with growing pauses."""
+    """How often a request is sent before it has failed: after statuses 408, 409, 425 and 5xx, time-outs and lost
+    connections, with growing pauses. After status 429 (too many requests) only `deadline_s` counts."""
     try_s: float = Field(60.0, gt=0)
     """Longest wait for the answer to one try."""
     deadline_s: float = Field(180.0, gt=0)

@@ -55,7 +55,7 @@ class Weights:
                 self._copies.append((twin.data, parameter.data))
             else:
                 self._merged.append((twin.data, _merge_of(layer)))
-        memo[id(model.config)] = copy.deepcopy(model.config)
+        memo[id(model.config)] = copy.deepcopy(model.config, memo)
         return plain_twin(model, memo)
 
 

@@ -17,7 +17,6 @@ from rollmill.rewards.judges.marking import cleaned
 from rollmill.rewards.judges.models import chat_model
 from rollmill.rewards.resources import Resources
 
-UNPARSABLE = "unparsable"
 REMINDER = """\
 That did not end with a verdict. Give it now, as one line of JSON and nothing else:
 {form}"""
@@ -54,7 +53,7 @@ class Asker:
 
         Raises:
             NoReplyError: the question gets no reply, for a reason that lies in the texts.
-            RewardError: the model cannot be asked, or the question is too long even with empty texts.
+            RewardError: the model cannot be asked, or the question gets no reply even with empty texts.
         """
         try:
             return await self._model.loop.run(self._votes(make, texts))
@@ -80,8 +79,8 @@ class Asker:
         try:
             replies = await self._chat(question, question.messages, indices)
         except NoReplyError as error:
-            if error.outcome == TOO_LONG:
-                await self._require_room(make([""] * len(texts)))
+            if error.advice:
+                await self._require_reply(make([""] * len(texts)))
             raise
         votes = [self._read(question, reply) for reply in replies]
 
@@ -104,16 +103,13 @@ class Asker:
             return None
         return self._read(question, reply)
 
-    async def _require_room(self, empty: Question[Vote]) -> None:
-        """Raises RewardError where even a question about empty texts is too long."""
+    async def _require_reply(self, empty: Question[Vote]) -> None:
+        """Raises RewardError where even a question about empty texts gets no reply."""
         try:
             await self._chat(empty, empty.messages, [0])
         except NoReplyError as error:
-            if error.outcome == TOO_LONG:
-                raise RewardError(
-                    f"the question is too long for the judge, whatever the response: {error}; shorten the prompt or "
-                    "`rubric`, lower max_tokens, or take a judge with a longer context"
-                ) from error
+            if error.advice:
+                raise RewardError(f"no question is answered, whatever the response: {error}; {error.advice}") from error
 
     async def _chat(
         self, question: Question[Vote], messages: Sequence[ChatMessage], indices: Sequence[int]

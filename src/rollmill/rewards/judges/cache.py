@@ -6,15 +6,18 @@ import hashlib
 import json
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rollmill.core.errors import ConfigError
 from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModel, Reply, Sampling
 
 WAIT_S = 30.0
 """Longest wait for another process that writes."""
+_PAUSE_S = 0.01
 
 
 class Store:
@@ -25,9 +28,9 @@ class Store:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._connection = sqlite3.connect(path, timeout=WAIT_S, check_same_thread=False, isolation_level=None)
-            self._connection.execute("PRAGMA journal_mode=WAL")
-            self._connection.execute("PRAGMA synchronous=NORMAL")
-            self._connection.execute(
+            self._execute("PRAGMA journal_mode=WAL")
+            self._execute("PRAGMA synchronous=NORMAL")
+            self._execute(
                 "CREATE TABLE IF NOT EXISTS replies (key TEXT PRIMARY KEY, text TEXT NOT NULL, finish TEXT NOT NULL) "
                 "WITHOUT ROWID"
             )
@@ -36,19 +39,30 @@ class Store:
 
     def get(self, key: str) -> Reply | None:
         """What is kept under a key."""
-        with self._lock:
-            row = self._connection.execute("SELECT text, finish FROM replies WHERE key = ?", (key,)).fetchone()
+        row = self._execute("SELECT text, finish FROM replies WHERE key = ?", key)
         return None if row is None else Reply(row[0], row[1], cached=True)
 
     def put(self, key: str, reply: Reply) -> None:
         """Keep a reply, unless another process was quicker."""
-        with self._lock:
-            self._connection.execute("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", (key, reply.text, reply.finish))
+        self._execute("INSERT OR IGNORE INTO replies VALUES (?, ?, ?)", key, reply.text, reply.finish)
 
     def close(self) -> None:
         """May be called twice."""
         with self._lock:
             self._connection.close()
+
+    def _execute(self, statement: str, *values: str) -> Any:
+        """The first row. SQLite waits for other writers by itself, but not to change a file's journal."""
+        started = time.monotonic()
+        while True:
+            try:
+                with self._lock:
+                    return self._connection.execute(statement, values).fetchone()
+            except sqlite3.OperationalError as error:
+                busy = error.sqlite_errorcode & 0xFF == sqlite3.SQLITE_BUSY
+                if not busy or time.monotonic() - started > WAIT_S:
+                    raise
+            time.sleep(_PAUSE_S)
 
 
 class Cached:

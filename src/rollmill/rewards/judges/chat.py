@@ -12,7 +12,9 @@ ChatMessage = dict[str, Any]
 """`role` and `content`: text, or a list of parts as OpenAI's chat API has them."""
 
 STOP, LENGTH = "stop", "length"
-TOO_LONG, REFUSED = "too_long", "refused"
+TOO_LONG, REFUSED, UNPARSABLE = "too_long", "refused", "unparsable"
+ROOM = "shorten the prompt or `rubric`, lower max_tokens, or take a judge with a longer context"
+"""Advice where a question is too long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +40,14 @@ class Reply:
 
 
 class NoReplyError(Exception):
-    """These messages get no reply, for a reason that may lie in them. `outcome`: too_long, refused or timeout."""
+    """These messages get no reply, for a reason that may lie in them. `outcome`: too_long, refused or timeout.
 
-    def __init__(self, outcome: str, says: str) -> None:
+    `advice` is what helps where it does not lie in the response; empty where it does.
+    """
+
+    def __init__(self, outcome: str, says: str, advice: str = "") -> None:
         super().__init__(says)
-        self.outcome = outcome
+        self.outcome, self.advice = outcome, advice
 
 
 class ChatModel(Protocol):

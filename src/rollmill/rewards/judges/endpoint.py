@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 from rollmill.config.rewards import JudgeSection
 from rollmill.core.errors import ConfigError, RewardError
 from rollmill.rewards.judges.chat import STOP, ChatMessage, NoReplyError, Reply, Sampling
-from rollmill.rewards.judges.limits import Window
+from rollmill.rewards.judges.limits import Limits
 from rollmill.rewards.judges.loop import Loop, together
 
 try:
@@ -30,14 +30,15 @@ from rollmill.rewards.judges.trouble import Cure, Trouble, diagnosed
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 _IMAGE_TOKENS = 1000
+_PING: list[ChatMessage] = [{"role": "user", "content": "Say yes."}]
 
 
 class Endpoint:
     """Sends requests within rate limits and tries again what may succeed. Every reply is a request of its own.
 
-    A request that fails for good although others are answered meanwhile gets no reply (outcome `timeout`), and so does
-    one that is refused after others were answered (`refused`). When nothing has been answered since its first failure,
-    the endpoint is down: that ends the run, as do a refused key and a request refused at the start.
+    A request that fails for good although others are answered gets no reply (outcome `timeout`), and so does one that
+    is refused (`refused`). When nothing has been answered since its first failure, not even a word, the endpoint is
+    down: that ends the run, as does a refused key.
 
     Raises ConfigError where the environment variable of the key is not set.
     """
@@ -49,8 +50,7 @@ class Endpoint:
         self.loop = Loop("rollmill-judge", self._finish)
         self._client: openai.AsyncOpenAI | None = None
         self._places = asyncio.Semaphore(config.max_in_flight)
-        self._requests = None if config.requests_per_minute is None else Window(config.requests_per_minute)
-        self._tokens = None if config.tokens_per_minute is None else Window(config.tokens_per_minute)
+        self._limits = Limits([config.requests_per_minute or math.inf, config.tokens_per_minute or math.inf])
         self._answered = 0.0
         self._broken: RewardError | None = None
         self._jitter = random.Random()
@@ -69,7 +69,7 @@ class Endpoint:
         async with self._places:
             left, tried, troubled = self._config.deadline_s, 0, math.inf
             while True:
-                await self._admitted(size)
+                await self._limits.enter(1, size)
                 if self._broken is not None:
                     raise self._broken
                 started = time.monotonic()
@@ -81,8 +81,11 @@ class Endpoint:
                     return replace(found, retries=tried - 1)
                 troubled = min(troubled, time.monotonic())
                 pause = max(self._pause(tried), found.wait_s)
-                if found.cure is not Cure.WAIT or tried == self._config.tries or pause >= left:
-                    self._end(found, troubled, tried)
+                spent = tried >= self._config.tries and not found.crowded
+                if found.cure is not Cure.WAIT or spent or pause >= left:
+                    if found.cure is Cure.WAIT and self._answered <= troubled:
+                        await self._ping(body, sampling.max_tokens)
+                    self._end(found, self._answered > troubled, tried)
                 left -= pause
                 await asyncio.sleep(pause)
 
@@ -100,32 +103,32 @@ class Endpoint:
             return diagnosed(error)
         try:
             return _reply(found)
-        except (AttributeError, TypeError, IndexError):  # the library takes any JSON for an answer
+        except (AttributeError, TypeError, ValueError, LookupError):  # the library takes any JSON for an answer
             return Trouble(Cure.WAIT, f"an answer that is no chat completion ({str(found)[:100]!r})")
 
-    async def _admitted(self, size: int) -> None:
-        for window, units in ((self._requests, 1), (self._tokens, size)):
-            if window is not None:
-                await window.enter(units)
+    async def _ping(self, body: dict[str, Any], max_tokens: int) -> None:
+        """Ask for a word: whatever comes back is an answer."""
+        await self._limits.enter(1, _estimated_tokens(_PING) + max_tokens)
+        if isinstance(await self._try(_PING, body, self._config.try_s), Reply):
+            self._answered = time.monotonic()
 
     def _pause(self, tried: int) -> float:
         """Exponential, with full jitter above the half."""
         longest = min(FIRST_PAUSE_S * 2.0 ** (tried - 1), LONGEST_PAUSE_S)
         return longest * self._jitter.uniform(0.5, 1.0)
 
-    def _end(self, trouble: Trouble, troubled: float, tried: int) -> NoReturn:
-        """Give a request up that first failed at the time `troubled`."""
-        says = self._without_key(trouble.says)
-        others_answered = {Cure.NONE: True, Cure.WAIT: self._answered > troubled, Cure.REQUEST: self._answered > 0}
-        if others_answered.get(trouble.cure, False):
-            raise NoReplyError(trouble.outcome, says)
+    def _end(self, trouble: Trouble, others_answered: bool, tried: int) -> NoReturn:
+        """Give a request up. `others_answered` since its first failure."""
+        says = f"the judge {self._config.model} at {self._url}: {self._without_key(trouble.says)}"
+        if trouble.cure is Cure.TEXT or (trouble.cure is Cure.WAIT and others_answered):
+            raise NoReplyError(trouble.outcome, says, trouble.advice)
         advice = trouble.advice
         if trouble.cure is Cure.WAIT:
             advice = f"gave up after {tried} tries; is the server up, and `endpoint` its address?"
         if trouble.cure is Cure.KEY:
             name = self._config.api_key_env
             advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
-        self._broken = RewardError(f"the judge {self._config.model} at {self._url}: {says}; {advice}")
+        self._broken = RewardError(f"{says}; {advice}")
         raise self._broken
 
     def _body(self, sampling: Sampling, index: int) -> dict[str, Any]:
@@ -179,9 +182,10 @@ def _estimated_tokens(messages: Sequence[ChatMessage]) -> int:
 
 def _reply(found: Any) -> Reply:
     choice, usage = found.choices[0], found.usage
+    text = "" if choice.message.content is None else choice.message.content + ""
     return Reply(
-        "" if choice.message.content is None else choice.message.content + "",
+        text.encode("utf-8", "replace").decode(),  # JSON can hold lone surrogates, a cache cannot
         choice.finish_reason or STOP,
-        prompt_tokens=usage.prompt_tokens if usage else 0,
-        completion_tokens=usage.completion_tokens if usage else 0,
+        prompt_tokens=int(usage.prompt_tokens or 0) if usage else 0,
+        completion_tokens=int(usage.completion_tokens or 0) if usage else 0,
     )

@@ -11,8 +11,8 @@ from functools import partial
 from rollmill.config.rewards import JudgeReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import Verdict
-from rollmill.rewards.judges.asking import UNPARSABLE, Asker, Question
-from rollmill.rewards.judges.chat import TOO_LONG, NoReplyError
+from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
 from rollmill.rewards.judges.images import image_parts
 from rollmill.rewards.judges.marking import cleaned, fresh_key
 from rollmill.rewards.judges.prompts import JUDGE, SCORE, against, context_of, last_line, messages_of

@@ -8,6 +8,8 @@ from collections.abc import Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from rollmill.core.errors import RewardError
+
 Result = TypeVar("Result")
 
 
@@ -24,7 +26,10 @@ class Loop:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def run(self, coroutine: Coroutine[Any, Any, Result]) -> Result:
-        """The coroutine's result. When the caller is cancelled, so is the coroutine, and it may clean up first."""
+        """The coroutine's result. When the caller is cancelled, so is the coroutine, and it may clean up first.
+
+        Raises RewardError where the loop is closed meanwhile.
+        """
         ended: Future[None] = Future()
         with self._lock:
             if self._loop is None:
@@ -36,7 +41,10 @@ class Loop:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)
-            raise
+            caller = asyncio.current_task()
+            if caller is None or caller.cancelling():
+                raise
+            raise RewardError("the judge was closed before its model replied") from None
 
     def close(self) -> None:
         """Cancel what runs and end the thread. May be called twice."""

@@ -11,12 +11,16 @@ from collections.abc import Iterable
 
 import regex
 
-_INVISIBLE = regex.compile(r"[[\p{Cf}\p{Cc}\p{Co}]--[\n\t]]", regex.V1)
-_ESCAPE = regex.compile(r"\\u[0-9a-fA-F]{4}")
+_INVISIBLE = regex.compile(r"[[\p{Cf}\p{Cc}\p{Co}\p{Default_Ignorable_Code_Point}]--[\n\t]]", regex.V1)
+_QUOTE = r"[\p{Quotation_Mark}`´]"
+_JSON = regex.compile(
+    rf"[\\＼]u[0-9a-f]{{4}}|[{{｛﹛]\s*+{_QUOTE}|{_QUOTE}\s*+\w++\s*+{_QUOTE}\s*+[:：﹕]", regex.IGNORECASE
+)
+"""An escaped letter, the beginning of an object or a key, whatever its alphabet."""
 _KINDS = "question|reference|rubric|response"
 _LOOKALIKE = regex.compile(
-    rf"<(?=\s*+(?:/\s*+)?+(?:{_KINDS})\b)"  # our markers
-    r"|<(?=[|｜])|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn)>)|<(?=<SYS>)|\[(?=/?INST\])",
+    rf"[<＜﹤](?=\s*+(?:[/／]\s*+)?+(?:{_KINDS})\b)"  # our markers
+    r"|[<＜﹤](?=[|｜])|<(?=/?(?:s|bos|eos|pad|unk|think|start_of_turn|end_of_turn)>)|<(?=<SYS>)|\[(?=/?INST\])",
     regex.IGNORECASE,
 )
 """What could pass for a marker, or for a token that ends a turn of a chat."""
@@ -37,10 +41,12 @@ def marked(kind: str, text: str) -> str:
 def fresh_key(word: str, texts: Iterable[str]) -> str:
     """A key for the verdict's JSON that no echo of the texts can hold: `word`, or where one of them may, word_hash.
 
-    A text may hold it in quotes, or in disguise, with escapes such as \\u0063.
+    A text may hold it in quotes of any kind, or in disguise: with escapes such as \\u0063, or with letters of another
+    alphabet, which a judge that repeats the text may write plainly.
     """
     texts = list(texts)
-    if not any(f'"{word}' in text or _ESCAPE.search(text) for text in texts):
+    quoted = regex.compile(rf"(?:{_QUOTE}|[{{｛﹛])\s*+{word}", regex.IGNORECASE)
+    if not any(quoted.search(text) or _JSON.search(text) for text in texts):
         return word
     return f"{word}_{_unused(word, texts)}"
 

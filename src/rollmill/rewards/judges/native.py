@@ -18,7 +18,7 @@ from rollmill.core.types import StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
 from rollmill.models.load import load_policy
-from rollmill.rewards.judges.chat import LENGTH, STOP, TOO_LONG, ChatMessage, NoReplyError, Reply, Sampling
+from rollmill.rewards.judges.chat import LENGTH, ROOM, STOP, TOO_LONG, ChatMessage, NoReplyError, Reply, Sampling
 from rollmill.rewards.judges.loop import Loop
 
 
@@ -51,8 +51,8 @@ class Native:
         """See ChatModel; messages begin with `system` and `user`. Tokens of the prompt count for the first reply."""
         ids = self._encoded(messages)
         if len(ids) + sampling.max_tokens > self._context:
-            says = f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the context is {self._context}"
-            raise NoReplyError(TOO_LONG, says)
+            says = f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the judge's context is {self._context}"
+            raise NoReplyError(TOO_LONG, says, ROOM)
         settings = SamplingConfig(temperature=sampling.temperature, max_new_tokens=sampling.max_tokens)
         request = Request(ids, settings, n=max(indices) + 1, seed=sampling.seed, id="a question to the judge")
         found = await self._engine.generate(request)

@@ -13,8 +13,8 @@ from statistics import fmean
 from rollmill.config.rewards import PairwiseReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import Judgement, Verdict
-from rollmill.rewards.judges.asking import UNPARSABLE, Asker, Question
-from rollmill.rewards.judges.chat import TOO_LONG, NoReplyError
+from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
 from rollmill.rewards.judges.images import image_parts
 from rollmill.rewards.judges.loop import together
 from rollmill.rewards.judges.marking import cleaned, fresh_key

@@ -11,8 +11,8 @@ from statistics import fmean
 from rollmill.config.rewards import RankingReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import Judgement, Verdict
-from rollmill.rewards.judges.asking import UNPARSABLE, Asker, Question
-from rollmill.rewards.judges.chat import NoReplyError
+from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError
 from rollmill.rewards.judges.images import image_parts
 from rollmill.rewards.judges.loop import together
 from rollmill.rewards.judges.marking import cleaned, fresh_key

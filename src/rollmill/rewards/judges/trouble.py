@@ -11,7 +11,7 @@ from enum import Enum
 import openai
 
 from rollmill.rewards.base import TIMEOUT
-from rollmill.rewards.judges.chat import REFUSED, TOO_LONG
+from rollmill.rewards.judges.chat import REFUSED, ROOM, TOO_LONG
 
 _PASSING = (408, 409, 425, 429)
 
@@ -22,19 +22,19 @@ class Cure(Enum):
     WAIT = "wait"  #: the server's, perhaps only now
     USER = "user"  #: the run file's or the account's: no request will succeed
     KEY = "key"  #: the key's: no request will succeed
-    REQUEST = "request"  #: of what is asked for; these messages', where others have been answered
-    NONE = "none"  #: these messages': others may succeed
+    TEXT = "text"  #: these messages'; with `advice`, perhaps that of any message
 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """`says` names the status or the error; `wait_s` is how long the server asks to wait. `outcome` is that of a
-    request which is given up while others succeed."""
+    """`says` names the status or the error; `wait_s` is how long the server asks to wait, and `crowded` that it has too
+    many requests. `outcome` is that of a request which is given up while others succeed."""
 
     cure: Cure
     says: str
     advice: str = ""
     wait_s: float = 0.0
+    crowded: bool = False
     outcome: str = TIMEOUT
 
 
@@ -55,12 +55,14 @@ def _status(error: openai.APIStatusError) -> Trouble:
     says = f"status {status} ({text})" if text else f"status {status}"
     if status in (400, 413, 422):
         if code == "context_length_exceeded" or "context length" in text.lower() or status == 413:
-            return Trouble(Cure.NONE, says, outcome=TOO_LONG)
+            return Trouble(Cure.TEXT, says, ROOM, outcome=TOO_LONG)
         if code in ("content_filter", "invalid_prompt"):
-            return Trouble(Cure.NONE, says, outcome=REFUSED)
-        advice = "it does not take the request; see `options`, `structured` and `images`"
-        return Trouble(Cure.REQUEST, says, advice, outcome=REFUSED)
-    if status in (401, 403):
+            return Trouble(Cure.TEXT, says, outcome=REFUSED)
+        advice = "it does not take the request; see `options`, `structured`, `images` and the account"
+        return Trouble(Cure.TEXT, says, advice, outcome=REFUSED)
+    if status == 403:  # a key without rights, or a filter in front of the model
+        return Trouble(Cure.TEXT, says, "is the key (api_key_env) allowed to use the model?", outcome=REFUSED)
+    if status == 401:
         return Trouble(Cure.KEY, f"{says}, the key is refused")
     if status == 404:
         return Trouble(Cure.USER, says, "correct `model`, or `endpoint`, which mostly ends in /v1")
@@ -68,7 +70,9 @@ def _status(error: openai.APIStatusError) -> Trouble:
         return Trouble(Cure.USER, says, "the account has no quota left")
     if status in _PASSING or status >= 500:
         wait_s = retry_after(error.response.headers, time.time())
-        return Trouble(Cure.WAIT, f"{says}, wait {wait_s:.0f} s" if wait_s else says, wait_s=wait_s)
+        return Trouble(
+            Cure.WAIT, f"{says}, wait {wait_s:.0f} s" if wait_s else says, wait_s=wait_s, crowded=status == 429
+        )
     return Trouble(Cure.USER, says, "is `endpoint` the base URL of an OpenAI-compatible server?")
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import suppress
 from statistics import fmean, median
 from typing import Any, Literal
 
-_LONGEST, _MOST_BRACES = 16_384, 400
+_LONGEST, _MOST_OBJECTS = 65_536, 400
+_OBJECT = re.compile(r'\{(?=\s*+["}])')
 _THOUGHT_ENDS = "</think>"
 
 
@@ -18,16 +21,15 @@ def last_object(text: str) -> dict[str, Any] | None:
     Thoughts before </think> do not count. Of a long reply the end is read only.
     """
     text = text.rpartition(_THOUGHT_ENDS)[2][-_LONGEST:]
-    if text.count("{") > _MOST_BRACES:
+    starts = [match.start() for match in _OBJECT.finditer(text)]  # not the braces of formulas
+    if len(starts) > _MOST_OBJECTS:
         return None
     found: dict[str, Any] | None = None
-    at = text.find("{")
-    while at >= 0:
-        try:
-            found, end = _DECODER.raw_decode(text, at)
-        except (json.JSONDecodeError, RecursionError):
-            end = at + 1
-        at = text.find("{", end)
+    end = 0
+    for start in starts:
+        if start >= end:
+            with suppress(json.JSONDecodeError, RecursionError):
+                found, end = _DECODER.raw_decode(text, start)
     return found
 
 
