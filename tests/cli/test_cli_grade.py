@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from rollmill.cli import main
@@ -169,6 +174,64 @@ def test_the_rewards_of_a_run_file_on_groups(tmp_path: Path, capsys: pytest.Capt
     table = capsys.readouterr().err
     assert re.search(r"exact +│ +4 +│ +0.5000", table)
     assert re.search(r"exact +│ +ok 4, gated 1", table)
+
+
+def test_half_a_surrogate_pair_is_written_as_an_escape(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    row = {"response": "é \ud83d 5", "answer": "é \ud83d 5", "id": "\udcff"}
+    rows.write_text(json.dumps(row) + "\n")
+    assert main(["grade", "--reward", "exact", "--input", str(rows), "--output", str(out)]) == 0
+    text = out.read_text(encoding="utf-8")
+    assert "é \\ud83d 5" in text
+    assert json.loads(text) == row | {"reward": 1.0, "parts": {"exact": 1.0}, "outcomes": {"exact": "ok"}}
+
+
+def test_a_file_is_kept_until_there_is_something_to_write(rows: Path, tmp_path: Path) -> None:
+    before = rows.read_text()
+    code = tmp_path / "bad.py"
+    code.write_text("def bad(task, completion): raise KeyError('gold')")
+    assert main(["grade", "--reward", f"{code}:bad", "--input", str(rows), "--output", str(rows)]) == 1
+    assert rows.read_text() == before
+    assert main(["grade", "--reward", "exact", "--input", str(rows), "--output", str(rows)]) == 0
+    assert [json.loads(line)["response"] for line in rows.read_text().splitlines()] == [row["response"] for row in ROWS]
+
+
+def test_lines_of_a_group_are_judged_at_the_same_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, rows = tmp_path / "meet.py", tmp_path / "rows.jsonl"
+    code.write_text(
+        "import asyncio\n"
+        "both = []\n"
+        "async def meet(task, completion):\n"
+        "    both.append(1)\n"
+        "    while len(both) < 2:\n"
+        "        await asyncio.sleep(0.01)\n"
+        "    return 1.0\n"
+    )
+    rows.write_text('{"response": "a", "group": "x"}\n{"response": "b", "group": "x"}\n')
+    argv = ["grade", "--reward", f"{code}:meet", "--input", str(rows), "--option", "time_limit_s=10"]
+    assert main(argv) == 0
+    assert [json.loads(line)["reward"] for line in capsys.readouterr().out.splitlines()] == [1.0, 1.0]
+
+
+def test_no_process_is_left_behind_by_ctrl_c(tmp_path: Path) -> None:
+    code, rows, out = tmp_path / "slow.py", tmp_path / "rows.jsonl", tmp_path / "out.jsonl"
+    code.write_text(
+        f"import os, time\ndef slow(task, completion):\n"
+        f"    open({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()) + ' ')\n    time.sleep(60)\n"
+    )
+    rows.write_text('{"response": "a"}\n')
+    command = [sys.executable, "-m", "rollmill", "grade", "--reward", f"{code}:slow", "--input", str(rows)]
+    command += ["--output", str(out), "--option", "time_limit_s=50"]
+    run = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (tmp_path / "pid").is_file() or not (tmp_path / "pid").read_text().endswith(" "):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    _, said = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert said.strip().endswith("interrupted")
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 GROUPWISE = """

@@ -41,6 +41,13 @@ def test_means_are_over_the_completions_that_have_a_detail() -> None:
     assert not any(name.startswith("reward/k12/") for name in batch_metrics([experience(None)], version=0))
 
 
+def test_what_came_late_is_a_time_out_too() -> None:
+    batch = [experience(None) for _ in range(3)]
+    for each, outcome in zip(batch, ("timeout", "late", "ok"), strict=True):
+        each.info["outcomes"] = {"math": outcome}
+    assert batch_metrics(batch, version=0)["reward/timeouts"] == 2.0
+
+
 def test_a_run_logs_every_grade(tmp_path: Path) -> None:
     (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row | {"answer": "A"}) + "\n" for row in ROWS))
     (tmp_path / "run.yaml").write_text(RUN)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.core.errors import RollmillError
-from rollmill.monitor.step_timeline import FILE, LEFT, RIGHT, draw_step, read_steps, write_step
+from rollmill.monitor.step_timeline import FILE, LEFT, RIGHT, draw_step, drop_after, read_steps, write_step
 from rollmill.monitor.trace import Span, Trace, most_waiting
 
 PHASES = ("rollout", "reward", "train")
@@ -71,7 +71,7 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     write_step(tmp_path, METRICS, 10.0, SPANS)
     with (tmp_path / FILE).open("a") as file:
         file.write('{"step": \n')
-    with pytest.raises(RollmillError, match=r"timeline\.jsonl:2 is damaged"):
+    with pytest.raises(RollmillError, match=r"timeline\.jsonl:2 is not JSON"):
         read_steps(tmp_path)
 
 
@@ -98,3 +98,15 @@ def test_of_many_completions_some_are_drawn(tmp_path: Path) -> None:
     assert 28 <= len(lane.bars) <= 56
     assert lane.note == "1000, mean 1.5 s"
     assert chart.height < 200
+
+
+def test_a_resumed_run_drops_later_steps_and_a_line_that_a_killed_run_left_unfinished(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        write_step(tmp_path, METRICS | {"step": step}, 10.0, SPANS)
+    with (tmp_path / FILE).open("a") as file:
+        file.write('{"step": 4, "sta')
+    assert sorted(read_steps(tmp_path)) == [1, 2, 3]
+    drop_after(tmp_path, 2)
+    write_step(tmp_path, METRICS | {"step": 5}, 10.0, SPANS)
+    assert sorted(read_steps(tmp_path)) == [1, 2, 5]
+    drop_after(tmp_path / "none", 2)

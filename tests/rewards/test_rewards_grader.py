@@ -119,3 +119,18 @@ def test_a_grader_that_fails_says_why(pool: GraderPool) -> None:
     payload = {"name": "no_such_set", "options": {}, "entry": {"answer": "1"}, "answer": "2"}
     with pytest.raises(RewardError, match=r"the reasoning_gym grader raised ValueError.*no_such_set"):
         pool.submit("reasoning_gym", payload, 10).result(60)
+
+
+def test_a_limit_of_a_year_is_a_limit(pool: GraderPool) -> None:
+    assert pool.submit("math", EASY, 366 * 86400.0).result(30).value == 1.0
+
+
+def test_closing_while_others_take_jobs_ends() -> None:
+    for _ in range(20):
+        pool = GraderPool(workers=4)
+        for _ in range(8):
+            pool.submit("load", ("math", ""), 10)
+        closing = threading.Thread(target=pool.close, daemon=True)
+        closing.start()
+        closing.join(20)
+        assert not closing.is_alive()

@@ -400,6 +400,67 @@ def test_a_gate_that_is_passed_counts_like_any_reward() -> None:
     assert (found.reward, found.closed_by) == (1.25, None)
 
 
+def test_a_gate_that_does_not_count_yet_lets_everything_pass() -> None:
+    gate = gated(otherwise=-1.0).model_copy(update={"after_steps": 3})
+    with build_judge([ExactReward(name="exact"), gate]) as judge:
+        for version, reward, closed_by in ((2, 1.0, None), (3, -1.0, "format")):
+            written = completion("5")
+            written.versions = np.array([version], np.int32)
+            found = asyncio.run(judge.judge(task("5"), written))
+            assert (found.reward, found.closed_by, found.parts["format"]) == (reward, closed_by, 0.0)
+
+
+def test_a_gate_compares_what_is_logged(tmp_path: Path) -> None:
+    path = tmp_path / "parts.py"
+    path.write_text("def f(task, completion): return {'a': 9, 'b': -9}\n")
+    gate = PythonReward(name="python", function=f"{path}:f", clip=(0, 1), gate=GateConfig(at_least=1, otherwise=-5))
+    with build_judge([gate]) as judge:
+        assert judged(judge, "5", "5").reward == 1.0
+
+
+class Both:
+    async def judge(self, task: Task, completion: Completion) -> Verdict:
+        raise AssertionError("a closed gate must keep everything else from judging")
+
+    async def judge_group(self, task: Task, completions: Any, judged: Any) -> list[Verdict]:
+        raise AssertionError("not asked here")
+
+
+def test_a_closed_gate_is_the_outcome_of_rewards_of_either_kind() -> None:
+    gate = gated(otherwise=-1.0)
+    with build_judge([gate]) as closed:
+        parts = [*closed._parts.values(), Part("both", ExactReward(name="exact"), Both())]
+        judge = Judge(parts, JudgingConfig(), Resources())
+        assert judged(judge, "5", "5").outcomes == {"format": "ok", "both": "gated"}
+
+
+def test_what_rewards_share_is_made_once_by_many_threads_and_all_of_it_closed() -> None:
+    resources, made, closed, ready = Resources(), [], [], threading.Barrier(8)
+
+    class Slow:
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            made.append(self)
+
+        def close(self) -> None:
+            closed.append(self)
+            raise OSError("cannot close")
+
+    def ask() -> None:
+        ready.wait()
+        resources.shared("slow", Slow)
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    resources.shared("other", Slow)
+    with pytest.raises(OSError, match="cannot close"):
+        resources.close()
+    assert len(made) == len(closed) == 2
+
+
 def test_a_reward_that_compares_completions_cannot_be_a_gate(judge_of: Make) -> None:
     with pytest.raises(ConfigError, match="reward `f` compares completions, so it cannot be a gate"):
         judge_of(RANK.format(body="[1.0 for _ in completions]"), gate=GateConfig(at_least=1))

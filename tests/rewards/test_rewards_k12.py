@@ -359,3 +359,36 @@ def test_an_empty_answer_is_not_shown_to_the_model() -> None:
 def test_a_judge_of_short_answers_is_a_part_of_the_reward(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         config(judge={"endpoint": "http://localhost:1/v1", "model": "m", **keys})
+
+
+@pytest.mark.parametrize(
+    ("answer", "column", "message"),
+    [
+        ("B", {"type": "single", "points": [2]}, "`k12.points` does nothing for the type single"),
+        ("5", {"type": "numeric", "rubric": "be kind"}, "`k12.rubric` does nothing for the type numeric"),
+        (True, {"tolerance": 0.1}, "`k12.tolerance` does nothing for the type true_false"),
+        ("x", {"type": "short", "rubric": "r", "wrong": ["y"]}, "`k12.wrong` does nothing without `k12.keywords`"),
+        (["5", " "], {"type": "blank"}, "its answer has an empty blank"),
+    ],
+)
+def test_a_key_that_would_do_nothing_and_an_empty_reference_are_errors(
+    judge: Judge, answer: Any, column: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        judged(judge, answer, "5", k12=column)
+
+
+def test_keys_without_a_value_may_stand_in_any_column(judge: Judge) -> None:
+    empty = {"points": [], "rubric": None, "synonyms": [], "unordered": False, "absolute_tolerance": 0}
+    assert judged(judge, "B", "B", k12={"type": "single", **empty}).reward == 1
+
+
+@pytest.mark.parametrize("kind", ["single", "true_false", "blank", "ordering", "matching"])
+def test_an_endless_answer_is_not_read(judge: Judge, kind: str) -> None:
+    gold: dict[str, Any] = {"true_false": True, "ordering": "BA", "matching": {"1": "B"}}
+    found = judged(judge, gold.get(kind, "B"), "\\boxed{" + "=" * 10_000 + "}", k12={"type": kind})
+    assert (found.reward, found.outcomes["k12"]) == (0, "too_long")
+
+
+def test_an_empty_subject_has_no_metric(judge: Judge) -> None:
+    assert judged(judge, "B", "B", k12={"type": "single", "subject": " ", "grade": 3}).details == {"k12/grade-3": 1.0}

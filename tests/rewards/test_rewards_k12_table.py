@@ -104,6 +104,21 @@ SINGLES = [
     (BARE_SINGLE, "C", "故选 C", 1),
     (BARE_SINGLE, "C", "The answer is C) carbon, which is common", 1),
     (BARE_SINGLE, "C", "The answer is C) carbon or D) neon", 0),
+    (SINGLE, "B", "It's B", 1),
+    (SINGLE, "B", "So it is B.", 1),
+    (SINGLE, "B", "I'd go with B", 1),
+    (SINGLE, "B", "综上，B", 1),
+    (SINGLE, "B", "B ✓", 1),
+    (SINGLE, "B", "Answer: option (b)", 1),
+    (SINGLE, "B", "b. banana", 1),
+    (SINGLE, "B", "<think>A? No.</think><answer>B</answer>", 1),
+    (SINGLE, "B", "<think>The answer is B.</think><answer>A</answer>", 0),
+    (SINGLE, "B", "不选B", 0),
+    (SINGLE, "B", "不能选B", 0),
+    (SINGLE, "B", "The answer is B?", 0),
+    (SINGLE, "B", "The answer is B... C", 0),
+    (SINGLE, "B", "Answer: B: banana. C: cherry.", 0),
+    (SINGLE, "B", "I think B, though C could be right", 0),
 ]
 
 MULTIPLES = [
@@ -134,6 +149,11 @@ MULTIPLES = [
     (SEVERAL, "ACD", "All of them", 0),
     (SEVERAL, "AC", "Answer: A. water; C. steel", 0),
     (SEVERAL, "ACD", "", 0),
+    (SEVERAL, "ACD", "选ACD", 1),
+    (SEVERAL, "ACD", "本题选ACD。", 1),
+    (SEVERAL, "ACD", "acd", 1),
+    (SEVERAL, "ACD", "\\boxed{acd}", 1),
+    (SEVERAL, "ACD", "不选ACD", 0),
 ]
 
 TRUTHS = [
@@ -175,6 +195,20 @@ TRUTHS = [
     (TRUTH, True, "这是错误的", 0),
     (TRUTH, True, "对于这个问题不知道", 0),
     (TRUTH, True, "Perhaps.", 0),
+    (TRUTH, True, "这个说法是对的", 1),
+    (TRUTH, False, "这个说法是错的", 1),
+    (TRUTH, False, "这句话说错了", 1),
+    (TRUTH, True, "没错", 1),
+    (TRUTH, True, "✅", 1),
+    (TRUTH, False, "❌", 1),
+    (TRUTH, False, "I don't think it's true.", 1),
+    (TRUTH, True, "I don't think it's true.", 0),
+    (TRUTH, True, "It is hardly true.", 0),
+    (TRUTH, True, "Answer: True? No, false.", 0),
+    (TRUTH, True, "是对是错", 0),
+    (TRUTH, False, "对还是错", 0),
+    (TRUTH, False, "不知道对不对", 0),
+    (TRUTH, True, "不知道是否正确", 0),
 ]
 
 
@@ -241,6 +275,9 @@ BLANKS = [
     (blank(), "2", "最小值不是2", 0),
     (blank(), "。", "Answer: .", 0),
     (blank(), ["$y=x$", "$(0,1)$"], "答案：y=x，(0,1)", 1),
+    (blank(), "$\\pi R^2$", "Answer: $r^2\\pi$", 0),
+    (blank(), "a", "Answer: A", 0),
+    (blank(), "5", "Answer: 5? or 6?", 0),
 ]
 
 
@@ -338,6 +375,15 @@ NUMBERS_WITH_UNITS = [
     (numeric(), 0.1, "0.1", 1),
     (numeric(), "9", "1e999999", 0),
     (numeric(), "5", f"1{'0' * 59}5", 0),
+    (numeric(unit="apples"), "5", "5 apples", 1),
+    (numeric(unit="apples"), "5", "5 Apples", 1),
+    (numeric(unit="apples"), "5", "5 oranges", 0),
+    (numeric(), "9", "about 9", 1),
+    (numeric(), "9", "答：9页以上", 0),
+    (numeric(), "10", "It is 9 pages instead of 10", 0),
+    (numeric(), "10", "9 pages out of 10", 0),
+    (numeric(), "10", "She has read 9 of the 10 pages", 0),
+    (numeric(), "9", "She has a total of 9 pages", 1),
 ]
 
 CLASSES = {"type": "ordering", "options": {"A": "spring", "B": "summer", "C": "autumn"}}
@@ -353,6 +399,9 @@ ORDERS = [
     (CLASSES, "ABC", "Answer: spring, summer, autumn", 1),
     (CLASSES, "ABC", "Answer:\n1. spring\n2. summer\n3. autumn", 1),
     (CLASSES, "ABC", "Answer: summer, spring, autumn", 0),
+    ({"type": "ordering"}, "BADC", "The order is B, A, D and C.", 1),
+    ({"type": "ordering"}, [-3, 1, 2], "-3 < 1 < 2", 1),
+    ({"type": "ordering"}, [-3, 1, 2], "1, -3, 2", 0),
     ({"type": "ordering"}, "BADC", "ABCD", 0),
     ({"type": "ordering"}, "BADC", "B, A, D", 0),
     ({"type": "ordering"}, "BADC", "B, A, D, C, A", 0),
@@ -376,6 +425,8 @@ MATCHES = [
     (MATCH, "1-B, 2-A, 3-D", "1-B, 2-A, 3-D", 1),
     (MATCH, CAPITALS, "France - Paris; Italy - Rome", 1),
     (MATCH, CAPITALS, "France: Rome; Italy: Paris", 0),
+    (MATCH, {"李白": "静夜思", "杜甫": "春望"}, "李白—《静夜思》，杜甫—《春望》", 1),
+    (MATCH, {"dog": "mammal", "frog": "amphibian"}, "The dog is a mammal and the frog is an amphibian.", 1),
     (MATCH, PAIRS, "1-B, 2-D, 3-A", 1 / 3),
     (MATCH, PAIRS, "1-B, 2-A", 2 / 3),
     (MATCH, PAIRS, "1-B, 2-B, 3-B", 0),

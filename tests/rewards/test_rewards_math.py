@@ -261,3 +261,9 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
     assert rewards["tower"] == -0.25
     assert rewards["fractions"] == 0.0  # too deep to be asked about
     assert len(ticks) > 20
+
+
+@pytest.mark.parametrize("answer", ["", "  "])
+def test_an_empty_reference_is_an_error(judge: Judge, answer: str) -> None:
+    with pytest.raises(RewardError, match="the task's answer is empty"):
+        judged(judge, answer, r"\boxed{}")

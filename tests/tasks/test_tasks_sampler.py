@@ -69,3 +69,12 @@ def test_seeds_and_epochs_shuffle_differently() -> None:
 def test_a_state_of_something_else_is_refused(other: Sampler, message: str) -> None:
     with pytest.raises(TasksetError, match=message):
         other.load_state_dict(Sampler(taskset_of(4), "shuffled", 0).state_dict())
+
+
+def test_the_fingerprint_sees_all_of_an_answer() -> None:
+    answers = [["5", "10"], ["5", "11"], ["10", "5"], {"1": "A"}, {"1": "B"}, [{"a": 1}], [{"a": 2}], "5", 5, None]
+    found = [taskset_of(2, answer).fingerprint() for answer in answers]
+    assert len(set(found)) == len(answers)
+    assert found == [taskset_of(2, answer).fingerprint() for answer in answers]
+    assert taskset_of(2, [object()]).fingerprint() == taskset_of(2, [object()]).fingerprint()  # no address in it
+    taskset_of(1, {(1, 2): "A"}).fingerprint()

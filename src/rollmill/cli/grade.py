@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -58,12 +59,10 @@ def command(
     tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
     with build_judge(configs, judging) as judge, _opened(output) as file:
         judgements = asyncio.run(_judge_all(judge, rows, tasks))
-        for row, judgement in zip(rows, judgements, strict=True):
-            row |= {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
-            if judgement.details:
-                row["details"] = judgement.details
-            file.write(json.dumps(row, ensure_ascii=False) + "\n")
         counted = judge.counters()
+        if output is not None and output.is_file():
+            file.truncate(0)  # what the file held is kept until there is something to write
+        file.writelines(_line(row, judgement) for row, judgement in zip(rows, judgements, strict=True))
     summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
@@ -158,11 +157,20 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
         yield sys.stdout
         return
     try:
-        file = output.open("w", encoding="utf-8")
+        file = output.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
     with file:
         yield file
+
+
+def _line(row: dict[str, Any], judgement: Judgement) -> str:
+    """The line to write: readable text, but half a surrogate pair, which UTF-8 cannot hold, as an escape."""
+    row = row | {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
+    if judgement.details:
+        row["details"] = judgement.details
+    text = json.dumps(row, ensure_ascii=False)
+    return re.sub(r"[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
 
 
 async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]) -> list[Judgement]:

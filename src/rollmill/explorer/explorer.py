@@ -28,7 +28,7 @@ class Explorer:
         self._engine = engine
         self._judge = judge
         self._tokenizer = tokenizer
-        self._trace = trace or Trace()
+        self._trace = trace
 
     async def rollout_with_greedy(
         self,
@@ -79,7 +79,8 @@ class Explorer:
                 completions[completion.index] = completion
                 work = self._judge.judge(task, completion, group_follows=True)
                 judging[completion.index] = asyncio.ensure_future(work)
-                self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
+                if self._trace is not None:
+                    self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
             ordered = [completions[index] for index in sorted(completions)]
             prompt = prompt_text(task, self._tokenizer)
             experiences = [_experience(task, prompt, each, sampling, group) for each in ordered]
@@ -103,8 +104,9 @@ class Explorer:
         if judgement.details:
             experience.info["details"] = dict(judgement.details)
         experience.timings["reward"] = judgement.seconds
-        for name, span in judgement.spans.items():
-            self._trace.add(REWARD + name, span.asked, span.started, span.ended)
+        if self._trace is not None:
+            for name, span in judgement.spans.items():
+                self._trace.add(REWARD + name, span.asked, span.started, span.ended)
 
 
 def _experience(task: Task, prompt: str, completion: Completion, sampling: SamplingConfig, group: str) -> Experience:

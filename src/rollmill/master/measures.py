@@ -58,7 +58,7 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     for name in dict.fromkeys(name for each in details for name in each):
         metrics[f"reward/{name}"] = float(np.mean([each[name] for each in details if name in each]))
     outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
-    metrics["reward/timeouts"] = float(outcomes.count("timeout"))
+    metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
     return metrics
 
 

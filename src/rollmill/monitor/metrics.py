@@ -27,7 +27,7 @@ class MetricsLog:
         self.path = path
         self._file: BinaryIO | None = None
         self._last: dict[str, Any] = {}
-        self._rewrite(_read_rows(path))
+        self._rewrite(read_rows(path))
 
     def append(self, metrics: Metrics) -> None:
         """Write the metrics of `metrics["step"]`. A second call for the same step adds its keys to that step's line.
@@ -37,7 +37,7 @@ class MetricsLog:
         row = plain(dict(metrics))
         assert isinstance(row.get("step"), int), "metrics need an integer step"
         if self._last.get("step") == row["step"]:
-            rows = _read_rows(self.path)[:-1]
+            rows = read_rows(self.path)[:-1]
             self._rewrite([*rows, self._last | row])
             return
         assert self._file is not None, "the log is closed"
@@ -48,7 +48,7 @@ class MetricsLog:
 
     def truncate_after(self, step: int) -> None:
         """Drop the lines of later steps, atomically."""
-        self._rewrite([row for row in _read_rows(self.path) if row["step"] <= step])
+        self._rewrite([row for row in read_rows(self.path) if row["step"] <= step])
 
     def close(self) -> None:
         """Close the file; closing twice is harmless."""
@@ -70,7 +70,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
 
     A last line that is still being written is left out.
     """
-    return _read_rows(Path(run_dir) / FILE)
+    return read_rows(Path(run_dir) / FILE)
 
 
 def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
@@ -88,7 +88,8 @@ def _line(row: dict[str, Any]) -> bytes:
     return json.dumps(row, allow_nan=False).encode() + b"\n"
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, a last line without an end left out. Raises RollmillError on a damaged line."""
     if not path.is_file():
         return []
     lines = path.read_bytes().split(b"\n")

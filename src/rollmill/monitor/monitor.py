@@ -14,7 +14,7 @@ from rollmill.monitor.metrics import Metrics, MetricsLog, read_metrics
 from rollmill.monitor.progress import Stages
 from rollmill.monitor.report import write_report
 from rollmill.monitor.rollouts import RolloutStore
-from rollmill.monitor.step_timeline import write_step
+from rollmill.monitor.step_timeline import drop_after, write_step
 from rollmill.monitor.summary import write_summary
 from rollmill.monitor.tensorboard import TensorBoardWriter
 from rollmill.monitor.trace import Span
@@ -41,6 +41,7 @@ class Monitor:
         """Go on after `step`: whatever was written for later steps is dropped, for the run will make it again."""
         self._log.truncate_after(step)
         self._store.drop_after(step)
+        drop_after(self._run_dir, step)
         if self._tensorboard is not None:
             self._tensorboard.close()
             self._tensorboard = self._open_tensorboard(step)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmill.core.errors import RollmillError
 from rollmill.monitor.charts import nice_ticks, number
-from rollmill.monitor.files import writing
+from rollmill.monitor.files import atomic_write, writing
+from rollmill.monitor.metrics import read_rows
 from rollmill.monitor.trace import Span
 
 FILE = "timeline.jsonl"
@@ -68,18 +68,16 @@ def write_step(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequ
 
 
 def read_steps(run_dir: Path) -> dict[int, dict[str, Any]]:
-    """The lines by step; of a step that was made again after a resume, the last. Raises RollmillError on damage."""
+    """The lines by step; of a step that was written twice, the last. Raises RollmillError on a damaged line."""
+    return {int(row["step"]): row for row in read_rows(run_dir / FILE)}
+
+
+def drop_after(run_dir: Path, step: int) -> None:
+    """Remove the lines of later steps, which a resumed run makes again, and one that a killed run left unfinished."""
     path = run_dir / FILE
-    if not path.is_file():
-        return {}
-    found = {}
-    for place, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise RollmillError(f"{path}:{place} is damaged ({error.msg}); delete the line") from error
-        found[int(row["step"])] = row
-    return found
+    if path.is_file():
+        rows = [row for row in read_rows(path) if row["step"] <= step]
+        atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
 
 
 def draw_step(row: dict[str, Any], phases: Sequence[str]) -> StepChart:

@@ -128,3 +128,12 @@ def tail_after(text: str, marker: str | None) -> str | None:
         return text
     _, found, tail = text.rpartition(marker)
     return tail if found else None
+
+
+def inside_last(text: str, tag: str) -> str | None:
+    """What stands inside the last `<tag>...</tag>`; None where the last one is not closed, or there is none."""
+    start = text.rfind(f"<{tag}>")
+    if start < 0:
+        return None
+    inside, closed, _ = text[start + len(tag) + 2 :].partition(f"</{tag}>")
+    return inside if closed else None

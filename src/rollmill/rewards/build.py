@@ -58,11 +58,15 @@ def build_judge(
     judging = judging or JudgingConfig()
     resources = Resources(judging.workers, tokenizer, device)
     parts = []
-    for name, config in zip(part_names(configs), configs, strict=True):
-        part = Part(name, config, build_reward(config, resources))
-        if part.groupwise and config.gate is not None:
-            raise ConfigError(f"reward `{part.name}` compares completions, so it cannot be a gate; remove its `gate`")
-        parts.append(part)
+    try:
+        for name, config in zip(part_names(configs), configs, strict=True):
+            part = Part(name, config, build_reward(config, resources))
+            if part.groupwise and config.gate is not None:
+                raise ConfigError(f"reward `{name}` compares completions, so it cannot be a gate; remove its `gate`")
+            parts.append(part)
+    except BaseException:
+        resources.close()
+        raise
     return Judge(parts, judging, resources)
 
 

@@ -61,6 +61,8 @@ def settle(gold: str, answer: str, rules: Rules = EXACT) -> bool | list[Question
     letter, choice = letter_of(gold), chosen(answer)
     if letter is not None and choice is not None:
         return letter == choice[0]
+    if choice is not None and not choice[1] and choice[0] == letter_of(gold.upper()):
+        return True  # `B` for `b`
     if letter is None and choice is not None and choice[1]:
         answer = choice[1]
     if _is_words(gold):

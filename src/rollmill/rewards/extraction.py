@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 
 from rollmill.config.rewards import AnswerPlace
+from rollmill.rewards.base import inside_last
 
+_LONGEST = 20_000
+"""Characters at the end of a completion that are read."""
 _BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
 _OPENING = re.compile(r"\\(?:boxed|fbox)\s*")
 _UNBRACED = re.compile(r"\\boxed\s+([^\s{}$]+)")
@@ -23,16 +26,24 @@ _WORDS = re.compile(r"(?<![\\A-Za-z])(?!sqrt|pi|sin|cos|tan|log|ln|exp)[A-Za-z]{
 
 def extract(text: str, place: AnswerPlace) -> str | None:
     """The final answer as it is written, or None where the place asked for is empty."""
+    text = text[-_LONGEST:]
     if place == "boxed":
         return boxed(text)
     if place == "hash":
         return hashed(text)
     if place == "last_number":
         return last_number(text)
+    text = tagged(text)
     for found in (boxed, hashed, said, bare, last_latex, last_number):
         if (answer := found(text)) is not None:
             return answer
     return None
+
+
+def tagged(text: str) -> str:
+    """What stands inside the last `<answer>...</answer>`; the whole text without one."""
+    inside = inside_last(text, "answer")
+    return text if inside is None else inside
 
 
 def boxed(text: str) -> str | None:

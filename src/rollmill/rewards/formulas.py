@@ -13,6 +13,14 @@ LONGEST_ANSWER = 2000
 DEEPEST_ANSWER = 100
 """Braces and parentheses inside each other; a deeper answer earns 0 with the outcome `too_deep`."""
 
+_NAME = re.compile(
+    r"\\(?:[Gg]amma|[Dd]elta|[Tt]heta|[Ll]ambda|[Xx]i|[Ss]igma|[Pp]hi|[Pp]si|[Oo]mega)(?![A-Za-z])"
+    r"|(?P<kept>\\mathbb ?\{?[A-Z]|\\[A-Za-z]+|(?<![A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{3,})|[A-Za-z]"
+)
+"""A name in a formula: a letter or a Greek one. Words, sets of numbers and other commands are none."""
+_SPARE = "zwyxvutsrqpnmlkhgfcba"
+"""Letters that may take the place of a capital; d, e, i, j and o mean something."""
+
 
 async def compared(gold: str, answer: str, rules: Rules, graders: GraderPool, time_limit_s: float) -> Reply:
     """1 where the answer equals the reference, else 0; another outcome than "ok" where a grader process did not say.
@@ -46,8 +54,24 @@ def _depth(text: str) -> int:
 
 
 def _payload(question: Question, rules: Rules) -> dict[str, object]:
-    golds, answers = ([_latex(text) for text in texts] for texts in (question.golds, question.answers))
-    return {"gold": golds, "answer": answers, "tolerance": float(rules.slack)}
+    texts = _cases_apart([_latex(text) for text in (*question.golds, *question.answers)])
+    count = len(question.golds)
+    return {"gold": texts[:count], "answer": texts[count:], "tolerance": float(rules.slack)}
+
+
+def _cases_apart(texts: list[str]) -> list[str]:
+    """The same formulas, where R and r both occur with another letter for R: math-verify takes them for the same.
+
+    Where no letter is left it is a sign that nothing equals.
+    """
+    names = {found[0] for text in texts for found in _NAME.finditer(text) if not found["kept"]}
+    capitals = sorted(name for name in names if name != name.lower() and name.lower() in names)
+    if not capitals:
+        return texts
+    taken = {name.lower() for name in names}
+    spare = iter([letter for letter in _SPARE if letter not in taken])
+    instead = {name: next(spare, "?") for name in capitals}
+    return [_NAME.sub(lambda found: instead.get(found[0], found[0]), text) for text in texts]
 
 
 def _latex(text: str) -> str:

@@ -31,6 +31,7 @@ MEMORY_BYTES = 2 << 30
 START_LIMIT_S = 120.0
 """Longest wait for a fresh process to import its grading library."""
 _LARGEST_REPLY = 1 << 20
+_LONGEST_POLL_MS = 2**31 - 1
 _CHUNK = 1 << 16
 _WORKER = Path(__file__).with_name("grader_worker.py")
 
@@ -97,7 +98,8 @@ class GraderPool:
 
     def pids(self) -> list[int]:
         """Process ids of the live grader processes."""
-        return [lane.process.pid for lane in self._lanes if lane.process is not None]
+        processes = [lane.process for lane in self._lanes]
+        return [process.pid for process in processes if process is not None]
 
     def take(self, lane: _Lane) -> _Job | None:
         """The next job for a lane; None when the pool closes."""
@@ -112,9 +114,8 @@ class GraderPool:
         with self._lock:
             self._closed = True
             lanes, self._lanes = self._lanes, []
-            while not self._jobs.empty():
-                job = self._jobs.get()
-                if job is not None:
+            with contextlib.suppress(queue.Empty):  # a lane may take the last job at this moment
+                while (job := self._jobs.get_nowait()) is not None:
                     job.reply.cancel()
         for lane in lanes:
             lane.closing = True
@@ -136,24 +137,29 @@ class _Lane:
         self.thread.start()
 
     def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
+        process = self.process  # which the lane's thread may end meanwhile
+        if process is not None:
+            process.kill()
 
     def _serve(self) -> None:
         try:
             while (job := self._pool.take(self)) is not None:
                 if job.reply.set_running_or_notify_cancel():
-                    try:
-                        began = time.perf_counter()
-                        reply = self._graded(job)
-                        job.reply.set_result(
-                            replace(reply, queued=began - job.asked, worked=time.perf_counter() - began)
-                        )
-                    except Exception as error:
-                        job.reply.set_exception(error)
+                    self._serve_one(job)
                 self.idle = True
         finally:
             self._end_process()
+
+    def _serve_one(self, job: _Job) -> None:
+        began = time.perf_counter()
+        try:
+            reply = self._graded(job)
+        except Exception as error:
+            self.idle = True  # before the answer is known, or whoever asks again then would start another process
+            job.reply.set_exception(error)
+            return
+        self.idle = True
+        job.reply.set_result(replace(reply, queued=began - job.asked, worked=time.perf_counter() - began))
 
     def _graded(self, job: _Job) -> Reply:
         for _ in range(2):
@@ -251,7 +257,8 @@ class _Process:
     def kill(self) -> None:
         """Kill it and whatever it started."""
         if self._popen.poll() is None:
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
+                os.killpg(self._popen.pid, signal.SIGKILL)
 
     def end(self) -> None:
         """Kill it, wait until it is gone and close its pipes."""
@@ -269,4 +276,4 @@ class _Process:
 def _readable(descriptor: int, seconds: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN | select.POLLHUP)
-    return bool(poll.poll(seconds * 1000))
+    return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL_MS)))

@@ -98,7 +98,7 @@ class Judge:
             raise RewardError(f"reward `{names}` sees all completions of a task together; judge the whole group")
         started = time.perf_counter()
         found = await self._asked(self._gates, task, completion)
-        closed_by = self._closed_by(found)
+        closed_by = self._closed_by(found, completion)
         if closed_by is None:
             found |= await self._asked([*self._single, *alone], task, completion)
         last = not (group_follows and self._groupwise)
@@ -176,13 +176,18 @@ class Judge:
 
     # -- composing ---------------------------------------------------------------------------------------------
 
-    def _closed_by(self, found: dict[str, _Timed]) -> str | None:
-        """The gate that decides the reward of a completion: of those not passed, the one that leaves least."""
+    def _closed_by(self, found: dict[str, _Timed], completion: Completion) -> str | None:
+        """The gate that decides the reward of a completion: of those not passed, the one that leaves least.
+
+        A gate that does not count yet (`after_steps`) lets everything pass.
+        """
         closed = {}
         for name, (verdict, _) in found.items():
-            gate, value = self._parts[name].config.gate, _total(verdict)
-            if gate is not None and value is not None and value < gate.at_least:
-                closed[name] = gate.otherwise
+            config = self._parts[name].config
+            given = [value for value in self._keyed(name, verdict).values() if value is not None]
+            counts = bool(given) and _steps_made(completion) >= config.after_steps
+            if config.gate is not None and counts and sum(given) < config.gate.at_least:
+                closed[name] = config.gate.otherwise
         return min(closed, key=lambda name: closed[name]) if closed else None
 
     def _judgement(
@@ -204,7 +209,8 @@ class Judge:
         if closed_by is not None:
             gate = self._parts[closed_by].config.gate
             assert gate is not None
-            skipped = dict.fromkeys((part.name for part in self._single), GATED)
+            unasked = [*self._single, *(self._groupwise if last else [])]
+            skipped = dict.fromkeys((part.name for part in unasked), GATED)
             return Judgement(gate.otherwise, parts, outcomes | skipped, seconds, spans, closed_by, details)
         reward = sum(counted) if counted else None
         return Judgement(self._clipped(reward) if last else reward, parts, outcomes, seconds, spans, details=details)
@@ -264,13 +270,6 @@ def _timed(verdict: Verdict, asked: float) -> _Timed:
     now = time.perf_counter()  # later than the end of the work where something else held the event loop
     started = min(asked + verdict.queued, now)
     return verdict, Span(asked, started, now if verdict.worked is None else min(started + verdict.worked, now))
-
-
-def _total(verdict: Verdict) -> float | None:
-    if not isinstance(verdict.value, dict):
-        return verdict.value
-    given = [value for value in verdict.value.values() if value is not None]
-    return sum(given) if given else None
 
 
 def _between(value: float, bounds: tuple[float, float] | None) -> float:

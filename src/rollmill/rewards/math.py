@@ -57,12 +57,14 @@ class Math:
 def reference(answer: object) -> str:
     """The reference as text; of a worked solution only its last \\boxed{} or what follows "####".
 
-    Raises TypeError when it is neither text nor a number.
+    Raises TypeError when it is neither text nor a number, ValueError when it is empty.
     """
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         kind = type(answer).__name__
         raise TypeError(f"the task's answer is {answer!r:.80} ({kind}); the math reward needs text or a number")
     text = str(answer)
+    if not text.strip():
+        raise ValueError("the task's answer is empty; give one, or null where the math reward does not apply")
     return boxed(text) or hashed(text) or text
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
@@ -31,6 +33,7 @@ class Resources:
     tokenizer: Any = None
     device: str | None = None
     _made: dict[str, Closable] = field(default_factory=dict)
+    _making: threading.RLock = field(default_factory=threading.RLock)
 
     @property
     def graders(self) -> GraderPool:
@@ -44,11 +47,13 @@ class Resources:
 
     def shared(self, key: str, make: Callable[[], Shared]) -> Shared:
         """What is kept under `key`; made at the first call, closed with the judge."""
-        if key not in self._made:
-            self._made[key] = make()
-        return self._made[key]  # type: ignore[return-value]
+        with self._making:
+            if key not in self._made:
+                self._made[key] = make()
+            return self._made[key]  # type: ignore[return-value]
 
     def close(self) -> None:
-        """Close all of it. May be called twice."""
-        for each in self._made.values():
-            each.close()
+        """Close all of it, even where closing one fails. May be called twice."""
+        with ExitStack() as stack:
+            for each in self._made.values():
+                stack.callback(each.close)

@@ -42,13 +42,15 @@ class Taskset:
     rejected: list[RejectedRow]
 
     def fingerprint(self) -> str:
-        """Hex digest of ids, prompts, pictures, solutions and plain answers: equal for equal tasks, in any process."""
+        """Hex digest of ids, prompts, pictures, solutions and answers: equal for equal tasks, in any process.
+
+        Of an answer that JSON does not hold only the type counts.
+        """
         digest = hashlib.sha256()
         for task in self.tasks:
-            plain = task.answer if isinstance(task.answer, str | int | float | None) else type(task.answer).__name__
             pictures = [image.sha256 for image in image_refs(task.metadata)]
-            parts = [task.id, task.prompt, task.response, task.rejected, plain, *pictures]
-            digest.update(json.dumps(parts).encode())
+            parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
+            digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
         return digest.hexdigest()[:16]
 
 

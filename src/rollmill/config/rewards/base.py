@@ -13,8 +13,8 @@ class GateConfig(Section):
     """A reward as a gate: where it is not passed, the completion earns a fixed reward and nothing else is judged."""
 
     at_least: float
-    """What the reward has to reach, before its weight; the sum where it gives several numbers. A task that the reward
-    does not apply to passes."""
+    """What the reward has to reach, within its `clip` and before its weight; the sum where it gives several numbers. A
+    task that the reward does not apply to passes."""
     otherwise: float = 0.0
     """The completion's whole reward where the gate is not passed. Of several, the lowest counts."""
 
@@ -29,7 +29,8 @@ class RewardSection(Section):
     gate: GateConfig | None = None
     """Makes the reward a gate, which is judged before all others."""
     after_steps: int = Field(0, ge=0)
-    """Counts only for completions of policies that have made this many training steps; before, it is only logged."""
+    """Counts, and closes as a gate, only for completions of policies that have made this many training steps; before,
+    it is only logged."""
     timeout_reward: float = 0.0
     """Reward where judging takes too long: the outcomes `timeout` and `late`."""
 

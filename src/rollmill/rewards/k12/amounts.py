@@ -36,14 +36,18 @@ _WHOLE = re.compile(_AMOUNT.replace("{number}", _CHINESE))
 _COUNTERS = "个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
 _LINK = re.compile(r" ?(?:又|零|and|,)? ?")
 _COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,3}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
-_NO_COUNTER = re.compile(r"(?i)\b(?:or|and|to|maybe|perhaps|not|about|between|is|wrong|incorrect)\b|[或和与到至不非错]")
+_NO_COUNTER = re.compile(
+    r"\b(?:or|and|to|maybe|perhaps|not|about|between|is|wrong|incorrect)\b|[或和与到至不非错以]", re.IGNORECASE
+)
 _WRAPPED = re.compile(r"\\(?:text|mathrm|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
 _HEDGE = re.compile(
     r"\b(?:or|either|maybe|perhaps|possibly|between|wrong|incorrect)\b|或|也许|可能|之间|错", re.IGNORECASE
 )
 _JOINED = re.compile(r"\s*(?:-|~|–|—|到|至|和|与|and|to|[、,;/]|\\sim)\s*", re.IGNORECASE)
+_OPEN = re.compile(r"\s*[^\W\d_]?\s*(?:以上|以下|以内)")
 _RELATED = re.compile(
-    r"(?:[<>≤≥≠]|大于|小于|等于不|不等于|不是|不为|超过|不到|\bnot|\bthan|\\(?:l|g|le|ge|leq|geq|ne|neq|lt|gt))\s*$",
+    r"(?:[<>≤≥≠]|大于|小于|等于不|不等于|不是|不为|超过|不到|\bnot|\bthan|instead of|out of|of the"
+    r"|\\(?:l|g|le|ge|leq|geq|ne|neq|lt|gt))\s*$",
     re.IGNORECASE,
 )
 
@@ -100,7 +104,7 @@ def amount(text: str) -> Amount | None:
     first, word = parts[0], behind["word"] or ""
     if text[0] in _HAN and word and word not in _COUNTERS:
         return None
-    word = first.word or ("" if first.units else word)
+    word = first.word or ("" if first.units else word_of(word))
     return Amount(first.value, first.percent, first.units, tuple(parts[1:]), word)
 
 
@@ -114,7 +118,7 @@ def concluded(text: str) -> Amount | None:
         return None
     last = found[-1]
     before = text[found[-2].end() if len(found) > 1 else 0 : last.start()]
-    if _RELATED.search(before[-12:]) or (len(found) > 1 and _JOINED.fullmatch(before)):
+    if _RELATED.search(before[-12:]) or _OPEN.match(text, last.end()) or (len(found) > 1 and _JOINED.fullmatch(before)):
         return None
     start = len(found) - 1
     while start and found[start - 1]["unit"] and _LINK.fullmatch(text[found[start - 1].end() : found[start].start()]):
@@ -168,10 +172,11 @@ def _amount(found: re.Match[str]) -> Amount | None:
     unit = units(found["unit"]) if found["unit"] else ()
     if not unit and found["money"]:
         unit = units(found["money"])
-    return Amount(value, percent, unit, (), "" if unit else _word(found["unit"]))
+    return Amount(value, percent, unit, (), "" if unit else word_of(found["unit"]))
 
 
-def _word(unit: str | None) -> str:
+def word_of(unit: str | None) -> str:
+    """A unit that is no measure, `Apples` as `apple`."""
     return (unit or "").lower().removesuffix("s")
 
 

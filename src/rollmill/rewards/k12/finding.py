@@ -5,22 +5,23 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollmill.rewards.extraction import boxes, hashed
+from rollmill.rewards.extraction import boxes, hashed, tagged
 from rollmill.rewards.k12.text import CJK, folded
 
 _LONGEST = 20_000
 """Characters at the end of a completion that are read."""
 _LONGEST_TAIL = 2_000
 _LONGEST_LINE = 200
-_LIST = r"[(\[]?[A-J](?![A-Za-z])"
+_LIST = r"[(\[]?[A-J]{1,10}(?![A-Za-z])"
 _SAID = re.compile(
     r"\banswers?\s*(?:(?:should|must|would|has to) be\b|is|:|="
     r"|are(?!\s+(?:all\s+|both\s+)?(?:correct|right|wrong|incorrect)\b))+"
-    r"|\b(?:correct|right|best|final)\s+(?:options?|choices?|statements?|order|sequence)\s*(?:is|are|:)+"
+    r"|\b(?:correct|right|best|final)\s+(?:options?|choices?|statements?)\s*(?:is|are|:)+"
+    r"|\b(?:order|sequence)\s*(?:is|:)+"
     r"|\bI\s+(?:choose|pick|select)\b"
     r"|\[答案\]\s*:?|答案(?:应该|应|就)?\s*(?:(?:是|为|选)\s*:?|:)"
     r"|正确的?(?:选项|顺序|说法|排序)\s*(?:应该|应)?\s*(?:是|为|:)+"
-    rf"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*|选(?:择|项)?\s*(?:是|为|:)*\s*(?={_LIST})"
+    rf"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*|(?<![不别])(?<!不能)(?<!不可)(?<!不应)选(?:择|项)?\s*(?:是|为|:)*\s*(?={_LIST})"
     r"|(?<![解问回])答\s*:|[故应]填\s*:?",
     re.IGNORECASE,
 )
@@ -55,8 +56,8 @@ class Found:
 
 
 def find(text: str) -> Found | None:
-    """The final answer of a completion, what it says before `</think>` left out; None where there is nothing."""
-    text = folded(text[-_LONGEST:].rpartition("</think>")[2]).strip()
+    """The final answer of a completion, behind `</think>` and in `<answer>` if there is one; None where it is empty."""
+    text = folded(tagged(text[-_LONGEST:].rpartition("</think>")[2])).strip()
     contents, joined = boxes(text)
     if contents:
         last = ", ".join(contents[-joined:])
@@ -73,7 +74,7 @@ def _said(text: str) -> Found | None:
         return None
     tail = text[at : at + _LONGEST_TAIL].lstrip(_SPACE)
     end = _SENTENCE_END.search(tail)
-    sentence = (tail[: end.start()] if end else tail).strip(_SPACE)
+    sentence = (tail[: end.start() + (end[0] == "?")] if end else tail).strip(_SPACE)  # a question is no answer
     return Found(sentence, tail) if sentence else None
 
 

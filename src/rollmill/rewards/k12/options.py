@@ -7,19 +7,21 @@ from collections.abc import Collection
 
 from rollmill.config.rewards import K12Reward
 from rollmill.rewards.comparison import settle
-from rollmill.rewards.formulas import too_much
 from rollmill.rewards.k12.finding import Found
 from rollmill.rewards.k12.text import folded, key
 
 _LEAD = (
-    r"(?>(?:the|correct|right|options?|choices?|letters?|answers?|is|are|both|all|probably|likely|clearly|definitely"
-    r"|of|选项?|应?选|是|为|应该|故)(?![A-Za-z])[ :]*+)*+"
+    r"(?>(?:(?:the|correct|right|options?|choices?|letters?|answers?|is|are|both|all|probably|likely|clearly|definitely"
+    r"|of|(?i:so|thus|hence|therefore|it is|it's|i think|i believe|i'd go with|i would go with|my choice|option))"
+    r"(?![A-Za-z])"
+    r"|选项?|应?选|是|为|应该|故|综上|因此|所以)[ :,]*+)*+"
 )
 _ANY = r"[(\[{\"'“‘]*+[A-Z][)\]}\"'”’.]*+"
 _AND = r"(?> ?(?:, ?and\b|[,;、&+]|and\b|和|与|及|以及) ?| )?+"
 _LIST = rf"{_ANY}(?:{_AND}{_ANY})*+"
-_BEHIND = r" ?(?:(?:are|is) ?)?(?:选项|项|都|均|both|all)? ?是? ?(?:correct|right|true|正确|对)? ?的?[.。!]?"
+_BEHIND = r" ?(?:(?:are|is) ?)?(?:选项|项|都|均|both|all)? ?是? ?(?:correct|right|true|正确|对)? ?的?[.。!]? ?[✓✔√✅]?"
 _LETTERS = re.compile(rf"{_LEAD}({_LIST}){_BEHIND}")
+_MARKED = re.compile(rf"({_LEAD})(\([a-j]\)|[a-j][).:](?= ))")
 _SMALL = re.compile(r"\(?[a-j]\)?\.?|\(?[a-j]\)?(?:\s*[,;、]\s*\(?[a-j]\)?)+\.?")
 _LED = re.compile(
     rf"{_LEAD}(?P<open>[(\[])?(?P<letter>[A-Z])(?![A-Za-z'\d^_])(?P<mark>[)\].:,、]*+) ?(?P<rest>.*)", re.DOTALL
@@ -33,7 +35,7 @@ _DENIED = re.compile(
 )
 _OTHER = re.compile(
     r"(?P<before>(?:\bor|\band|[,;/、或和及])\s?[(\[]?)?"
-    r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article> [a-z])?"
+    r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article>(?<=A) [a-z])?"
 )
 _CORRECT = re.compile(
     rf"(?<![A-Za-z])({_LIST}) ?(?>(?:选项|项|都|均|are|is|是) ?)*+(?:(?:both|all|the) )?"
@@ -63,8 +65,6 @@ def chosen(found: Found, options: dict[str, str], *, several: bool) -> frozenset
     if not says_option and _goes_on(rest, options, several=several):
         return None
     for text in dict.fromkeys([_plain(found.line)] if says_option else [_plain(found.text), _plain(found.line)]):
-        if too_much(text) is not None:
-            return None
         if several and not found.marked:
             text = _asserted(text) or text
         letters = _read(text, options, known, several=several)
@@ -80,11 +80,17 @@ def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
     texts = {key(option) for option in options.values()}
     if several and _LABEL.search(rest):
         return True
+    behind = rest.strip(" .,;:!")
+    if _list(behind, frozenset(options or "ABCDEFGHIJ")) or _same_text(behind, options):
+        return True
     return _OR_LETTER.search(rest) is not None or any(key(piece) in texts for piece in _ALTERNATIVES.split(rest)[1:])
 
 
 def _read(text: str, options: dict[str, str], known: frozenset[str], *, several: bool) -> frozenset[str] | None:
     """The letters of one text: a letter, an option's own words, a list of letters, a letter with more behind it."""
+    text = _MARKED.sub(lambda found: found[1] + found[2].upper(), text, count=1) if _MARKED.match(text) else text
+    if several and re.fullmatch("[a-j]{2,10}", text) and "".join(sorted({*text})) == text:
+        text = text.upper()
     letters = _list(text, known)
     if letters is None or len(letters) > 1:
         exact = _same_text(text, options)

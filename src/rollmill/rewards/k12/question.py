@@ -16,6 +16,10 @@ from rollmill.rewards.choices import known_options
 from rollmill.rewards.k12.text import key
 from rollmill.rewards.numbers import normalised, quantity
 
+_USED = {"matching": {"points"}, "short": {"points", "rubric", "keywords", "wrong"}}
+_USED["blank"] = _USED["numeric"] = {"synonyms", "unordered", "tolerance", "absolute_tolerance", "unit", "points"}
+"""Keys of the column that a type honours, besides those that any task may have."""
+_ANY = {"type", "answer", "options", "subject", "grade"}
 _SURELY_TRUTH = frozenset(["true", "false", "对", "错", "正确", "错误", "√", "×"])
 
 
@@ -52,7 +56,7 @@ class Question:
 def question(task: Task) -> Question | None:
     """What the task asks; None where it has neither an answer nor anything to judge a short one by.
 
-    Raises RewardError where the column `k12` is none, or where the type is neither given nor clear.
+    Raises RewardError where the column `k12` is none, or has a key that its type does not honour.
     """
     given = task.metadata.get("k12")
     if given is not None and not isinstance(given, Mapping):
@@ -68,6 +72,11 @@ def question(task: Task) -> Question | None:
     kind = column.type or _kind(answer, options, column)
     if answer is None and kind != "short":
         return None
+    dead = [name for name, value in column if value and name not in _ANY | _USED.get(kind, set())]
+    if dead:
+        raise RewardError(f"its `k12.{dead[0]}` does nothing for the type {kind}; remove it, or give another type")
+    if column.wrong and not column.keywords:
+        raise RewardError("its `k12.wrong` does nothing without `k12.keywords`; give both, or say it in the rubric")
     for name in ("subject", "grade"):
         if getattr(column, name) is None and isinstance(found := task.metadata.get(name), str | int):
             column = column.model_copy(update={name: found})

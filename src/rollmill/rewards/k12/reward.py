@@ -13,7 +13,7 @@ from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.base import OK, TIMEOUT, Verdict
 from rollmill.rewards.comparison import EXACT
-from rollmill.rewards.formulas import compared
+from rollmill.rewards.formulas import compared, too_much
 from rollmill.rewards.grader import Reply
 from rollmill.rewards.k12.blanks import assigned, filled
 from rollmill.rewards.k12.finding import Found, find
@@ -63,21 +63,24 @@ class K12:
     async def _judged(self, task: Task, asked: Question, text: str) -> Verdict:
         if asked.kind == "short":
             return await self._short(task, asked, text)
+        found = find(text)
+        if found is not None and (outcome := too_much(found.text)) is not None:
+            return Verdict(0.0, outcome)
         match asked.kind:
             case "single" | "multiple":
-                right = right_options(asked)
-                found = find(text)
-                return Verdict(0.0, "no_answer") if found is None else await self._choice(asked, right, found)
+                return await self._choice(asked, right_options(asked), found)
             case "true_false":
-                return _true_false(asked, find(text))
+                return _true_false(asked, found)
             case "ordering":
-                return self._ordering(asked, find(text))
+                return self._ordering(asked, found)
             case "matching":
-                return self._matching(asked, find(text))
+                return self._matching(asked, found)
             case _:
-                return await self._blanks(asked, find(text))
+                return await self._blanks(asked, found)
 
-    async def _choice(self, asked: Question, right: frozenset[str], found: Found) -> Verdict:
+    async def _choice(self, asked: Question, right: frozenset[str], found: Found | None) -> Verdict:
+        if found is None:
+            return Verdict(0.0, "no_answer")
         named = chosen(found, asked.options, several=asked.kind == "multiple")
         if named is None and asked.kind == "single" and found.marked and asked.options:
             return await self._as_option(asked, next(iter(right)), found.text)
@@ -200,6 +203,8 @@ def _golds(asked: Question) -> list[str]:
     for each in given:
         if isinstance(each, bool) or not isinstance(each, str | int | float):
             raise RewardError(f"its answer has {each!r:.80} ({type(each).__name__}); a blank needs text or a number")
+        if not str(each).strip():
+            raise RewardError("its answer has an empty blank; give what belongs there, or leave the task out")
     if not given:
         raise RewardError("its answer is an empty list; give one entry for each blank")
     return [folded(str(each)) for each in given]
@@ -211,7 +216,7 @@ def _true_false(asked: Question, found: Found | None) -> Verdict:
         raise RewardError(f"its answer {asked.answer!r:.80} is neither true nor false; give true or false")
     if found is None:
         return Verdict(0.0, "no_answer")
-    said = truth(found.text) if len(found.text) <= 2000 else None
+    said = truth(found.text)
     return Verdict(float(said is gold), "unreadable" if said is None else OK)
 
 
@@ -219,4 +224,4 @@ def _details(asked: Question, value: float) -> dict[str, float]:
     subject, grade = asked.column.subject, asked.column.grade
     names = [] if subject is None else [subject]
     names += [] if grade is None else [f"grade-{grade}"]
-    return {re.sub(r"[^\w.-]+", "_", name.strip()): value for name in names}
+    return {re.sub(r"[^\w.-]+", "_", name.strip()): value for name in names if name.strip()}

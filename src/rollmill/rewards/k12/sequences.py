@@ -13,13 +13,15 @@ from rollmill.rewards.k12.finding import Found
 from rollmill.rewards.k12.text import folded, key, number_of
 
 _ARROW = re.compile(
-    r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n-]|\bthen\b|再|然后)+\s*", re.IGNORECASE
+    r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
+    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally)\b|再|然后|最后)+\s*",
+    re.IGNORECASE,
 )
 _WRAPPING = re.compile(r"[()\[\]{}$\"'“”‘’`.。]|\\(?:text|mathrm)\s*\{")
 _NUMBERED = re.compile(r"(?m)^\s*\d{1,2}[.)]\s+")
 _PAIR_SIGN = (
-    r"\s*[)\]）.]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|with|is|to)(?![A-Za-z])|是)?"
-    r"\s*[(\[（]?\s*"
+    r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|with|is|to)(?![A-Za-z])|是)?"
+    r"\s*[(\[（《“\"]?\s*(?:(?i:an?|the) )?"
 )
 
 
@@ -41,7 +43,10 @@ def ordered(found: Found, gold: Sequence[str], options: Mapping[str, str]) -> li
     for each in (found.text, _NUMBERED.sub("", found.tail)):
         text = re.sub(r"[^\S\n]+", " ", each)
         for pieces in (_ARROW.split(text.strip()), _labels_of(text)):
-            labels = [names.get(_label(piece)) or names.get(key(piece)) for piece in pieces if piece.strip()]
+            said = [piece for piece in pieces if piece.strip()]
+            if len(said) != len(gold):
+                continue
+            labels = [names.get(_label(piece)) or names.get(key(piece)) for piece in said]
             if sorted(label or "" for label in labels) == sorted(gold):
                 return [label for label in labels if label]
     return None

@@ -7,24 +7,30 @@ import re
 _TRUE = frozenset(
     [
         *("true", "t", "yes", "y", "correct", "right", "对", "对的", "正确", "正确的", "是", "是的"),
-        *("是对的", "是正确的", "真", "√", "✓", "✔", "☑", "\\checkmark", "\\surd"),
+        *("对了", "没错", "是对的", "是正确的", "真", "√", "✓", "✔", "☑", "✅", "\\checkmark", "\\surd"),
     ]
 )
 _FALSE = frozenset(
     [
         *("false", "f", "no", "n", "incorrect", "wrong", "untrue", "错", "错的", "错误", "错误的", "否"),
-        *("不是", "不对", "不正确", "是错的", "是错误的", "假", "×", "✗", "✘", "✕", "x", "\\times"),
+        *("不是", "不对", "不正确", "是错的", "是错误的", "错了", "假", "×", "✗", "✘", "✕", "❌", "x", "\\times"),
     ]
 )
 _NEGATION = (
-    r"(?:(?:\bnot|n't|\bnever)\s+(?:\w+\s+){0,2}|(?:不|没有|没|并非|不是|并不|并没有|非)\s*(?:是|完全|一定|都)?\s*)"
+    r"(?:(?:\bnot|n't|\bnever|\bhardly)\s+(?:(?:think|believe|say|the case)\s+)?(?:that\s+)?(?:[\w']+\s+){0,3}"
+    r"|(?:不|没有|没|并非|不是|并不|并没有|非)\s*(?:是|完全|一定|都)?\s*)"
 )
 _WORD = re.compile(
-    rf"(?P<not>{_NEGATION})?(?P<word>\b(?:true|false|correct|incorrect|right|wrong|untrue)\b|正确|错误|[√✓✔×✗✘✕])",
+    rf"(?P<not>{_NEGATION})?(?P<word>\b(?:true|false|correct|incorrect|right|wrong|untrue)\b|正确|错误"
+    r"|(?<![对错])对(?=[的了]|\W|$)|(?<!对)错(?=[的了]|\W|$)|[√✓✔✅×✗✘✕❌])",
     re.IGNORECASE,
 )
 _CLAUSE_END = re.compile(r"[,;:，；：。.]|\s-\s|—|\b(?:because|since|as|for)\b|因为|由于|\n", re.IGNORECASE)
-_HEDGE = re.compile(r"\b(?:or|maybe|perhaps|possibly|either|neither|both)\b|或|也许|可能|/", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|neither|both)\b"
+    r"|或|也许|可能|是否|是不是|是对是错|还是|对不对|/",
+    re.IGNORECASE,
+)
 
 
 def truth(text: str) -> bool | None:
@@ -32,6 +38,8 @@ def truth(text: str) -> bool | None:
 
     `text` is folded. Its first clause decides, unless the whole hedges between the two.
     """
+    if text.rstrip(" .").endswith(("?", "吗")):
+        return None
     said = _of_clause(text)
     if said is not None:
         return said

@@ -12,13 +12,17 @@ from rollmill.rewards.base import OK
 from rollmill.rewards.comparison import Rules
 from rollmill.rewards.formulas import compared, too_much
 from rollmill.rewards.grader import GraderPool, Reply
-from rollmill.rewards.k12.amounts import Amount, amount, concluded, same
+from rollmill.rewards.k12.amounts import Amount, amount, concluded, same, word_of
 from rollmill.rewards.k12.text import has_cjk, key, number_of
 from rollmill.rewards.k12.unit_words import units, warm
 from rollmill.rewards.numbers import normalised
 from rollmill.rewards.structure import RELATION
 
-_ANSWERED = re.compile(r"(?:it is|it's|is|are|be|是|为|填|等于|约为|约是|约|=|≈|:)\s*", re.IGNORECASE)
+_ANSWERED = re.compile(
+    r"(?:about|approximately|roughly|it is|it's|is|are|be|是|为|填|等于|约为|约是|约|=|≈|:)\s*"
+    r"(?:(?:about|approximately|roughly)\s+)?",
+    re.IGNORECASE,
+)
 _IS = re.compile(r"是|为|等于")
 _UNSURE = re.compile(r"还是|或|不[是为等]|可能|也许")
 _IN_WORDS = {"或者": " or ", "或": " or ", "且": " and ", "和": ", ", "、": ", "}
@@ -57,7 +61,7 @@ def reference_amount(gold: str, unit: str | None) -> Amount | None:
     known = units(unit)
     if found.units and not set(found.units) & set(known):
         raise RewardError(f"its answer is {gold!r:.80}, but `k12.unit` is {unit}; leave out one of the two units")
-    return replace(found, units=known, word="" if known else unit)
+    return replace(found, units=known, word="" if known else word_of(unit))
 
 
 async def equal(gold: str, answer: str, gauge: Gauge, *, unit: str | None = None, sentence: bool = False) -> Reply:
@@ -124,7 +128,7 @@ async def _formula(gold: str, answer: str, gauge: Gauge) -> Reply:
     if has_cjk(gold) or has_cjk(answer):
         return Reply(OK, float(key(gold) == key(answer)))
     if key(gold) != key(answer) and key(gold).casefold() == key(answer).casefold():
-        return Reply(OK, 0.0)
+        return Reply(OK, 0.0)  # a lone letter is no option here
     return await compared(gold, answer, gauge.rules, gauge.graders, gauge.time_limit_s)
 
 

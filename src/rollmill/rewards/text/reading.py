@@ -12,7 +12,7 @@ import regex
 
 from rollmill.config.rewards.text import TextReward
 from rollmill.core.types import Completion
-from rollmill.rewards.base import tail_after
+from rollmill.rewards.base import inside_last, tail_after
 
 Result = TypeVar("Result")
 
@@ -33,15 +33,6 @@ def judged_part(text: str, config: TextReward) -> str | None:
     if config.tag is None:
         return tail_after(text, config.after)
     return inside_last(text, config.tag)
-
-
-def inside_last(text: str, tag: str) -> str | None:
-    """What stands inside the last `<tag>...</tag>`; None where the last one is not closed, or there is none."""
-    start = text.rfind(f"<{tag}>")
-    if start < 0:
-        return None
-    inside, closed, _ = text[start + len(tag) + 2 :].partition(f"</{tag}>")
-    return inside if closed else None
 
 
 async def aside(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
