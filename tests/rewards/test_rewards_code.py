@@ -23,16 +23,20 @@ from rollmill.rewards.resources import Resources
 Make = Callable[..., Judge]
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def made() -> Iterator[Make]:
-    judges: list[Judge] = []
+    """Makes a judge for each set of keys once, because a sandbox takes a while to start."""
+    judges: dict[str, Judge] = {}
 
     def make(**keys: Any) -> Judge:
-        judges.append(build_judge([CodeReward(name="code", **{"time_limit_s": 5.0, "jobs": 1} | keys)]))
-        return judges[-1]
+        config = CodeReward(name="code", **{"time_limit_s": 5.0, "jobs": 1} | keys)
+        name = config.model_dump_json()
+        if name not in judges:
+            judges[name] = build_judge([config])
+        return judges[name]
 
     yield make
-    for each in judges:
+    for each in judges.values():
         each.close()
 
 
@@ -72,7 +76,7 @@ CHECKED: dict[str, Any] = {"entry_point": "square", "test": "def check(candidate
 )
 @pytest.mark.parametrize("columns", [SQUARES, CHECKED], ids=["data", "check"])
 def test_outcomes_of_functions(made: Make, columns: dict[str, Any], code: str, outcome: str) -> None:
-    found = of(made(time_limit_s=1.0), code, **columns)
+    found = of(made(time_limit_s=0.5 if outcome == "timeout" else 5.0), code, **columns)
     assert (found.outcomes, found.reward) == ({"code": outcome}, float(outcome == "ok"))
 
 
@@ -91,7 +95,7 @@ def test_outcomes_of_functions(made: Make, columns: dict[str, Any], code: str, o
     ],
 )
 def test_outcomes_of_programs(made: Make, code: str, outcome: str) -> None:
-    found = of(made(time_limit_s=1.0), code, **SUMS)
+    found = of(made(time_limit_s=0.5 if outcome == "timeout" else 5.0), code, **SUMS)
     assert (found.outcomes, found.reward) == ({"code": outcome}, float(outcome == "ok"))
 
 
@@ -122,14 +126,14 @@ def test_many_tests_of_uneven_weight_sum_to_one(made: Make) -> None:
 def test_other_tests_go_on_after_one_that_ends_the_process(made: Make) -> None:
     code = "import os, time\ndef square(x):\n    if x == 2: {}\n    return x * x"
     for end in ("os._exit(1)", "time.sleep(60)", "' ' * (1 << 40)", "1 / 0", "print('x' * (2 << 20))"):
-        found = of(made(credit="fraction", time_limit_s=1.0), code.format(end), **SQUARES)
+        found = of(made(credit="fraction", time_limit_s=0.5), code.format(end), **SQUARES)
         assert found.reward == pytest.approx(3 / 4)
         assert found.details == {"code/visible": 0.0, "code/hidden": 1.0}
 
 
 def test_the_limit_of_all_tests_ends_them(made: Make) -> None:
     tests = [{"args": [n], "expected": n} for n in range(40)]
-    judge = made(credit="fraction", time_limit_s=0.4, total_limit_s=1.0, timeout_reward=-0.5)
+    judge = made(credit="fraction", time_limit_s=0.2, total_limit_s=0.5, timeout_reward=-0.5)
     found = of(judge, "import time\ndef f(x): time.sleep(60)", entry_point="f", tests=tests)
     assert (found.reward, found.outcomes) == (-0.5, {"code": "timeout"})
     assert found.seconds < 10
@@ -293,6 +297,52 @@ def test_tests_that_are_none_are_errors(columns: dict[str, Any], message: str) -
         read_suite(columns)
 
 
+def test_what_no_answer_can_print_or_return_is_an_error(made: Make) -> None:
+    judge = made(output_kb=1)
+    assert of(judge, "print('x' * 1000)", tests=[{"stdout": "x" * 1000}]).reward == 1.0
+    for test in ({"stdout": "ü" * 600}, {"call": "f", "expected": "x" * 1100}):
+        with pytest.raises(RewardError, match=r"`tests` expects 1\d+ bytes, and `output_kb` allows 1 KiB"):
+            of(judge, "x", tests=[test])
+
+
+def test_programs_and_several_functions_come_after_a_prefix(made: Make) -> None:
+    program = "n = int(input())\ndef root(x):\n    return math.isqrt(x)\nprint(root(n))"
+    tests = [{"stdin": "9\n", "stdout": "3\n"}]
+    assert of(made(), program, prefix="import math\n", tests=tests).reward == 1.0
+    two = "def f(x):\n    return x\ndef g(x):\n    return math.floor(x)"
+    asserts = ["assert f(1) == 1", "assert g(1.5) == 1"]
+    assert of(made(), two, prefix="import math\n", test_list=asserts).reward == 1.0
+
+
+def test_the_class_of_a_method_is_what_is_looked_for(made: Make) -> None:
+    text = (
+        "```python\nclass Adder:\n    def plus(self, n): return n + 1\n```\nFor example:\n"
+        "```python\nprint(Adder().plus(1))\n```"
+    )
+    tests = [{"args": [1], "expected": 2}]
+    assert judged(made(), None, text, entry_point="Adder.plus", tests=tests).reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome"),
+    [
+        ("import sys\nfor line in sys.stdin: print(line.strip()[::-1])\nexit()", "ok"),
+        ("print(*(line[::-1] for line in open(0).read().split()), sep='\\r\\n', end='  \\n\\n')", "ok"),
+        ("out = open(1, 'w')\nout.write(f'{input()[::-1]}\\n{input()[::-1]}')", "ok"),
+        ("print(input()[::-1]); print(input()[::-1]); print()\nprint('x')", "wrong_answer"),
+    ],
+)
+def test_programs_write_in_their_ways(made: Make, code: str, outcome: str) -> None:
+    assert of(made(), code, tests=[{"stdin": "ab\ncd\n", "stdout": "ba\ndc\n"}]).outcomes == {"code": outcome}
+
+
+def test_long_outputs_are_compared_whole(made: Make) -> None:
+    tests = [{"stdin": "90000\n", "stdout": "\n".join(map(str, range(90000)))}]
+    judge = made()
+    assert of(judge, "for n in range(int(input())): print(n, '')", tests=tests).reward == 1.0
+    assert of(judge, "for n in range(int(input())): print(n % 89999)", tests=tests).outcomes == {"code": "wrong_answer"}
+
+
 def test_errors_of_tests_name_the_task(made: Make) -> None:
     with pytest.raises(
         RewardError, match="reward `code` failed on task `t1`: ValueError: test 1 of column `tests` has no `stdout`"
@@ -374,7 +424,7 @@ def test_a_checker_program(made: Make) -> None:
 def test_setup_that_fails_or_never_ends_is_the_tests_own_fault(made: Make) -> None:
     for setup in ("1 / 0", "while True: pass", "import os; os._exit(0)"):
         columns = {"test_list": ["assert f(1) == 1", "assert f(2) == 2"], "test_setup_code": setup}
-        found = of(made(time_limit_s=1.0, credit="fraction"), "def f(x): return x", **columns)
+        found = of(made(credit="fraction", time_limit_s=0.5), "def f(x): return x", **columns)
         assert (found.reward, found.outcomes) == (0.0, {"code": "test_error"})
 
 
@@ -388,14 +438,14 @@ def test_large_arguments_and_results(made: Make) -> None:
 def test_a_judgement_that_comes_too_late_gives_its_turn_back() -> None:
     endless, right = "while True: pass", "def square(x): return x * x"
     config = CodeReward(name="code", time_limit_s=30.0, jobs=1)
-    with build_judge([config], JudgingConfig(deadline_s=1.0)) as judge:
+    with build_judge([config], JudgingConfig(deadline_s=0.5)) as judge:
         assert of(judge, endless, **SQUARES).outcomes == {"code": "late"}
         assert of(judge, endless, **CHECKED).outcomes == {"code": "late"}
     with build_judge([config], JudgingConfig(deadline_s=20.0)) as judge:
 
         async def both() -> list[Judgement]:
             late = asyncio.ensure_future(judge.judge(task(None, **CHECKED), completion(endless)))
-            await asyncio.sleep(1.0)
+            await asyncio.sleep(0.3)
             late.cancel()
             return [await judge.judge(task(None, **columns), completion(right)) for columns in (CHECKED, SQUARES)]
 

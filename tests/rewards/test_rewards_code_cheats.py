@@ -192,8 +192,15 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
     with build_judge(
-        [CodeReward(name="code", credit="fraction", time_limit_s=0.5, total_limit_s=1.0, memory_mb=256)]
+        [CodeReward(name="code", credit="fraction", time_limit_s=0.2, total_limit_s=0.4, memory_mb=256)]
     ) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def patient() -> Iterator[Judge]:
+    """For what earns something, on a machine that has no time."""
+    with build_judge([CodeReward(name="code", credit="fraction", memory_mb=256)]) as made:
         yield made
 
 
@@ -201,12 +208,11 @@ def judged(judge: Judge, columns: dict[str, Any], code: str) -> Judgement:
     return asyncio.run(judge.judge(task(None, **columns), completion(f"```python\n{code}\n```")))
 
 
-def test_the_right_function_and_program_earn_everything() -> None:
+def test_the_right_function_and_program_earn_everything(patient: Judge) -> None:
     right = f"def f(n): return [n * n, True, f'{SECRET}-{{n}}']"
-    with build_judge([CodeReward(name="code")]) as judge:
-        for columns in (DATA, CHECK):
-            assert judged(judge, columns, right).reward == 1.0
-        assert judged(judge, PROGRAM, f"n = int(input())\nprint(n * n, '{SECRET}')").reward == 1.0
+    for columns in (DATA, CHECK):
+        assert judged(patient, columns, right).reward == 1.0
+    assert judged(patient, PROGRAM, f"n = int(input())\nprint(n * n, '{SECRET}')").reward == 1.0
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *SLOW])
@@ -231,8 +237,8 @@ def test_the_cheats_are_real(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_that_cheat_earn_no_more_than_they_solve(judge: Judge, name: str) -> None:
-    found = judged(judge, PROGRAM, PROGRAMS[name])
+def test_programs_that_cheat_earn_no_more_than_they_solve(patient: Judge, name: str) -> None:
+    found = judged(patient, PROGRAM, PROGRAMS[name])
     assert found.reward == (pytest.approx(1 / 3) if name == "right for one test" else 0.0)
 
 
@@ -243,15 +249,15 @@ def test_a_function_that_remembers_earns_nothing_for_it(judge: Judge, columns: d
     assert judged(judge, columns, code).reward == 0.0
 
 
-def test_forged_replies_earn_what_their_values_are_worth(judge: Judge) -> None:
+def test_forged_replies_earn_what_their_values_are_worth(patient: Judge) -> None:
     """Writing the protocol by hand is another way to return a value. A right one is right, since it had to be found."""
     forging = (
         "import __main__\ndef f(n): pass\n"
         "__main__.module.call = lambda *arguments: type('T', (), {'__repr__': lambda self: %r})()"
     )
     right_for_two = '{"value": ["l", 4, true, "expected-7c1f-2"]}'
-    assert judged(judge, DATA, forging % right_for_two).reward == pytest.approx(1 / 3)
-    assert judged(judge, CHECK, forging % right_for_two).reward == 0.0
+    assert judged(patient, DATA, forging % right_for_two).reward == pytest.approx(1 / 3)
+    assert judged(patient, CHECK, forging % right_for_two).reward == 0.0
     patch = f"import json; json.dumps = lambda *a, **k: {json.dumps({'outcome': 'ok'})!r}"
     names = (
         "exec",
@@ -277,7 +283,7 @@ def test_forged_replies_earn_what_their_values_are_worth(judge: Judge) -> None:
         "\udcff",
     ):
         for columns in (DATA, CHECK):
-            assert judged(judge, columns, forging % reply).reward == 0.0
+            assert judged(patient, columns, forging % reply).reward == 0.0
 
 
 def test_nothing_is_left_in_the_trusted_process(judge: Judge) -> None:

@@ -23,6 +23,11 @@ from rollmill.rewards.code.extraction import blocks, defines, extract_code, join
         ("```python\nx = 1", "x = 1"),
         ("```python\nx = 1\n\nThen:\n```python\nx = 2\n```", "x = 2\n"),
         ("1. First\n   ```python\n   if x:\n       y()\n   ```", "if x:\n    y()\n"),
+        (
+            '```python\ndef f():\n    """\n    ```\n    f()\n    ```\n    """\n```',
+            'def f():\n    """\n    ```\n    f()\n    ```\n    """\n',
+        ),
+        ("  ```python\n  x = 1\n ```\nDone.", "x = 1\n"),
         ("x = 1\n", "x = 1\n"),
         ("Use `x = 1`.", "Use `x = 1`."),
         ("```bash\nls\n```", "```bash\nls\n```"),
@@ -77,6 +82,12 @@ def test_a_completion_goes_on_from_its_prompt() -> None:
         "\n```\nExplanation",
     ):
         assert joined(PROMPT, body + tail, "area").strip() == (PROMPT + body).strip()
+
+
+def test_without_a_name_nothing_is_cut_off() -> None:
+    program = "n = int(input())\ndef f(x):\n    return x\nprint(f(n))\n"
+    assert joined("import sys", program, None) == f"import sys\n\n{program}"
+    assert joined("def main():\n", "    pass\n\nmain()\n", None) == "def main():\n    pass\n\nmain()\n"
 
 
 def test_whole_functions_come_after_the_prompt_and_may_use_what_it_imports() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import os
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,7 @@ FATAL = {
 @pytest.mark.parametrize("name", FATAL)
 def test_a_session_ends_with(sandbox: Sandbox, name: str) -> None:
     program, outcome = FATAL[name]
-    limits = Limits(wall_s=1.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
+    limits = Limits(wall_s=0.3 if outcome == "timeout" else 10.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
     found, following = executed(sandbox, program, "1", limits=limits)
     assert (found.outcome, found.value) == (outcome, None), found
     assert len(found.stdout) + len(found.stderr) <= 1 << 16
@@ -197,8 +198,26 @@ def test_a_signal_that_comes_late_is_the_programs_own_fault(sandbox: Sandbox) ->
     assert second.outcome in ("error", "killed")
 
 
-def test_nothing_runs_between_executions(sandbox: Sandbox) -> None:
-    program = (
+WAKERS = {
+    "nothing": "",
+    "a timer": (
+        "import ctypes\nlibc, timer = ctypes.CDLL(None), ctypes.c_void_p()\n"
+        "event = (ctypes.c_int * 16)(0, 0, 18)  # SIGCONT\n"
+        "libc.timer_create(1, event, ctypes.byref(timer))\n"
+        "libc.timer_settime(timer, 0, (ctypes.c_long * 4)(0, 10**6, 0, 10**8), None)\n"
+    ),
+    "its own output": (
+        "import fcntl, os, signal\n"
+        "try:\n    fcntl.fcntl(1, 10, signal.SIGCONT)\n    fcntl.fcntl(1, fcntl.F_SETOWN, os.getpid())\n"
+        "    fcntl.fcntl(1, fcntl.F_SETFL, os.O_WRONLY | os.O_ASYNC)\nexcept OSError: pass\n"
+        "print('read this')\n"
+    ),
+}
+
+
+@pytest.mark.parametrize("waker", WAKERS)
+def test_nothing_runs_between_executions(sandbox: Sandbox, waker: str) -> None:
+    program = WAKERS[waker] + (
         "import threading, time\nn = 0\n"
         "def count():\n    global n\n    while True:\n        n += 1\n        time.sleep(.001)\n"
         "threading.Thread(target=count, daemon=True).start()"
@@ -326,6 +345,23 @@ def test_an_idle_session_ends_by_itself(sandbox: Sandbox) -> None:
             return (await session.execute("1")).outcome
 
     assert asyncio.run(wait()) == "ended"
+
+
+def test_a_session_ends_where_another_process_has_its_socket() -> None:
+    """As one does that was forked while the session was open."""
+
+    async def close(sandbox: Sandbox) -> subprocess.Popen[bytes]:
+        async with sandbox.session() as session:
+            await session.execute("1")
+            return subprocess.Popen(["sleep", "99"], pass_fds=[session._caller.fileno()])
+
+    with Sandbox() as sandbox:
+        other = asyncio.run(close(sandbox))
+        try:
+            assert _childless(sandbox)
+        finally:
+            other.kill()
+            other.wait()
 
 
 def test_a_cancelled_execution_ends_its_session(sandbox: Sandbox) -> None:

@@ -62,7 +62,6 @@ def inspect(backend: BackendName) -> Report:
         with Sandbox(backend=backend, jobs=_AT_ONCE) as sandbox:
             found = asyncio.run(attack(sandbox))
             no_cgroups = sandbox.without_cgroups()
-            no_cgroups = sandbox.without_cgroups()
     except SandboxError as error:
         return Report(backend, False, 0, (), str(error), lacks, "")
     through = tuple(hostile.name for hostile, result in found if not hostile.contained(result, backend))

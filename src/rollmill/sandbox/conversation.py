@@ -24,6 +24,7 @@ _FRAME_ROOM = 256
 """Bytes of a frame beside its text."""
 _OUTCOMES = (b"ok", b"error", b"memory", b"output")
 _GOES_ON = (b"ok", b"error")
+_NO_HOST = b"host() has nobody to answer it in this execution"
 
 
 class Conversation:
@@ -49,9 +50,9 @@ class Conversation:
         goes_on, number = True, 0
         while goes_on:
             number += 1
-            text, wall_s = self._request()
+            text, wall_s, host = self._request()
             started = _Clock(float(wall_s), self._cpu_clock() + self._limits.cpu_s)
-            outcome, value = self._execute(b"%d" % number, text, started)
+            outcome, value = self._execute(b"%d" % number, text, bool(host), started)
             goes_on = outcome in _GOES_ON
             stdout, stderr = self._collect(goes_on)
             if len(stdout) + len(stderr) > self._limits.output_bytes:
@@ -61,7 +62,7 @@ class Conversation:
                 stderr = stderr[: self._limits.output_bytes - len(stdout)]
             self._caller.sendall(pack(b"done", outcome, b"%.6f" % started.used, stdout, stderr, *value))
 
-    def _execute(self, number: bytes, text: bytes, clock: _Clock) -> tuple[bytes, list[bytes]]:
+    def _execute(self, number: bytes, text: bytes, host: bool, clock: _Clock) -> tuple[bytes, list[bytes]]:
         """The outcome, and the value if there is one. Afterwards everything is stopped, or has to be killed."""
         self._to_send += pack(number, text)
         while True:
@@ -73,6 +74,8 @@ class Conversation:
             match found:
                 case [*_] if self._to_send:  # it cannot have read what it answers
                     return b"killed", []
+                case [b"host", _] if not host:
+                    self._to_send += pack(b"refuse", _NO_HOST)
                 case [b"host", message]:
                     self._caller.sendall(pack(b"host", message))
                     self._to_send += pack(*self._request())

@@ -79,22 +79,45 @@ def too_full(folder: str, program: int, limits: Limits) -> bool:
                             pending.append(entry.path)
             if size > limits.disk_mb << 20 or files > _MOST_FILES:
                 return True
-        return size + _unnamed(program) > limits.disk_mb << 20
+        return size + _unnamed(folder, program, limits) > limits.disk_mb << 20
     except (FileNotFoundError, NotADirectoryError):  # a folder that was removed just now
         return False
     except OSError:
         return True
 
 
-def _unnamed(program: int) -> int:
-    size = 0
-    with suppress(FileNotFoundError), os.scandir(f"/proc/{program}/fd") as entries:
+def _unnamed(folder: str, program: int, limits: Limits) -> int:
+    """Bytes of files without a name. One that is mapped and not open has a size that cannot be seen: the largest.
+
+    Raises OSError where no thread can be looked at.
+    """
+    for task in os.listdir(f"/proc/{program}/task"):  # the first one may have ended; the others share what is open
+        with suppress(FileNotFoundError, ProcessLookupError):
+            if (mapped := _mapped(folder, f"/proc/{program}/task/{task}/maps")) is not None:
+                sizes = dict.fromkeys(mapped, limits.disk_mb << 20) | _open_sizes(f"/proc/{program}/task/{task}/fd")
+                return sum(sizes.values())
+    raise ProcessLookupError(program)
+
+
+def _open_sizes(descriptors: str) -> dict[int, int]:
+    """Inode: bytes, of the unnamed files in a folder of descriptors."""
+    sizes = {}
+    with os.scandir(descriptors) as entries:
         for entry in entries:
             with suppress(FileNotFoundError):
                 found = entry.stat()
                 if stat.S_ISREG(found.st_mode) and found.st_nlink == 0 and not _is_memory(entry.path):
-                    size += found.st_blocks * 512
-    return size
+                    sizes[found.st_ino] = found.st_blocks * 512
+    return sizes
+
+
+def _mapped(folder: str, maps: str) -> set[int] | None:
+    """The inodes of unnamed files below a folder that a thread has mapped; None where it has ended."""
+    with open(maps, "rb") as file:
+        lines = file.read().splitlines()
+    inside = f" {folder}/".encode()
+    found = {int(line.split()[4]) for line in lines if line.endswith(b" (deleted)") and inside in line}
+    return found if lines else None
 
 
 def _is_memory(path: str) -> bool:

@@ -72,6 +72,44 @@ def _call(name: str, *arguments: str) -> str:
     return f"syscall({', '.join((str(table[name][platform.machine() == 'aarch64']), *arguments))})"
 
 
+_INT_80 = """
+import ctypes, mmap, os
+if os.uname().machine != "x86_64":
+    os.abort()
+page = mmap.mmap(-1, 4096, prot=7)
+page.write(bytes([0xB8, 20, 0, 0, 0, 0xCD, 0x80, 0xC3]))  # getpid
+print("BREACH", ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))())
+"""
+_EXIT = 93 if platform.machine() == "aarch64" else 60
+_HIDDEN = """\
+import threading
+held, failed = socket.socketpair(), []
+def fill():
+    try:
+        for n in range(9):
+            file = os.open(str(n), os.O_CREAT | os.O_RDWR)
+            os.unlink(str(n))
+            for _ in range(6): os.write(file, bytes(1 << 20))
+            time.sleep(.03)
+            %s
+        time.sleep(.2)
+    except OSError as error:
+        failed.append(error)
+    %s
+%s
+if failed: raise failed[0]"""
+_HIDING = (
+    ("messages", "socket.send_fds(held[0], [b'x'], [file]); os.close(file)", "", "fill()"),
+    ("mappings", "libc.mmap(None, 4096, 1, 1, file, 0); os.close(file)", "", "fill()"),
+    (
+        "files of a process whose first thread has ended",
+        "",
+        "os.write(1, errno.errorcode[failed[0].errno].encode() if failed else b'BREACH')",
+        f"threading.Thread(target=fill).start(); libc.syscall({_EXIT}, 0)",
+    ),
+)
+
+
 NETWORK = [
     refused(f"socket {family} {kind}", f"socket.socket(socket.{family}, socket.{kind})")
     for family, kind in (
@@ -130,6 +168,8 @@ PROCESSES = [
     refused("kill all by another name", "os.kill(1234567, 9)", "ESRCH"),
     refused("clone with namespaces", _call("clone", "0x10000000 | 17", "0", "0", "0", "0")),
     refused("clone3", _call("clone3", "0", "0"), "ENOSYS"),
+    refused("a thread with files of its own", _call("clone", "0x10900", "0", "0", "0", "0")),
+    refused("the same by close_range", "if libc.close_range(99, 99, 2): raise OSError(ctypes.get_errno(), '')"),
 ]
 KERNEL = [
     refused("a user namespace", _call("unshare", "0x10000000")),
@@ -142,12 +182,16 @@ KERNEL = [
     refused("perf_event_open", _call("perf_event_open", "0", "0", "0", "0", "0")),
     refused("userfaultfd", _call("userfaultfd", "0")),
     refused("memfd_create", "os.memfd_create('x')"),
+    refused("pages in a pipe", _call("vmsplice", "0", "0", "0", "0")),
+    refused("a pair of other sockets", "socket.socketpair(socket.AF_NETLINK, socket.SOCK_RAW)"),
+    refused("a signal that comes later", _call("timer_create", "0", "0", "0")),
     refused("shared memory", _call("shmget", "0", "4096", "0o1666")),
     refused("load a module", _call("init_module", "0", "0", "0")),
     refused("kexec", _call("kexec_load", "0", "0", "0", "0")),
     refused("reboot", _call("reboot", "0", "0", "0", "0")),
     refused("set the clock", "time.clock_settime(time.CLOCK_REALTIME, 0)"),
     refused("a call from the future", "syscall(700, 0)", "ENOSYS"),
+    Hostile("a call of 32 bits", _INT_80, "killed"),
     refused("a call of x32", "syscall(0x40000000 + 41, 2, 1, 0)", "ENOSYS"),
     refused("become root", "os.setuid(0)", "EINVAL"),
     refused("hide from the supervisor's end", "if libc.prctl(1, 0, 0, 0, 0): raise OSError(1, '')", only="landlock"),
@@ -159,8 +203,8 @@ KERNEL = [
     refused(
         "a signal through a file",
         "import fcntl\nfcntl.fcntl(os.pipe()[0], fcntl.F_SETOWN, os.getppid())",
-        only="landlock",
     ),
+    refused("another signal through a file", "import fcntl\nfcntl.fcntl(os.pipe()[0], 10, signal.SIGCONT)"),
     refused("run a program", "os.execv(sys.executable, ['python'])", only="landlock"),
     refused("watch files", "if libc.inotify_init() < 0: raise OSError(ctypes.get_errno(), '')", only="landlock"),
     refused("link a file of the machine", "os.link(os.__file__, 'x')\nopen('x', 'a')", "EROFS EXDEV EACCES"),
@@ -190,7 +234,7 @@ BOMBS = [
         "forks that go on",
         "import os\nwhile True:\n try: os.fork()\n except OSError: pass",
         "timeout",
-        limits=Limits(wall_s=1.0, processes=16),
+        limits=Limits(wall_s=0.4, processes=16),
     ),
     refused("disk in one file", "f = open('x', 'wb')\nwhile True: f.write(bytes(1 << 20))", "EFBIG"),
     refused("disk in many files", "for n in range(99999):\n    open(str(n), 'wb').write(bytes(1 << 20))", "ENOSPC"),
@@ -200,6 +244,7 @@ BOMBS = [
         "    x[-1].write(bytes(1 << 20))\n    x[-1].flush()\n    time.sleep(.001)\ntime.sleep(.2)",
         "ENOSPC",
     ),
+    *(refused(f"disk in {name}", _HIDDEN % tuple(hiding), "ENOSPC") for name, *hiding in _HIDING),
     Hostile(
         "empty files",
         TRY % "    for n in range(99999):\n        open(str(n), 'wb').close()",

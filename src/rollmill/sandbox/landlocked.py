@@ -33,9 +33,9 @@ class LandlockWalls(Walls):
         "names, sizes and times of the machine's files can be found out by guessing; their contents cannot be read",
         "one process only: limits.processes has to be 1",
         "disk is looked at twenty times a second, so a program can go beyond its limit before it is killed",
-        "chmod, chown and utime fail, and multiprocessing's locks; /tmp is closed, its folder is $TMPDIR",
+        "chmod, chown, utime and sendmsg fail, and multiprocessing's locks; /tmp is closed, its folder is $TMPDIR",
         "threads are limited by memory alone when it stays root (where nobody else may read Python)",
-        "the machine's name, its processor times and its load can be seen",
+        "the machine's name, its load, and numbers and processor times of its processes can be seen",
     )
     look_s = 0.05
 

@@ -80,6 +80,8 @@ class Server:
 
     def close(self) -> None:
         """End it, and with it every job, and wait until it is gone."""
+        with suppress(OSError):
+            self._control.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket as well
         self._control.close()
         if self.backend != "namespaces":  # it has folders to remove
             self._popen.send_signal(signal.SIGCONT)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _sitebuiltins
 import atexit
 import builtins
 import contextlib
 import gc
+import io
 import linecache
 import os
 import resource
@@ -58,9 +60,7 @@ def run_program(text: str) -> NoReturn:
         status = 1
         traceback.print_exc()
     finally:
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(Exception):
-                stream.flush()
+        _flush_all()
         os._exit(status)
 
 
@@ -81,15 +81,39 @@ def _status_of(text: str) -> int:
     return 0
 
 
+def _flush_all() -> None:
+    """What an interpreter writes at its end: its streams, and files that the program has left open in its names."""
+    names = dict(getattr(sys.modules.get("__main__"), "__dict__", {}))
+    for each in (sys.stdout, sys.stderr, *names.values(), sys.__stdout__, sys.__stderr__):
+        with contextlib.suppress(BaseException):
+            stream = getattr(each, "__self__", each)
+            if isinstance(stream, io.IOBase) or each in (sys.stdout, sys.stderr):
+                stream.flush()
+
+
 def start_main(text: str) -> Any:
     """A fresh module `__main__` for a program, and what the interpreter sets up beside it."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    _open_streams()
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
     sys.argv, sys.path[:0] = [NAME], [os.getcwd()]
     add_lines(NAME, text)
     module: Any = types.ModuleType("__main__")
     module.__dict__.update(__file__=NAME, __builtins__=builtins)
     sys.modules["__main__"] = module
     return module
+
+
+def _open_streams() -> None:
+    """The standard streams anew: those that the server has left were /dev/null, and would be taken for files."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        old = getattr(sys, name)
+        lines = 1 if old.line_buffering else -1
+        new = open(number, old.mode, lines, old.encoding, old.errors, "\n", closefd=False)  # noqa: SIM115
+        new.buffer.raw.name = f"<{name}>"
+        setattr(sys, name, new)
+        setattr(sys, f"__{name}__", new)
 
 
 def add_lines(name: str, text: str) -> None:

@@ -9,6 +9,7 @@ import struct
 from rollmill.sandbox.syscalls import (
     CLONE,
     CLONE3,
+    CLOSE_RANGE,
     DENIED,
     DENIED_ALONE,
     FCNTL,
@@ -19,6 +20,7 @@ from rollmill.sandbox.syscalls import (
     PRCTL,
     PRLIMIT64,
     SCHEDULING,
+    SOCKETPAIR,
     TGKILL,
 )
 
@@ -30,18 +32,20 @@ _ALLOW, _KILL_PROCESS, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _PR_SET_PDEATHSIG = 1
 _OWNERS_BY_FCNTL = (8, 10, 15)  # F_SETOWN, F_SETSIG, F_SETOWN_EX: the kernel sends the owner of a file any signal
 _OWNERS_BY_IOCTL = (0x8901, 0x8902, 0x5412)  # FIOSETOWN, SIOCSPGRP; TIOCSTI types into a terminal
-_CLONE_THREAD = 0x00010000
+_CLONE_THREAD, _CLONE_FILES = 0x00010000, 0x00000400
+_CLOSE_RANGE_UNSHARE = 2
+_AF_UNIX = 1
 _CLONE_NEW = 0x7E020080  # user, pid, net, ipc, uts, cgroup, mount, time
 
 
 def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
     """The filter as an array of struct sock_filter. A denied call fails with EPERM, an unknown one with ENOSYS.
 
-    `forks` says whether new processes are allowed; threads always are. `machine` is "x86_64" or "aarch64", this
-    machine's if empty; KeyError for another. `clone3` fails with ENOSYS, because its flags are out of a filter's
-    reach, and the C library then uses `clone`. `alone` is the process id of a program that is in no namespace of
-    its own: it may send signals to itself only, start nothing, not change who it is or what files are, and not outlive
-    its parent.
+    `forks` says whether new processes are allowed; threads, which share their open files, always are. `machine` is
+    "x86_64" or "aarch64", this machine's if empty; KeyError for another. `clone3` fails with ENOSYS, because its flags
+    are out of a filter's reach, and the C library then uses `clone`. `alone` is the process id of a program that is in
+    no namespace of its own: it may send signals to itself only, start nothing, not change who it is or what files are,
+    and not outlive its parent.
     """
     machine = machine or platform.machine()
     column = _COLUMN[machine]
@@ -59,18 +63,23 @@ def build_filter(forks: bool, machine: str = "", alone: int = 0) -> bytes:
             code += _if(_EQUAL, numbers[column], _ERRNO | errno.EPERM)
     on_clone = _if(_ANY_BIT, _CLONE_NEW, _ERRNO | errno.EPERM)
     if not forks:
-        on_clone += [_step(_ANY_BIT, _CLONE_THREAD, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+        for flag in (_CLONE_THREAD, _CLONE_FILES):
+            on_clone += [_step(_ANY_BIT, flag, 1, 0), _step(_RETURN, _ERRNO | errno.EPERM)]
+        code += _with_argument(
+            CLOSE_RANGE[column], _if(_ANY_BIT, _CLOSE_RANGE_UNSHARE, _ERRNO | errno.EPERM), argument=2
+        )
     code += _with_argument(CLONE[column], on_clone)
     code += _with_argument(PRLIMIT64[column], _unless(0))  # its own limits only
+    code += _with_argument(SOCKETPAIR[column], _unless(_AF_UNIX))  # others would load modules of the kernel
+    for call, commands in ((FCNTL, _OWNERS_BY_FCNTL), (IOCTL, _OWNERS_BY_IOCTL)):
+        refusals = [step for command in commands for step in _if(_EQUAL, command, _ERRNO | errno.EPERM)]
+        code += _with_argument(call[column], refusals, argument=1)
     if alone:
         for call in (KILL, TGKILL):
             code += _with_argument(call[column], _unless(alone))
         for call in SCHEDULING.values():
             code += _with_argument(call[column], _unless(0))
         code += _with_argument(PRCTL[column], _if(_EQUAL, _PR_SET_PDEATHSIG, _ERRNO | errno.EPERM))
-        for call, commands in ((FCNTL, _OWNERS_BY_FCNTL), (IOCTL, _OWNERS_BY_IOCTL)):
-            refusals = [step for command in commands for step in _if(_EQUAL, command, _ERRNO | errno.EPERM)]
-            code += _with_argument(call[column], refusals, argument=1)
     return b"".join([*code, _step(_RETURN, _ALLOW)])
 
 

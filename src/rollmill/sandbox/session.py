@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any
 
 from rollmill.sandbox.errors import SandboxError
@@ -19,7 +20,6 @@ Host = Callable[[str], Awaitable[str]]
 READY = pack(b"ready")
 _CHUNK = 1 << 16
 _FRAME_ROOM = 1 << 10
-_NO_HOST = "host() has nobody to answer it in this execution"
 
 
 class Session:
@@ -53,7 +53,7 @@ class Session:
             self.close()
             return self._without_answer("ended")
         self._busy = True
-        request = pack(program.encode(errors="surrogatepass"), b"%.6f" % wall_s)
+        request = pack(program.encode(errors="surrogatepass"), b"%.6f" % wall_s, b"" if host is None else b"host")
         try:
             while True:
                 async with self._slots.turn_async():  # given back while `host` answers, which may need one itself
@@ -63,6 +63,7 @@ class Session:
                     return self._without_answer("killed")
                 if reply[0] != b"host":
                     return self._execution(reply)
+                assert host is not None
                 request = await self._answer(reply[1], host)
         except BaseException:
             self.close()
@@ -73,6 +74,8 @@ class Session:
     def close(self) -> None:
         """End it; later executions are `ended`."""
         self._ended = True
+        with suppress(OSError):
+            self._caller.shutdown(socket.SHUT_RDWR)  # a fork of this process may hold the socket as well
         self._caller.close()
 
     async def ready(self, job: bytes) -> bool:
@@ -106,9 +109,7 @@ class Session:
             return None
         return reply
 
-    async def _answer(self, message: bytes, host: Host | None) -> bytes:
-        if host is None:
-            return pack(b"refuse", _NO_HOST.encode())
+    async def _answer(self, message: bytes, host: Host) -> bytes:
         answer = await host(message.decode(errors="replace"))
         if not isinstance(answer, str):
             raise TypeError(f"`host` has to return text, not {type(answer).__name__}")

@@ -50,6 +50,7 @@ DENIED: dict[str, tuple[int, int]] = {
     # Memory that no limit counts, and objects that outlive a process.
     "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "vmsplice": (278, 75),
     "shmget": (29, 194),
     "shmat": (30, 196),
     "shmctl": (31, 195),
@@ -61,6 +62,8 @@ DENIED: dict[str, tuple[int, int]] = {
     "add_key": (248, 217),
     "request_key": (249, 218),
     "keyctl": (250, 219),
+    # Signals that come later: SIGCONT would let a session go on that stands still.
+    "timer_create": (222, 107),
     # Large parts of the kernel that no program needs.
     "bpf": (321, 280),
     "io_uring_setup": (425, 425),
@@ -135,6 +138,9 @@ DENIED_ALONE: dict[str, tuple[int, int]] = {
     "inotify_init": (253, -1),
     "inotify_init1": (294, 26),
     "inotify_add_watch": (254, 27),
+    # Descriptors in messages: files in flight are in no table of open files.
+    "sendmsg": (46, 211),
+    "sendmmsg": (307, 269),
     # Objects that other processes have made.
     "semop": (65, 193),
     "semtimedop": (220, 192),
@@ -153,5 +159,7 @@ FORKS: dict[str, tuple[int, int]] = {"fork": (57, -1), "vfork": (58, -1)}
 CLONE = (56, 220)
 CLONE3 = (435, 435)
 PRLIMIT64 = (302, 261)
+CLOSE_RANGE = (436, 436)
+SOCKETPAIR = (53, 199)
 FIRST_UNKNOWN = 451
 """From here on the tables know no call, and none is let through."""

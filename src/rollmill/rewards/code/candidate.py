@@ -28,7 +28,7 @@ class Answer(NamedTuple):
         Making them is what takes time, and the event loop waits for it.
         """
         try:
-            if self.text.count("[") > most:
+            if self.text.count("[") + self.text.count("{") > most:
                 return {"too_large": f"more than {most} containers"}
             found = json.loads(self.text)
         except (ValueError, RecursionError):

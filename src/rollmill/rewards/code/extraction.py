@@ -23,14 +23,17 @@ class Block(NamedTuple):
 
 
 def blocks(text: str) -> list[Block]:
-    """The fenced blocks, in order. One that is not closed goes to the next fence with a language, or to the end."""
+    """The fenced blocks, in order. One that is not closed goes to the next fence with a language, or to the end.
+
+    As in CommonMark, a fence that stands four or more columns further in than the first one is part of the code.
+    """
     found: list[Block] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         bare = not fence[3] and fence[0].strip() == fence[2]
         if opened is None:
             opened = None if fence[2][0] in fence[0][fence.end(2) - fence.start() :] else fence
-        elif fence[2].startswith(opened[2]) and (bare or fence[3]):
+        elif fence[2].startswith(opened[2]) and (bare or fence[3]) and _column(fence) < _column(opened) + 4:
             found.append(_block(opened, text[opened.end() : fence.start()]))
             opened = None if bare else fence
     if opened is not None:
@@ -67,11 +70,14 @@ def joined(prefix: str, code: str, name: str | None) -> str:
     """The program that `prefix` (the beginning of a function, such as HumanEval's prompts) and the code make together.
 
     Code that defines `name` itself comes after the prefix, whose imports and helpers it may use. Other code goes on
-    where the prefix ends, up to where it begins something else.
+    where the prefix ends, up to where it begins something else. Without a name all of it does either: what is indented
+    goes on, what is not comes after.
     """
-    if name is not None and defines(code, name):
-        return f"{whole(prefix)}\n\n{code}"
-    return prefix + _END.split(code, maxsplit=1)[0] + "\n"
+    if name is not None and not defines(code, name):
+        return prefix + _END.split(code, maxsplit=1)[0] + "\n"
+    if name is None and code[:1].isspace():
+        return prefix + code
+    return f"{whole(prefix)}\n\n{code}"
 
 
 def whole(prefix: str) -> str:
@@ -80,6 +86,10 @@ def whole(prefix: str) -> str:
         return prefix
     last = prefix.rstrip().rpartition("\n")[2]
     return f"{prefix.rstrip()}\n{last[: len(last) - len(last.lstrip())]}    pass\n"
+
+
+def _column(fence: re.Match[str]) -> int:
+    return len(fence[1].expandtabs(4))
 
 
 def _block(opened: re.Match[str], body: str) -> Block:

@@ -17,7 +17,7 @@ from rollmill.rewards.threads import StuckError, Threads
 from rollmill.sandbox import Limits, Sandbox
 
 _LONG = 10_000
-"""Characters of an expected value that is compared in a thread."""
+"""Characters of an expected value, or of an output, that is compared in a thread."""
 _WORDS = {"ok": 1.0, "wrong": 0.0}
 
 
@@ -44,7 +44,9 @@ class ByRules:
             return WRONG_ANSWER, 0.0
 
     async def text(self, test: ProgramTest, found: str) -> tuple[str, float]:
-        return _outcome(float(same_text(test.stdout, found, self._rules)))
+        if max(len(test.stdout), len(found)) < _LONG:
+            return _outcome(float(same_text(test.stdout, found, self._rules)))
+        return _outcome(float(await asyncio.to_thread(same_text, test.stdout, found, self._rules)))
 
 
 class ByFunction:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -34,7 +35,7 @@ from rollmill.rewards.code.results import (
     fraction,
     outcome_of,
 )
-from rollmill.rewards.code.tests import CheckTest, FunctionTest, Suite, Test, read_suite
+from rollmill.rewards.code.tests import CheckTest, FunctionTest, ProgramTest, Suite, Test, read_suite
 from rollmill.rewards.resources import Resources
 from rollmill.sandbox import Limits, Sandbox
 from rollmill.sandbox.slots import Slots
@@ -56,11 +57,11 @@ class Code:
         self._sandbox = shared_sandbox(config, resources)
         self._turns = Slots(config.jobs or os.cpu_count() or 1)
         self._limits = limits_of(config)
-        self._suites = Suites()
+        self._suites = Suites(config.output_kb)
         self._judge = None if config.judge is None else _own_judge(config.judge, config.time_limit_s, resources)
 
     async def judge(self, task: Task, completion: Completion) -> Verdict:
-        suite = self._suites.of(task)
+        suite = await self._suites.of(task)
         tests = [test for test in suite.tests if self._counts(test)] if suite else []
         if suite is None or not tests:
             return Verdict(None)
@@ -130,17 +131,38 @@ async def _extracted(text: str, place: CodePlace, name: str | None) -> str | Non
 class Suites:
     """The tests of the tasks seen last: those of a group are asked for once per completion, and may be long."""
 
-    def __init__(self, most: int = 64) -> None:
-        self._most = most
+    def __init__(self, output_kb: int, most: int = 64) -> None:
+        self._output_kb, self._most = output_kb, most
         self._read: dict[int, tuple[Task, Suite | None]] = {}
+        self._lock = threading.Lock()
 
-    def of(self, task: Task) -> Suite | None:
-        """The tests of a task, None where it has none. Raises ValueError like `read_suite`."""
-        if id(task) not in self._read:
-            while len(self._read) >= self._most:
-                del self._read[next(iter(self._read))]
-            self._read[id(task)] = task, read_suite(task.metadata)
-        return self._read[id(task)][1]
+    async def of(self, task: Task) -> Suite | None:
+        """The tests of a task, None where it has none. They are read in a thread.
+
+        Raises ValueError like `read_suite`, and for a test that no answer can pass under `output_kb`.
+        """
+        if id(task) in self._read:
+            return self._read[id(task)][1]
+        return await asyncio.to_thread(self._of, task)
+
+    def _of(self, task: Task) -> Suite | None:
+        with self._lock:
+            if id(task) not in self._read:
+                while len(self._read) >= self._most:
+                    del self._read[next(iter(self._read))]
+                suite = read_suite(task.metadata)
+                _refuse_long(suite, self._output_kb)
+                self._read[id(task)] = task, suite
+            return self._read[id(task)][1]
+
+
+def _refuse_long(suite: Suite | None, output_kb: int) -> None:
+    for number, test in enumerate(suite.tests if suite else [], 1):
+        if isinstance(test, FunctionTest | ProgramTest) and test.size > output_kb << 10:
+            raise ValueError(
+                f"test {number} of column `tests` expects {test.size} bytes, and `output_kb` allows {output_kb} KiB; "
+                "set it higher or leave the test out"
+            )
 
 
 def shared_sandbox(config: CodeReward, resources: Resources) -> Sandbox:

@@ -43,6 +43,11 @@ class ProgramTest:
     kind: str
     weight: float
 
+    @property
+    def size(self) -> int:
+        """Bytes that have to be printed."""
+        return len(self.stdout.encode(errors="surrogatepass"))
+
 
 @dataclass(frozen=True, slots=True)
 class CheckTest:
@@ -62,8 +67,8 @@ Test = FunctionTest | ProgramTest | CheckTest
 class Suite:
     """All tests of a task, of one sort.
 
-    `entry_point` is the name that the code has to define, where the task says one; `prefix` is the text that the code
-    goes on from; `checker` is a program that compares outputs in place of the reward.
+    `entry_point` is the name that the code has to define (of a method: its class), where the task says one; `prefix`
+    is the text that the code goes on from; `checker` is a program that compares outputs in place of the reward.
     """
 
     tests: list[Test]
@@ -82,7 +87,7 @@ def read_suite(metadata: Mapping[str, Any]) -> Suite | None:
         tests: list[Test] = [_row(index, row, name) for index, row in enumerate(rows, 1)]
         if len({type(test) for test in tests}) > 1:
             raise ValueError("column `tests` mixes tests with `stdin` and tests with `args`; a task has one sort")
-        named = name or _only_call(tests)
+        named = name.split(".")[0] if name else _only_call(tests)
         return Suite(_checked(tests, "tests"), named, prefix, _text(metadata, "checker"))
     if (code := _text(metadata, "test")) is not None:
         if name is None:
@@ -149,9 +154,9 @@ def _function_test(where: str, row: Mapping[str, Any], name: str | None, kind: s
         args = [_literal(where, each) for each in args]
         kwargs = {key: _literal(where, each) for key, each in kwargs.items()}
         expected = _literal(where, expected) if raises is None else None
-    arguments = json.dumps(_encoded(where, "args", [args, kwargs]), separators=(",", ":"))
+    arguments = _text_of(_encoded(where, "args", [args, kwargs]))
     tree = _encoded(where, "expected", expected)
-    return FunctionTest(call, arguments, args, kwargs, decode(tree), raises, kind, weight, len(json.dumps(tree)))
+    return FunctionTest(call, arguments, args, kwargs, decode(tree), raises, kind, weight, len(_text_of(tree)))
 
 
 def _encoded(where: str, key: str, value: Any) -> Any:
@@ -162,6 +167,10 @@ def _encoded(where: str, key: str, value: Any) -> Any:
     if (kind := foreign(tree)) is not None:
         raise ValueError(f"{where}: `{key}` holds an object of type {kind}; only built-in values can be tested")
     return tree
+
+
+def _text_of(tree: Any) -> str:
+    return json.dumps(tree, separators=(",", ":"))
 
 
 def _only(where: str, row: Mapping[str, Any], *known: str) -> None:
