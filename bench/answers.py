@@ -44,7 +44,7 @@ def _gsm8k() -> list[tuple[str, str]]:
 def _competition() -> list[tuple[str, str]]:
     rows = [(row["question"], row["answer"]) for row in _rows("math/gaokao2023en.jsonl")]
     rows += [(row["problem"], str(row["answer"])) for row in _rows("math/aime24.jsonl")]
-    answers = [(question, answer.strip().strip("$")) for question, answer in rows]
+    answers = [(question, answer.strip().strip("$")) for question, answer in rows if answer.strip(" $")]
     return [(f"{question}\nTherefore the answer is $\\boxed{{{answer}}}$.", answer) for question, answer in answers]
 
 

@@ -173,6 +173,34 @@ def test_threads_share_a_sandbox() -> None:
     assert found == [f"{n}\n" for n in range(40)]
 
 
+def test_jobs_share_no_namespace_with_the_machine_nor_but_the_empty_network_with_each_other() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("only root can look at the namespaces of the jobs")
+    kinds = ("net", "pid", "ipc", "uts", "mnt", "user", "cgroup")
+
+    def of(pid: int) -> dict[str, str]:
+        return {kind: os.readlink(f"/proc/{pid}/ns/{kind}") for kind in kinds}
+
+    async def two() -> list[dict[str, str]]:
+        with Sandbox(backend="namespaces", jobs=2) as sandbox:
+            await sandbox.run("pass")
+            sleeping = [asyncio.create_task(sandbox.run("import time; time.sleep(30)")) for _ in range(2)]
+            server = psutil.Process(sandbox.pid())
+            deadline = time.monotonic() + 20
+            while len(server.children(recursive=True)) < 4:
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            found = [of(job.pid) for job in server.children()]
+            for each in sleeping:
+                each.cancel()
+            await asyncio.gather(*sleeping, return_exceptions=True)
+        return found
+
+    here, (one, other) = of(os.getpid()), asyncio.run(two())
+    assert [kind for kind in kinds if one[kind] == here[kind]] == []
+    assert [kind for kind in kinds if one[kind] == other[kind]] == ["net"]
+
+
 def test_a_cancelled_run_is_killed_and_gives_its_turn_back() -> None:
     async def cancel(sandbox: Sandbox) -> Result:
         await sandbox.run("")

@@ -1,6 +1,7 @@
-"""The backend `namespaces`: a file system, process tree and network of its own for each job, gone when it ends.
+"""The backend `namespaces`: a file system and a process tree of its own for each job, gone when it ends.
 
-A job's supervisor is process 1 of its namespaces. When it ends, for whatever reason, the kernel kills all that is left.
+The server and all jobs share one empty network, for no job can open a socket in it. A job's supervisor is process 1 of
+its namespaces. When it ends, for whatever reason, the kernel kills all that is left.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ class NamespaceWalls(Walls):
     clone_flags = (
         kernel.CLONE_NEWUSER
         | kernel.CLONE_NEWPID
-        | kernel.CLONE_NEWNET
         | kernel.CLONE_NEWIPC
         | kernel.CLONE_NEWUTS
         | kernel.CLONE_NEWCGROUP

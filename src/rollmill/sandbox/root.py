@@ -7,6 +7,7 @@ import stat
 from dataclasses import dataclass
 
 from rollmill.sandbox.kernel import (
+    CLONE_NEWNET,
     CLONE_NEWNS,
     CLONE_NEWUSER,
     MS_BIND,
@@ -40,13 +41,13 @@ class View:
 
 
 def enter_root(view: View) -> None:
-    """Move this process (one thread) into a root of its own, and from root to an unprivileged user.
+    """Move this process (one thread) into a root and an empty network of its own, and from root to a plain user.
 
     Raises OSError that names what the kernel refuses. Needs Linux 5.12 and, for an ordinary user, user namespaces.
     """
     privileged = os.geteuid() == 0 and may_become_nobody()
     uid, gid = os.geteuid(), os.getegid()
-    unshare(CLONE_NEWNS if privileged else CLONE_NEWNS | CLONE_NEWUSER)
+    unshare(CLONE_NEWNS | CLONE_NEWNET | (0 if privileged else CLONE_NEWUSER))
     if not privileged:
         proc = os.open("/proc", os.O_PATH)
         map_user(proc, NOBODY, NOBODY, uid, gid)

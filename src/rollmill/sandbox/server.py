@@ -29,7 +29,7 @@ PRELOADED = (
     *("abc", "array", "ast", "base64", "bisect", "calendar", "cmath", "collections", "collections.abc", "copy", "csv"),
     *("dataclasses", "datetime", "decimal", "enum", "fractions", "functools", "hashlib", "heapq", "io", "itertools"),
     *("json", "math", "operator", "queue", "random", "re", "statistics", "string", "struct", "sys", "textwrap"),
-    *("threading", "time", "timeit", "traceback", "types", "typing", "unittest", "uuid", "encodings.idna"),
+    *("threading", "time", "timeit", "traceback", "types", "typing", "uuid", "encodings.idna"),
 )
 """What programs import most; a child has it for nothing."""
 
