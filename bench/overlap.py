@@ -1,6 +1,6 @@
 """How much longer than the longer of rollouts and rewards do both take? Ours against TRL's GRPOTrainer.
 
-128 completions (16 prompts x 8) of 48 tokens on average and at most 192; all judgements, one after the other, take as
+64 completions (8 prompts x 8) of 32 tokens on average and at most 96; all judgements, one after the other, take as
 long as the rollouts. 1.0 is perfect overlap, 2.0 is none. Rollouts have one core, a reward that computes another.
 """
 
@@ -16,7 +16,7 @@ from bench.step import TRL_HOW
 REWARDS = {"computing": (), "waiting": ("--waits",)}
 SIZES = {
     "tiny": ("--prompts", "4", "--group", "4", "--new-tokens", "24", "--mean-tokens", "8"),
-    "m25": ("--prompts", "16", "--group", "8", "--new-tokens", "192", "--mean-tokens", "48"),
+    "m25": ("--prompts", "8", "--group", "8", "--new-tokens", "96", "--mean-tokens", "32"),
 }
 
 

@@ -1,6 +1,7 @@
-"""Worker: per command one step with rewards that cost nothing, the rewards alone, and one step with both.
+"""Worker: per command one step with rewards that cost nothing, the same step with rewards that cost, and these alone.
 
-A judgement takes so long that all of them, one after the other, take as long as the last rollouts took.
+A judgement takes so long that all of them, one after the other, take as long as the rollouts. Nothing is learned, so
+that two stages of one seed roll out the same tokens.
 """
 
 from __future__ import annotations
@@ -29,12 +30,14 @@ def costly(task: Any, completion: Any) -> float:
 async def serve(channel: Channel, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     stops = list(range(0, args.vocabulary, args.mean_tokens))
-    stage, precision = build_stage(args, "bench.ours.overlap:costly", stop_token_ids=stops)
+    free, precision = build_stage(args, "bench.ours.overlap:costly", lr=1e-12, stop_token_ids=stops)
+    stage, _ = build_stage(args, "bench.ours.overlap:costly", lr=1e-12, stop_token_ids=stops)
     channel.say(startup_s=time.perf_counter() - began, dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
-        rollout_s, _ = await collected(stage, 0.0, args.waits)
+        rollout_s, alone = await collected(free, 0.0, args.waits)
         count = args.prompts * args.group
         together_s, experiences = await collected(stage, rollout_s / count, args.waits)
+        assert [len(each.token_ids) for each in experiences] == [len(each.token_ids) for each in alone]
         rewards_s = await judged(stage, experiences, rollout_s / count, args.waits)
         channel.say(
             rollout_s=rollout_s,
@@ -42,6 +45,7 @@ async def serve(channel: Channel, args: argparse.Namespace) -> None:
             together_s=together_s,
             of_the_longer=together_s / max(rollout_s, rewards_s),
         )
+    await free.close()
     await stage.close()
 
 

@@ -21,7 +21,7 @@ def even_ids(task: Any, completion: Any) -> float:
     return float((completion.token_ids % 2 == 0).mean())
 
 
-def build_stage(args: argparse.Namespace, reward: str, **rollout: Any) -> Any:
+def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollout: Any) -> Any:
     """The stage of a run with this reward function, and the precision it computes in."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -50,7 +50,7 @@ def build_stage(args: argparse.Namespace, reward: str, **rollout: Any) -> Any:
         rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens, **rollout),
         rewards=[PythonReward(name="python", function=reward, processes=1)],
         algorithm=GRPO(),
-        trainer=TrainerConfig(lr=1e-5),
+        trainer=TrainerConfig(lr=lr),
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
