@@ -392,6 +392,23 @@ def test_grade_asks_an_endpoint(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "expected a URL such as http://localhost:8000/v1" in capsys.readouterr().err
 
 
+def test_grade_does_not_judge_without_a_picture_that_is_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    argv = ["grade", "--input", str(rows), "--output", str(tmp_path / "out.jsonl")]
+    for column in ("image", "images"):
+        rows.write_text(
+            json.dumps({"prompt": "What is it?", "response": "5", "answer": "5", column: "gone.png"}) + "\n"
+        )
+        with chat_server(['{"score": 10}']) as server:
+            asked = ["--reward", "judge", "--option", f"endpoint={server.url}", "--option", "model=m"]
+            assert main([*argv, *asked]) == 1
+            assert server.requests == []
+        assert "`images` is 'gone.png', not pictures that the taskset found" in capsys.readouterr().err
+        assert main([*argv, "--reward", "exact"]) == 0  # needs no picture
+
+
 def test_grade_compares_the_lines_of_a_group(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows = tmp_path / "answers.jsonl"
     lines = [("first", "a"), ("first", "bbb"), ("first", "cc"), ("second", "dd"), ("second", "e")]

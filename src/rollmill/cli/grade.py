@@ -6,9 +6,8 @@ import asyncio
 import json
 import re
 import sys
-from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
@@ -16,6 +15,7 @@ import typer
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
+from rollmill.cli.grade_summary import print_tables, summarise
 from rollmill.config.base import Section
 from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unknown_key
 from rollmill.config.judging import JudgingConfig
@@ -67,7 +67,7 @@ def command(
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
     else:
-        _print_tables(summary)
+        print_tables(summary)
 
 
 def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[list[RewardConfig], JudgingConfig]:
@@ -218,14 +218,16 @@ def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, li
 
 
 def _task(number: int, row: dict[str, Any], file: Path) -> Task:
-    """The task of a row, with its pictures where all of them are there; most rewards need none."""
+    """The task of a row. Pictures that are not there stay as they are named: rewards that need them say so."""
     from rollmill.core.types import Task
     from rollmill.tasks.images import metadata_with_images
 
     own = row.get("metadata")
     metadata = own if isinstance(own, dict) else row
-    with suppress(ValueError):
+    try:
         metadata = metadata_with_images(metadata, None, file.parent)
+    except ValueError:
+        metadata = {"images": metadata.get("image"), **metadata}
     return Task(
         id=str(row.get("id", number)),
         prompt=row.get("prompt", ""),
@@ -242,85 +244,3 @@ def _completion(number: int, text: str) -> Completion:
 
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=number)
-
-
-def summarise(name: str, judgements: list[Judgement]) -> dict[str, Any]:
-    """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds.
-
-    `parts` has the count and mean of every part, `details` the mean of every detail, `rewards` the outcomes and seconds
-    of work of every reward.
-    """
-    totals = [judgement.reward for judgement in judgements if judgement.reward is not None]
-    parts = dict.fromkeys(part for each in judgements for part in each.parts)
-    rewards = dict.fromkeys(reward for each in judgements for reward in each.outcomes)
-    details: dict[str, list[float]] = {}
-    for key, value in (item for judgement in judgements for item in judgement.details.items()):
-        details.setdefault(key, []).append(value)
-    return {
-        "reward": name,
-        "count": len(judgements),
-        "judged": len(totals),
-        "mean": _mean(totals),
-        "outcomes": dict(Counter(outcome for each in judgements for outcome in each.outcomes.values())),
-        "details": {key: _mean(values) for key, values in sorted(details.items())},
-        **_percentiles([judgement.seconds for judgement in judgements]),
-        "parts": {part: _of_part([each.parts.get(part) for each in judgements]) for part in parts},
-        "rewards": {reward: _of_reward(reward, judgements) for reward in rewards},
-    }
-
-
-def _of_part(values: list[float | None]) -> dict[str, Any]:
-    given = [value for value in values if value is not None]
-    return {"judged": len(given), "mean": _mean(given)}
-
-
-def _of_reward(name: str, judgements: list[Judgement]) -> dict[str, Any]:
-    spans = [each.spans[name] for each in judgements if name in each.spans]
-    outcomes = Counter(each.outcomes[name] for each in judgements if name in each.outcomes)
-    return {"outcomes": dict(outcomes), **_percentiles([span.ended - span.started for span in spans] or [0.0])}
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _percentiles(seconds: list[float]) -> dict[str, float]:
-    ordered = sorted(seconds)
-    last = len(ordered) - 1
-    return {
-        "seconds_p50": ordered[len(ordered) // 2],
-        "seconds_p99": ordered[min(last, len(ordered) * 99 // 100)],
-    }
-
-
-def _print_tables(summary: dict[str, Any]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(stderr=True)
-    table = Table("reward", summary["reward"])
-    table.add_row("judged", f"{summary['judged']} of {summary['count']}")
-    table.add_row("mean", _shown(summary["mean"]))
-    for key, mean in summary["details"].items():
-        table.add_row(key, _shown(mean))
-    for outcome, count in summary["outcomes"].items():
-        table.add_row(f"outcome {outcome}", str(count))
-    for key, value in summary.get("counters", {}).items():
-        table.add_row(key, f"{value:g}")
-    table.add_row("seconds p50 / p99", f"{summary['seconds_p50']:.4f} / {summary['seconds_p99']:.4f}")
-    console.print(table)
-    if len(summary["parts"]) > 1:
-        table = Table("part", "judged", "mean")
-        for part, found in summary["parts"].items():
-            table.add_row(part, str(found["judged"]), _shown(found["mean"]))
-        console.print(table)
-    if len(summary["rewards"]) > 1:
-        table = Table("reward", "outcomes", "seconds p50 / p99")
-        for name, found in summary["rewards"].items():
-            outcomes = ", ".join(f"{outcome} {count}" for outcome, count in found["outcomes"].items())
-            table.add_row(name, outcomes, f"{found['seconds_p50']:.4f} / {found['seconds_p99']:.4f}")
-        console.print(table)
-
-
-def _shown(mean: float | None) -> str:
-    return "-" if mean is None else f"{mean:.4f}"
