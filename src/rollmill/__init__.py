@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from rollmill.core.registry import reward as reward
     from rollmill.master import run as run
     from rollmill.monitor.rollouts import load_experiences as load_experiences
+    from rollmill.pipelines.user import operator as operator
     from rollmill.recipes.user import advantage as advantage
     from rollmill.recipes.user import algorithm as algorithm
     from rollmill.recipes.user import loss as loss
@@ -19,12 +20,13 @@ _HOMES = {
     "advantage": "rollmill.recipes.user",
     "algorithm": "rollmill.recipes.user",
     "loss": "rollmill.recipes.user",
+    "operator": "rollmill.pipelines.user",
     "reward": "rollmill.core.registry",
     "run": "rollmill.master",
     "load_experiences": "rollmill.monitor.rollouts",
 }
 
-__all__ = ["__version__", "advantage", "algorithm", "load_experiences", "loss", "reward", "run"]
+__all__ = ["__version__", "advantage", "algorithm", "load_experiences", "loss", "operator", "reward", "run"]
 
 
 def __getattr__(name: str) -> Any:

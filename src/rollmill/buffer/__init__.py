@@ -1,5 +1,6 @@
-"""Where experiences wait between the explorer and the trainer."""
+"""Where experiences wait for the trainer."""
 
-from rollmill.buffer.memory import GroupQueue
+from rollmill.buffer.base import Group, Shelf, Store
+from rollmill.buffer.queue import GroupQueue
 
-__all__ = ["GroupQueue"]
+__all__ = ["Group", "GroupQueue", "Shelf", "Store"]

@@ -8,8 +8,10 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
+from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
+from rollmill.config.operators import OperatorConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
@@ -91,6 +93,10 @@ class StageConfig(Section):
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
+    pipeline: list[OperatorConfig] = []
+    """Operators that verify, drop, change or make experiences before they are learned from, in order."""
+    buffer: BufferConfig = BufferConfig()
+    experts: ExpertsConfig = ExpertsConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
     evaluation: EvaluationConfig | None = None
@@ -123,7 +129,7 @@ class RunConfig(StageConfig):
     model: ModelConfig = ModelConfig()
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
-    `@rollmill.advantage`, `@rollmill.algorithm`) is found by name."""
+    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`) is found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

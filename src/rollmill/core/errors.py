@@ -35,6 +35,14 @@ class TrainingError(RollmillError):
     """Training cannot go on, for example because the loss is not finite."""
 
 
+class StoreError(RollmillError):
+    """A buffer's database cannot be reached, read or written."""
+
+
+class PipelineError(RollmillError):
+    """An operator of a pipeline raised, or left nothing to learn from."""
+
+
 class CheckpointError(RollmillError):
     """A checkpoint cannot be written or read."""
 

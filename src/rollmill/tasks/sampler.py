@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from rollmill.core.errors import TasksetError
@@ -36,14 +37,21 @@ class Sampler:
         """Epoch of the task that `next` returned last, from 0."""
         return self._epoch
 
-    def next(self) -> Task:
-        """The next task."""
+    def next(self, step: int = 0) -> Task:
+        """The next task; `step` is the training step (of the stage, from 0) that asks."""
         if self._cursor == len(self._permutation):
             self._epoch, self._cursor = self._epoch + 1, 0
             self._permutation = self._permuted()
         task = self._taskset.tasks[self._permutation[self._cursor]]
         self._cursor += 1
         return task
+
+    def observe(self, task_id: str, successes: Sequence[float]) -> None:
+        """Take note of the success (0 to 1) of a task's completions."""
+
+    def metrics(self) -> dict[str, float]:
+        """What the sampler knows, for the step's metrics."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Where the sampler is, as plain JSON."""

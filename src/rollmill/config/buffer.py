@@ -1,0 +1,60 @@
+"""`buffer` and `experts`: where experiences are kept, which are learned from again, and what is imitated."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from rollmill.config.base import Section
+
+
+class ReplayConfig(Section):
+    """Groups that were learned from before and join later steps."""
+
+    groups: int = Field(ge=1)
+    """How many join each step, as far as there are any that may."""
+    order: Literal["fifo", "uniform", "priority"] = "uniform"
+    """`fifo`: the one that waited longest. `uniform`: each with the same chance. `priority`: with chances in
+    proportion to priority ** exponent * decay ** age."""
+    priority: Literal["given", "advantage"] = "given"
+    """`given`: what the pipeline's operator `priority` says, else 1. `advantage`: the mean absolute advantage when the
+    group was last learned from. Only with order `priority`."""
+    exponent: float = Field(1.0, ge=0)
+    """How much priorities matter. Only with order `priority`."""
+    decay: float = Field(1.0, gt=0, le=1)
+    """Factor of a group's chance per version of age. Only with order `priority`."""
+    max_age: int | None = Field(None, ge=0)
+    """Versions between a group's oldest token and the weights that may still learn from it. Default: no bound."""
+    max_uses: int | None = Field(None, ge=2)
+    """How often a group is learned from at most, the first time included. Default: no bound."""
+    cooldown: int = Field(1, ge=1)
+    """Steps before a group may join again."""
+    capacity: int = Field(10_000, ge=1)
+    """Only the newest N groups are chosen from."""
+
+
+class BufferConfig(Section):
+    """Where verified experiences wait for the trainer, and which of them are kept for later steps."""
+
+    store: Literal["auto", "memory", "sql"] = "auto"
+    """`memory`: in this process. `sql`: a database, which other processes may read and write. `auto`: memory for
+    synchronous runs without replay, else sql."""
+    url: str | None = None
+    """SQLAlchemy URL of the database, for example `postgresql+psycopg://user@host/name` (extra `postgres`); leave the
+    password to PGPASSWORD or ~/.pgpass. Default: SQLite in RUN/buffer.sqlite. Only with store `sql` or `auto`."""
+    max_age: int | None = Field(None, ge=0)
+    """Fresh groups whose oldest token is more versions old are dropped, and others are rolled out in their place.
+    Default: no bound but max_staleness."""
+    replay: ReplayConfig | None = None
+
+
+class ExpertsConfig(Section):
+    """What is imitated or preferred, by algorithms that do."""
+
+    sources: list[Annotated[str, Field(min_length=1)]] = Field(["taskset", "run"], min_length=1)
+    """`taskset`: its worked solutions and pairs. `run`: what people and applications say about this run, and what its
+    pipeline makes. Else the feedback of another run: its directory, a Parquet file (`rollmill buffer export`), or the
+    URL of a database."""
+    rated_at_least: float | None = 1.0
+    """Completions that a person rated at least this much (0 to 1) are imitated, too; null: none."""

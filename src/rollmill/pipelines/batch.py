@@ -1,0 +1,94 @@
+"""What an operator sees and reports to: experiences of whole groups, and what became of each."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmill.core.types import Experience, Source, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What operators may know about the run."""
+
+    step: int  #: the training step that is being collected, from 1
+    version: int  #: of the weights
+    tokenizer: Any
+    end_id: int  #: what demonstrations end with
+    max_new_tokens: int
+    task: Callable[[str], Task]  #: by id; KeyError where the taskset has none
+    observe: Callable[[str, Sequence[float]], None]  #: tells the sampler the success (0 to 1) of a task's completions
+
+
+@dataclass(slots=True)
+class Report:
+    """What one operator did, in experiences; `reasons` counts dropped ones."""
+
+    seen: int = 0
+    changed: int = 0
+    dropped: int = 0
+    added: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    changes: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def kept(self) -> int:
+        """Experiences that were there before and still are."""
+        return self.seen - self.dropped
+
+    def add(self, other: Report) -> None:
+        """Sum up."""
+        self.seen += other.seen
+        self.changed += other.changed
+        self.dropped += other.dropped
+        self.added += other.added
+        self.reasons += other.reasons
+        self.changes += other.changes
+
+
+class Batch:
+    """Experiences on their way through a pipeline. An operator changes them in place and says so.
+
+    Reasons are short constant words such as `too long`: they become names of metrics.
+    """
+
+    def __init__(self, experiences: Sequence[Experience], context: Context) -> None:
+        self.context = context
+        self.report = Report(seen=len(experiences))
+        self._experiences = list(experiences)
+        self._changed: set[str] = set()
+
+    @property
+    def experiences(self) -> list[Experience]:
+        """Those that are still there, added ones last. A copy: dropping while looping is fine."""
+        return list(self._experiences)
+
+    def groups(self, source: Source = Source.USUAL) -> dict[str, list[Experience]]:
+        """The experiences of one source by group, in order."""
+        found: dict[str, list[Experience]] = {}
+        for experience in self._experiences:
+            if experience.source is source:
+                found.setdefault(experience.group, []).append(experience)
+        return found
+
+    def drop(self, experience: Experience, why: str) -> None:
+        """Take an experience out; the others of its group stay."""
+        self._experiences = [each for each in self._experiences if each is not experience]
+        self.report.dropped += 1
+        self.report.reasons[why] += 1
+
+    def change(self, experience: Experience, why: str) -> None:
+        """Note that an experience was changed; counted once per operator."""
+        self.report.changes[why] += 1
+        if experience.id not in self._changed:
+            self._changed.add(experience.id)
+            self.report.changed += 1
+
+    def add(self, experience: Experience, why: str) -> None:
+        """Put a new experience in: an expert one, one of a pair (a group of two), or a usual one."""
+        self._experiences.append(experience)
+        self.report.added += 1
+        self.report.changes[why] += 1

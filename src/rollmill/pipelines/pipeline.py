@@ -1,0 +1,76 @@
+"""Experiences through a list of operators, one after the other: raw in, verified out."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from rollmill.core.errors import PipelineError, RollmillError
+from rollmill.core.types import Experience
+from rollmill.pipelines.batch import Batch, Context, Report
+
+Operator = Callable[[Batch], Awaitable[None] | None]
+"""Changes a batch and reports to it. One that remembers something is an object with `state_dict` and
+`load_state_dict`; one that holds processes or connections has `close`."""
+
+
+class Pipeline:
+    """Named operators in order. Names are unique: a second `length` is called `length-2`."""
+
+    def __init__(self, operators: Sequence[tuple[str, Operator]]) -> None:
+        self._operators: dict[str, Operator] = {}
+        for name, operator in operators:
+            count = sum(known.partition("-")[0] == name for known in self._operators)
+            self._operators[f"{name}-{count + 1}" if count else name] = operator
+        self._reports = {name: Report() for name in self._operators}
+
+    def __len__(self) -> int:
+        return len(self._operators)
+
+    async def process(self, experiences: Sequence[Experience], context: Context) -> list[Experience]:
+        """What comes out for whole groups. Experiences are changed in place.
+
+        Raises:
+            PipelineError: an operator raised; names it and the first experience's task.
+        """
+        current = list(experiences)
+        for name, operator in self._operators.items():
+            if not current:
+                break
+            batch = Batch(current, context)
+            try:
+                done = operator(batch)
+                if inspect.isawaitable(done):
+                    await done
+            except RollmillError:
+                raise
+            except Exception as error:
+                raise PipelineError(
+                    f"operator `{name}` failed on experiences of task {current[0].task_id}: "
+                    f"{type(error).__name__}: {error}; correct it, or take it out of `pipeline`"
+                ) from error
+            self._reports[name].add(batch.report)
+            current = batch.experiences
+        return current
+
+    def take_reports(self) -> dict[str, Report]:
+        """What each operator did since the last call."""
+        found, self._reports = self._reports, {name: Report() for name in self._operators}
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """What operators remember, as plain JSON."""
+        stateful = {name: each for name, each in self._operators.items() if hasattr(each, "state_dict")}
+        return {name: each.state_dict() for name, each in stateful.items()}  # type: ignore[attr-defined]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        for name, own in state.items():
+            self._operators[name].load_state_dict(own)  # type: ignore[attr-defined]
+
+    def close(self) -> None:
+        """Release what operators hold."""
+        for operator in self._operators.values():
+            if hasattr(operator, "close"):
+                operator.close()
