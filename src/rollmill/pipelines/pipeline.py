@@ -62,7 +62,7 @@ class Pipeline:
     def state_dict(self) -> dict[str, Any]:
         """What operators remember, as plain JSON."""
         stateful = {name: each for name, each in self._operators.items() if hasattr(each, "state_dict")}
-        return {name: each.state_dict() for name, each in stateful.items()}  # type: ignore[attr-defined]
+        return {name: each.state_dict() for name, each in stateful.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 from rollmill.config.operators.base import OperatorSection
@@ -26,12 +27,9 @@ def operator(target: Target) -> Target:
     return target
 
 
-def made(section: OperatorSection) -> Callable[..., Any]:
+def made(section: OperatorSection) -> Any:
     """The operator of a registered section."""
     target = type(section).function
     assert target is not None
     options = section.arguments()
-    if inspect.isclass(target):
-        found: Callable[..., Any] = target(**options)
-        return found
-    return lambda batch: target(batch, **options)
+    return target(**options) if inspect.isclass(target) else partial(target, **options)
