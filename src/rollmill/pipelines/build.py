@@ -28,7 +28,8 @@ def build_pipeline(sections: Sequence[OperatorSection], resources: Resources) ->
 def build_operator(section: OperatorSection, resources: Resources) -> Operator:
     """The operator that a section describes."""
     if type(section).function is not None:
-        return made(section)
+        operator: Operator = made(section)
+        return operator
     match section:
         case RewardFilter():
             from rollmill.pipelines.filters import reward_filter
