@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, Task
 
 
 class Shelf(StrEnum):
@@ -17,7 +17,12 @@ class Shelf(StrEnum):
     USUAL = "usual"  #: rolled out and verified, waiting to be learned from or kept for replay
     EXPERT = "expert"  #: demonstrations, one per group
     PREFERENCE = "preference"  #: pairs
+    RATED = "rated"  #: completions with the reward that a person or an application gave them
     PARTIAL = "partial"  #: unfinished completions, to be continued
+
+
+EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
+"""Who writes groups. What the first two wrote after a checkpoint is made again by a run that resumes from it."""
 
 
 @dataclass(slots=True)
@@ -28,8 +33,9 @@ class Group:
     experiences: list[Experience]
     shelf: Shelf = Shelf.USUAL
     priority: float = 1.0
-    writer: str = "explorer"  #: who made it; people's names for feedback
-    created_at: float = 0.0  #: seconds since the epoch; 0: now
+    writer: str = EXPLORER  #: what kind of process made it
+    author: str = ""  #: of feedback: the person or application
+    created_at: float = 0.0  #: seconds since the epoch; a store fills in 0
     info: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -66,8 +72,17 @@ class Store(Protocol):
     def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
 
-    def remove(self, ids: Sequence[str]) -> None:
-        """Groups are gone, as if they had never been put (undone feedback)."""
+    def remove(self, ids: Sequence[str], *, by: str) -> None:
+        """Groups are no longer read or handed out (undone feedback). A database keeps them, with who removed them."""
+
+    def restore(self, ids: Sequence[str]) -> None:
+        """Removed groups are there again."""
+
+    def put_tasks(self, tasks: Sequence[Task]) -> None:
+        """Keep a taskset beside its experiences; tasks whose id is known are replaced."""
+
+    def tasks(self) -> Iterator[Task]:
+        """The tasks that were put, in order."""
 
     def waiting(self) -> int:
         """How many usual groups were never taken."""
@@ -76,8 +91,8 @@ class Store(Protocol):
         """Where the store is, as plain JSON for a checkpoint."""
 
     def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
-        """Back to a checkpoint after `step`: what was taken for later steps is there again, and what this run's
-        explorer has put since the mark is gone. Feedback stays. None: back to the start.
+        """Back to a checkpoint after `step`: what was taken for later steps is there again, and what explorer and
+        pipeline have put since the mark is gone; the run makes it again. Feedback and imports stay. None: the start.
         """
 
     def close(self) -> None:
