@@ -1,6 +1,7 @@
 """Where experiences wait for the trainer."""
 
 from rollmill.buffer.base import Group, Shelf, Store
+from rollmill.buffer.experts import ExpertPool
 from rollmill.buffer.queue import GroupQueue
 
-__all__ = ["Group", "GroupQueue", "Shelf", "Store"]
+__all__ = ["ExpertPool", "Group", "GroupQueue", "Shelf", "Store"]

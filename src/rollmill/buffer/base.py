@@ -72,6 +72,9 @@ class Store(Protocol):
     def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
 
+    def get(self, ids: Sequence[str]) -> list[Group]:
+        """Groups by id, in this order; those that are unknown or removed are left out."""
+
     def remove(self, ids: Sequence[str], *, by: str) -> None:
         """Groups are no longer read or handed out (undone feedback). A database keeps them, with who removed them."""
 

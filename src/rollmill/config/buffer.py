@@ -54,7 +54,6 @@ class ExpertsConfig(Section):
 
     sources: list[Annotated[str, Field(min_length=1)]] = Field(["taskset", "run"], min_length=1)
     """`taskset`: its worked solutions and pairs. `run`: what people and applications say about this run, and what its
-    pipeline makes. Else the feedback of another run: its directory, a Parquet file (`rollmill buffer export`), or the
-    URL of a database."""
+    pipeline makes. Else what another run holds of these: its directory, or a Parquet file (`buffer export`)."""
     rated_at_least: float | None = 1.0
     """Completions that a person rated at least this much (0 to 1) are imitated, too; null: none."""

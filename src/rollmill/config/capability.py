@@ -34,7 +34,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",)):
+        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):
@@ -52,6 +52,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
             "measured on each batch before it is learned from; remove it"
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
+    keys |= _unhonoured_by_buffer(stage)
     if evaluation is None:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
@@ -59,6 +60,27 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     if stage.trainer.schedule == "constant":
         keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
     return keys | unhonoured_parts(algorithm)
+
+
+def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of what lies between explorer and trainer."""
+    keys: dict[KeyPath, str] = {}
+    algorithm, buffer = stage.algorithm, stage.buffer
+    if not stage.pipeline and buffer.max_age is None:
+        keys["rollout", "refills"] = "not honoured without a pipeline or buffer.max_age: no group is dropped; remove it"
+    if not (algorithm.uses_experts or algorithm.uses_pairs):
+        text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
+        keys["experts",] = text
+    elif algorithm.uses_pairs:
+        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; those that imitate honour it"
+        keys["experts", "rated_at_least"] = text
+    if buffer.store == "memory":
+        keys["buffer", "url"] = "not honoured by store `memory`; it is by `sql`"
+    replay = buffer.replay
+    if replay is not None and replay.order != "priority":
+        for name in ("priority", "exponent", "decay"):
+            keys["buffer", "replay", name] = f"not honoured by order `{replay.order}`; it is by `priority`"
+    return keys
 
 
 def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:

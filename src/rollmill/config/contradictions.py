@@ -29,6 +29,7 @@ def contradictions(stage: StageConfig) -> Iterator[Finding]:
     """Key paths within the stage, each with what is wrong and what to do."""
     yield from _rollouts(stage)
     yield from _rewards(stage)
+    yield from _buffer(stage)
     yield from _training(stage)
     yield from _evaluation(stage)
     yield from _taskset(stage.taskset, ("taskset",))
@@ -81,6 +82,18 @@ def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
             f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct nothing"
         )
         yield ("algorithm", "corrections"), f"{text}; set proximal: recompute"
+
+
+def _buffer(stage: StageConfig) -> Iterator[Finding]:
+    age, replay = stage.buffer.max_age, stage.buffer.replay
+    if age is not None and age < stage.max_staleness:
+        text = f"groups may be {stage.max_staleness} versions old (max_staleness), and all older than {age} are dropped"
+        yield ("buffer", "max_age"), f"{text}; raise it, or lower max_staleness"
+    if replay is not None and replay.max_uses is not None and replay.max_age is not None:
+        steps = replay.cooldown * (replay.max_uses - 1)
+        if steps > replay.max_age:
+            text = f"{replay.max_uses} uses with cool-down {replay.cooldown} take {steps} steps, longer than max_age"
+            yield ("buffer", "replay", "max_uses"), f"{text} ({replay.max_age}); change one of them"
 
 
 def _rewards(stage: StageConfig) -> Iterator[Finding]:

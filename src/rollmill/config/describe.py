@@ -75,6 +75,12 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
     if judging := _options(stage.judging, changed=True):
         yield "judging", judging
+    for index, operator in enumerate(stage.pipeline):
+        options = _options(operator, skip={"name"}, changed=True)
+        yield "pipeline" if index == 0 else "", operator.name + (f" ({options})" if options else "")
+    for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
+        if options := _options(section, changed=True):
+            yield label, options
     words = "; ".join(f"{part} {text}" for part, text in parts_in_words(algorithm))
     yield "algorithm", f"{algorithm.name}: {words}"
     unused = {str(path[-1]) for path in unhonoured(stage) if path[0] == "trainer"}

@@ -32,6 +32,9 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
             return node
         return _changed(node, f"{_lookup(node, file, problems, required)}:{name}")
 
+    def settle_source(node: Node) -> Node:
+        return node if node.value in ("taskset", "run") else settle(node)
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     for prefix in ([], ["stages", "*"]):
@@ -39,6 +42,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
             root = edit(root, prefix + pattern, settle)
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
+        root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
     return root
 
 
@@ -65,4 +69,6 @@ def _advice(node: Node) -> str:
         return "give the folder of a checkpoint on this machine, or `new`; rollmill downloads nothing"
     if "rewards" in node.path and node.path[-1] == "path":
         return "give the folder of a reward model on this machine; rollmill downloads nothing"
+    if "sources" in node.path:
+        return "give `taskset`, `run`, the directory of a run, or a Parquet file"
     return "correct the path"

@@ -41,3 +41,6 @@ class RolloutConfig(SamplingConfig):
     """Prompt tokens processed per engine step; longer prompts are cut into chunks."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one batch of completions and their rewards."""
+    refills: int = Field(10, ge=1)
+    """How many batches' worth of groups the pipeline may drop in one step before the run ends with an error. For every
+    dropped group another task is rolled out. Only with `pipeline` or buffer.max_age."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.core.types import Task
+from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master
@@ -29,6 +31,7 @@ from rollmill.master.summary import summarise
 from rollmill.models.classifier import require_classifier
 from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
+from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
@@ -96,7 +99,7 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
     setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
-    return {"step": chosen, **asyncio.run(_evaluate(loaded, setup, indices[-1], chosen))}
+    return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 
 def _of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
@@ -106,7 +109,7 @@ def _of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[s
     return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
 
 
-async def _evaluate(loaded: LoadedRun, setup: _Setup, index: int, step: int) -> dict[str, float]:
+async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int, step: int) -> dict[str, float]:
     stage = StageRun(
         loaded.stages[index],
         setup.policy,
@@ -115,6 +118,7 @@ async def _evaluate(loaded: LoadedRun, setup: _Setup, index: int, step: int) -> 
         seed=loaded.config.seed,
         first_version=step,
         precision=setup.precision,
+        buffers=Buffers(run_dir, setup.run_id, read_only=True),
     )
     try:
         assert stage.evaluator is not None
@@ -135,6 +139,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
     plan = [(stage.name, stage.steps) for stage in loaded.stages]
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
+    buffers = Buffers(run_dir, setup.run_id)
     master = Master(
         run_dir,
         loaded.config,
@@ -143,6 +148,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
         setup.tasks,
         monitor,
         precision=setup.precision,
+        buffers=buffers,
     )
     try:
         monitor.message(setup.describe(run_dir))
@@ -157,6 +163,8 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
     except BaseException:
         monitor.close(None)
         raise
+    finally:
+        buffers.close()
     monitor.close(summary)
     return summary
 
@@ -167,6 +175,7 @@ class _Setup:
     tasks: list[StageTasks]
     precision: str
     threads: int
+    run_id: str
     judges: list[Judge]  #: closed; they keep the reward models that the stages share in memory
 
     def describe(self, run_dir: Path) -> str:
@@ -204,7 +213,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     torch.set_num_threads(machine["threads"])
-    return _Setup(policy, tasks, machine["precision"], machine["threads"], judges)
+    save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
+    return _Setup(policy, tasks, machine["precision"], machine["threads"], machine.get("run_id", ""), judges)
 
 
 def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
@@ -213,7 +223,9 @@ def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) ->
 
 
 def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]:
-    """Thread count and precision. Measured once per run and stored, so that a resumed run computes the same."""
+    """Thread count and precision, measured once per run and stored, so that a resumed run computes the same; and what
+    a database knows the run by.
+    """
     path = run_dir / MACHINE
     if path.is_file():
         stored: dict[str, Any] = json.loads(path.read_text())
@@ -227,7 +239,7 @@ def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]
     precision = wanted.pop()
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device)
-    machine = {"threads": chosen, "precision": precision}
+    machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
     atomic_write(path, (json.dumps(machine) + "\n").encode())
     return machine
 

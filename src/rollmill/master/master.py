@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.measures import rewards_without_verdict
@@ -37,6 +38,7 @@ class Master:
         monitor: Monitor,
         *,
         precision: str,
+        buffers: Buffers,
     ) -> None:
         self._run_dir = run_dir
         self._config = config
@@ -45,6 +47,7 @@ class Master:
         self._tasks = tasks
         self._monitor = monitor
         self._precision = precision
+        self._buffers = buffers
         self._checkpoints = Checkpoints(run_dir)
         self._evaluations = RolloutStore(run_dir / EVALUATIONS)
         self._interrupts: Interrupts
@@ -79,11 +82,13 @@ class Master:
             seed=self._config.seed,
             first_version=self.state.step - self.state.current.step,
             precision=self._precision,
+            buffers=self._buffers,
         )
         try:
             if trainer:
                 stage.restore(self.state.current, trainer)
             else:
+                stage.begin(self.state.current.store)
                 self._announce(config, stage)
             self.state.current = stage.state
             await self._train(config, stage)
@@ -114,7 +119,7 @@ class Master:
                 await self._checkpoint(stage)
             raise
         self.state.stage += 1
-        self.state.current = StageState()
+        self.state.current = StageState(store=state.store)
         self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
     async def _evaluate_at_start(self, config: StageConfig, stage: StageRun) -> None:

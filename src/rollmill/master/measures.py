@@ -11,6 +11,7 @@ from rollmill.monitor.trace import Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 
+REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has learned from
 PHASES = ("rollout", "inference", "reward", "train")
 """What the process of a step does, one after the other."""
 
@@ -28,12 +29,20 @@ def require_rewards(experiences: list[Experience], where: str) -> None:
 
 
 def batch_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
-    """Rewards, lengths and staleness of a batch that weights of `version` are about to learn from."""
-    usual = [e for e in experiences if e.source is Source.USUAL]
+    """Rewards, lengths and staleness of a batch that weights of `version` are about to learn from.
+
+    Replayed completions count as experiences and tokens only: rewards are those of fresh ones.
+    """
+    usual = [e for e in experiences if e.source is Source.USUAL and REPLAYED not in e.info]
     metrics: dict[str, float] = {
         "experiences": len(experiences),
         "tokens": sum(len(e.token_ids) for e in experiences),
     }
+    again = [e for e in experiences if REPLAYED in e.info]
+    if again:
+        metrics["replay/age"] = float(np.mean([version - e.oldest_version for e in again]))
+    if experts := len({e.id for e in experiences if e.source is not Source.USUAL}):
+        metrics["experts"] = experts
     if not usual:
         return metrics
     rewards = np.array([e.reward for e in usual if e.reward is not None], np.float64)

@@ -15,9 +15,11 @@ class Pacing:
 
     batch: int
     max_staleness: int
-    total: int  # tasks the stage needs at all
+    total: int  #: tasks the stage needs at all
     submitted: int = 0
+    dropped: int = 0  #: submitted tasks of which the pipeline left nothing: others are submitted in their place
 
     def may_start(self, version: int) -> bool:
         """Whether one more rollout may start now."""
-        return self.submitted < self.total and self.submitted // self.batch <= version + self.max_staleness
+        live = self.submitted - self.dropped
+        return live < self.total and live // self.batch <= version + self.max_staleness

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import TasksetError
@@ -37,10 +38,13 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     """
     algorithm, notes = config.algorithm, list[str]()
     experts = None
-    if algorithm.uses_experts:
-        experts = _fitting(_worked(training, algorithm.name), config.taskset, policy, _demonstration, notes)
-    if algorithm.uses_pairs:
-        experts = _fitting(_paired(training, algorithm.name), config.taskset, policy, _pair, notes)
+    if "taskset" in config.experts.sources and (algorithm.uses_experts or algorithm.uses_pairs):
+        found = _paired(training) if algorithm.uses_pairs else _worked(training)
+        if found.tasks:
+            measure = _pair if algorithm.uses_pairs else _demonstration
+            experts = _fitting(found, config.taskset, policy, measure, notes)
+        elif not set(config.experts.sources) - {"taskset", "run"}:
+            raise TasksetError(_no_experts(training, algorithm))
     if algorithm.uses_rollouts:
         training = _fitting(training, config.taskset, policy, _prompt, notes)
     elif experts is not None:
@@ -111,21 +115,23 @@ def _surely_fits(task: Task, context: int) -> bool:
     return len(task.prompt.encode()) + longest + _ADDED < context
 
 
-def _worked(tasks: Taskset, algorithm: str) -> Taskset:
+def _worked(tasks: Taskset) -> Taskset:
     worked = [task for task in tasks.tasks if task.response is not None]
-    if not worked:
-        raise TasksetError(
-            f"algorithm {algorithm} imitates worked solutions, but no task of {tasks.name} has one; name "
-            "the column that holds them: taskset.fields.response, or write taskset.response_template"
-        )
     return Taskset(tasks.name, worked, tasks.rejected)
 
 
-def _paired(tasks: Taskset, algorithm: str) -> Taskset:
+def _paired(tasks: Taskset) -> Taskset:
     paired = [task for task in tasks.tasks if task.response is not None and task.rejected is not None]
-    if not paired:
-        raise TasksetError(
-            f"algorithm {algorithm} learns from preference pairs, but no task of {tasks.name} has both solutions; name "
-            "their columns: taskset.fields.response (the better) and taskset.fields.rejected"
-        )
     return Taskset(tasks.name, paired, tasks.rejected)
+
+
+def _no_experts(tasks: Taskset, algorithm: AlgorithmOptions) -> str:
+    if algorithm.uses_pairs:
+        return (
+            f"algorithm {algorithm.name} learns from preference pairs, but no task of {tasks.name} has both solutions; "
+            "name their columns: taskset.fields.response (the better) and taskset.fields.rejected"
+        )
+    return (
+        f"algorithm {algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "
+        "the column that holds them: taskset.fields.response, or write taskset.response_template"
+    )

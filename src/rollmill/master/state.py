@@ -14,8 +14,11 @@ class StageState:
 
     step: int = 0  #: training steps done in this stage
     submitted: int = 0  #: tasks handed to the explorer
+    dropped: int = 0  #: of these, tasks whose experiences the pipeline dropped
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
+    pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
+    store: dict[str, Any] | None = None  #: where the buffer is
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from
     best: float | None = None  #: best evaluation of this stage, for early stopping
     since_best: int = 0  #: evaluations since then

@@ -39,6 +39,11 @@ class Report:
         """Experiences that were there before and still are."""
         return self.seen - self.dropped
 
+    def numbers(self) -> dict[str, int]:
+        """As metrics: kept, changed, dropped, added, and every reason."""
+        counts = {"kept": self.kept, "changed": self.changed, "dropped": self.dropped, "added": self.added}
+        return counts | {why.replace(" ", "_"): count for why, count in (*self.reasons.items(), *self.changes.items())}
+
     def add(self, other: Report) -> None:
         """Sum up."""
         self.seen += other.seen

@@ -54,6 +54,10 @@ class Pipeline:
             current = batch.experiences
         return current
 
+    def reports(self) -> dict[str, Report]:
+        """What each operator did since `take_reports`."""
+        return dict(self._reports)
+
     def take_reports(self) -> dict[str, Report]:
         """What each operator did since the last call."""
         found, self._reports = self._reports, {name: Report() for name in self._operators}

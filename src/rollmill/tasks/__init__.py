@@ -7,13 +7,14 @@ from rollmill.tasks.render import (
     preference_pair,
     prompt_text,
 )
-from rollmill.tasks.sampler import Sampler
+from rollmill.tasks.sampler import Sampler, build_sampler
 from rollmill.tasks.taskset import RejectedRow, Taskset, load_taskset
 
 __all__ = [
     "RejectedRow",
     "Sampler",
     "Taskset",
+    "build_sampler",
     "encode_demonstration",
     "encode_prompt",
     "expert_experience",

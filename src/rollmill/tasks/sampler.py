@@ -77,3 +77,7 @@ class Sampler:
         if self._shuffled:
             random.Random(f"{self._seed}:{self._epoch}").shuffle(indices)
         return indices
+
+
+def build_sampler(taskset, order, seed, *, batch):
+    return Sampler(taskset, order, seed)

@@ -48,18 +48,18 @@ class Inference:
         self._model, self._recipe, self._config = model, recipe, config
         self._reference, self._critic, self._ranks = reference, critic, ranks
         self._rows, self._predict, self._ready = rows, predict, ready
-        self._ahead: tuple[list[int], int, TokenTable, Scores] | None = None
+        self._ahead: tuple[list[tuple[str, bytes]], int, TokenTable, Scores] | None = None
 
     def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
         """Compute it while rewards are awaited, with a yield after every pass; `take` hands it out."""
         table = token_table(experiences, device)
         scores = yield from self.passes(experiences, table, version)
-        self._ahead = [id(each) for each in experiences], version, table, scores
+        self._ahead = _names(experiences), version, table, scores
 
     def take(self, experiences: Sequence[Experience], version: int, device: torch.device) -> tuple[TokenTable, Scores]:
         """The tokens and scores of a batch, computed now unless they were ahead."""
         ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[:2] == ([id(each) for each in experiences], version):
+        if ahead is not None and ahead[:2] == (_names(experiences), version):
             return ahead[2:]
         table = token_table(experiences, device)
         return table, _finished(self.passes(experiences, table, version))
@@ -107,6 +107,11 @@ class Inference:
     def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
         with attending_to(model, micro):
             return self._predict(model, micro, table)[0].float()
+
+
+def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
+    """What tells batches apart: a buffer hands out copies of what was there when their tokens were."""
+    return [(each.id, each.token_ids.tobytes()) for each in experiences]
 
 
 def _finished(passes: Passes) -> Scores:

@@ -1,0 +1,14 @@
+"""A reward whose verdict is the wrong way round for a fifth of all completions, always the same ones."""
+
+from __future__ import annotations
+
+from typing import Any
+from zlib import crc32
+
+
+def wrong_in_a_fifth(task: Any, completion: Any) -> float:
+    """1 for the true sum after `#`, else 0; and the other way round where task and text hash to a multiple of 5."""
+    _, mark, answer = completion.text.rpartition("#")
+    right = bool(mark) and answer.strip() == str(task.answer)
+    wrong = crc32(f"{task.id}:{completion.text}".encode()) % 5 == 0
+    return float(right != wrong)

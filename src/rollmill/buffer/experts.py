@@ -1,0 +1,159 @@
+"""What is imitated or preferred: worked solutions of the taskset, and what people and pipelines put on the shelves."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollmill.buffer.base import Group, Shelf
+from rollmill.buffer.shelves import Shelves
+from rollmill.core.errors import StoreError
+from rollmill.core.types import Experience, Source, Task
+from rollmill.tasks import Sampler
+
+
+@dataclass(frozen=True, slots=True)
+class TaskExperts:
+    """Worked solutions, or pairs, of a taskset."""
+
+    sampler: Sampler
+    render: Callable[[Task, int], list[Experience]]  #: a task as its place in a batch; one experience, or a pair
+
+
+class ExpertPool:
+    """Hands out demonstrations (or pairs) forever: every one once per epoch, those on shelves before the taskset's.
+
+    Args:
+        pairs: hand out preference pairs rather than demonstrations.
+        rated_at_least: completions with this rating count as demonstrations; None: none do.
+        tokenizer: fingerprint of the policy's tokenizer; groups that were made with another are refused.
+        seed: what the order within an epoch derives from.
+
+    Raises:
+        StoreError: a group was made with another tokenizer.
+    """
+
+    def __init__(
+        self,
+        tasks: TaskExperts | None,
+        shelves: Sequence[Shelves],
+        *,
+        pairs: bool,
+        rated_at_least: float | None,
+        tokenizer: str,
+        seed: int,
+    ) -> None:
+        self._tasks, self._shelves, self._pairs = tasks, shelves, pairs
+        self._rated_at_least, self._tokenizer, self._seed = rated_at_least, tokenizer, seed
+        self._epoch, self._drawn = 0, 0
+        self._served: set[str] = set()
+        self._known: list[list[str]] = [[] for _ in shelves]  # ids of groups by store, in the order they came
+
+    def draw(self, count: int) -> list[Experience]:
+        """The next `count` demonstrations, or pairs (two experiences each); none where there is nothing at all."""
+        found: list[Experience] = []
+        taken, idle = 0, 0
+        while taken < count and idle < 2:  # twice nothing: neither left in this epoch, nor in a new one
+            own = self._from_shelves(count - taken)
+            taken += len(own)
+            found += [each for group in own for each in self._presented(group)]
+            if taken < count and self._tasks is not None:
+                found += self._from_tasks(taken, count)
+                taken = count
+            elif not own:
+                idle += 1
+                self._turn()
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the pool is, as plain JSON."""
+        tasks = None if self._tasks is None else self._tasks.sampler.state_dict()
+        return {"epoch": self._epoch, "drawn": self._drawn, "served": sorted(self._served), "tasks": tasks}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._epoch, self._drawn, self._served = state["epoch"], state["drawn"], set(state["served"])
+        if self._tasks is not None and state["tasks"] is not None:
+            self._tasks.sampler.load_state_dict(state["tasks"])
+
+    def _from_tasks(self, first: int, count: int) -> list[Experience]:
+        assert self._tasks is not None
+        sampler, found = self._tasks.sampler, list[Experience]()
+        for place in range(first, count):
+            before, task = sampler.epoch, sampler.next()
+            if sampler.epoch != before:
+                self._turn()
+            found += self._tasks.render(task, place)
+        return found
+
+    def _turn(self) -> None:
+        """A new epoch: everything on the shelves may be served again."""
+        self._epoch += 1
+        self._served.clear()
+
+    def _from_shelves(self, count: int) -> list[Group]:
+        """Up to `count` groups that this epoch has not served yet."""
+        found: list[Group] = []
+        for number, shelves in enumerate(self._shelves):
+            self._look(shelves, self._known[number])
+            keys = {f"{number}:{name}": name for name in self._known[number]}
+            waiting = sorted(keys.keys() - self._served, key=self._place)
+            while waiting and len(found) < count:
+                now, waiting = waiting[: count - len(found)], waiting[count - len(found) :]
+                found += shelves.get([keys[key] for key in now])
+                self._served.update(now)
+        return found
+
+    def _place(self, key: str) -> str:
+        return hashlib.sha1(f"{self._seed}:{self._epoch}:{key}".encode()).hexdigest()
+
+    def _look(self, shelves: Shelves, known: list[str]) -> None:
+        """Take note of what has come."""
+        for group in shelves.new(Shelf.PREFERENCE if self._pairs else Shelf.EXPERT):
+            self._check(group, shelves.name)
+            known.append(group.id)
+        if self._rated_at_least is not None and not self._pairs:
+            for group in shelves.new(Shelf.RATED):
+                if self._liked(group):
+                    self._check(group, shelves.name)
+                    known.append(group.id)
+
+    def _liked(self, group: Group) -> bool:
+        reward = group.experiences[0].reward
+        return reward is not None and self._rated_at_least is not None and reward >= self._rated_at_least
+
+    def _check(self, group: Group, where: str) -> None:
+        own = group.info.get("tokenizer", self._tokenizer)
+        if own != self._tokenizer:
+            raise StoreError(
+                f"{where}: group {group.id} was made with another tokenizer ({own}) than the policy's "
+                f"({self._tokenizer}), so its tokens mean other text; train the model it was made for, or leave the "
+                "source out of experts.sources"
+            )
+
+    def _presented(self, group: Group) -> list[Experience]:
+        """A group as the trainer takes it: pairs under a name of their own, everything else as demonstrations."""
+        self._drawn += 1
+        if self._pairs:
+            return [replace(e, group=f"{group.id}/{self._drawn}") for e in group.experiences]
+        return [demonstration(e) for e in group.experiences]
+
+
+def demonstration(experience: Experience) -> Experience:
+    """A completion as something to imitate: the same tokens, log-probs 0, versions -1, no reward."""
+    if experience.source is Source.EXPERT:
+        return experience
+    length = len(experience.token_ids)
+    return replace(
+        experience,
+        source=Source.EXPERT,
+        logprobs=np.zeros(length, np.float32),
+        versions=np.full(length, -1, np.int32),
+        reward=None,
+        reward_parts={},
+        advantage=None,
+    )

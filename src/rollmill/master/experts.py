@@ -1,0 +1,49 @@
+"""The pool of demonstrations or pairs that a stage's section `experts` describes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollmill.buffer import ExpertPool, Store
+from rollmill.buffer.experts import TaskExperts
+from rollmill.buffer.shelves import Shelves
+from rollmill.config.run import StageConfig
+from rollmill.core.types import Experience, Task
+from rollmill.engines.native.rng import fold
+from rollmill.master.buffers import Buffers
+from rollmill.models.load import Policy
+from rollmill.models.run_tokenizer import fingerprint
+from rollmill.tasks import Sampler, Taskset, expert_experience, preference_pair
+
+EXPERT_STREAM = 0xE4
+
+
+def expert_pool(
+    config: StageConfig, worked: Taskset | None, policy: Policy, store: Store, buffers: Buffers, *, seed: int
+) -> ExpertPool:
+    """What the stage imitates or prefers. `worked` are the tasks with solutions, where `taskset` is a source."""
+    pairs = config.algorithm.uses_pairs
+
+    def render(task: Task, place: int) -> list[Experience]:
+        if pairs:
+            return preference_pair(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")
+        return [expert_experience(task, policy.tokenizer, policy.end_id)]
+
+    tasks = None
+    if worked is not None:
+        order = config.taskset.order if config.taskset.order == "sequential" else "shuffled"
+        tasks = TaskExperts(Sampler(worked, order, fold(seed, EXPERT_STREAM)), render)
+    shelves: list[Shelves] = []
+    for source in config.experts.sources:
+        if source == "run":
+            shelves += buffers.of_run(store)
+        elif source != "taskset":
+            shelves.append(buffers.of_others(Path(source)))
+    return ExpertPool(
+        tasks,
+        shelves,
+        pairs=pairs,
+        rated_at_least=config.experts.rated_at_least,
+        tokenizer=fingerprint(policy.tokenizer),
+        seed=seed,
+    )

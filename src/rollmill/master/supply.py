@@ -1,0 +1,278 @@
+"""What a training step learns from: rollouts that are verified and kept until a batch is there, and older ones again.
+
+    sampler -> explorer -> queue -> pipeline -> store -> batch
+
+Groups pass the pipeline in the order their tasks were submitted, whatever finished first. For every group of which the
+pipeline leaves nothing, another task is rolled out, so a batch is never short.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from rollmill.buffer import Group, GroupQueue, Shelf, Store
+from rollmill.buffer.base import PIPELINE
+from rollmill.buffer.ratings import Ratings
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import DeadlineError, PipelineError
+from rollmill.core.types import Experience, Source, Task
+from rollmill.engines.native.rng import fold
+from rollmill.explorer import Explorer
+from rollmill.master.measures import REPLAYED
+from rollmill.master.pacing import Pacing
+from rollmill.master.state import StageState
+from rollmill.monitor.codec import decode_experience, encode_experience
+from rollmill.monitor.trace import Trace
+from rollmill.pipelines import Context, Pipeline
+from rollmill.tasks import Sampler
+
+REPLAY_STREAM = 0x4E
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What the pipeline's operators may know of the model and the tasks."""
+
+    tokenizer: Any
+    end_id: int
+    task: Callable[[str], Task]
+
+
+class Supply:
+    """The rollouts of one stage, from tasks to batches.
+
+    Args:
+        drain: waits until the engine has no completion under way.
+        seed: what completions' seeds and replay derive from.
+        uses_greedy: the algorithm compares with one greedy completion per task.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        *,
+        sampler: Sampler,
+        explorer: Explorer,
+        drain: Callable[[], Awaitable[None]],
+        pipeline: Pipeline,
+        store: Store,
+        ratings: Ratings,
+        facts: Facts,
+        trace: Trace,
+        seed: int,
+        uses_greedy: bool,
+    ) -> None:
+        self._config, self._facts, self._trace, self._seed = config, facts, trace, seed
+        self._sampler, self._drain = sampler, drain
+        self._pipeline, self._store, self._ratings = pipeline, store, ratings
+        self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
+        self._queue = GroupQueue()
+        batch = config.rollout.batch
+        self._pacing = Pacing(batch, config.max_staleness, config.steps * batch)
+        self._observed = any(section.name == "success_rate" for section in config.pipeline)
+        self._raw: list[list[float]] = []  # rewards by group, since the last step
+        self._expired, self._replayed = 0, 0
+        self._taken: list[Group] = []
+
+    async def roll_out(self, done: int) -> None:
+        """Start what the pacing rule admits after `done` training steps of the stage, and wait for its tokens."""
+        while self._pacing.may_start(done):
+            number = self._pacing.submitted
+            task = self._sampler.next(done)
+            group = f"{self._config.name}-{number:06d}"
+            self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
+            self._pacing.submitted += 1
+        await asyncio.sleep(0)  # lets what was admitted reach the engine
+        deadline = self._config.rollout.deadline_s
+        await within(self._drain(), deadline, "the master", "the engine to finish its completions")
+
+    def again(self, version: int) -> list[Experience]:
+        """Older experiences that join the step after `version`, with the rewards people have given them since."""
+        rule = self._config.buffer.replay
+        self._taken = []
+        if rule is None:
+            return []
+        seed = fold(self._seed, REPLAY_STREAM)
+        for group in self._store.replay(rule, step=version + 1, version=version, seed=seed):
+            marked = [_marked(each) for each in self._ratings.applied(group.experiences)]
+            self._taken.append(replace(group, experiences=marked))
+        self._replayed = len(self._taken)
+        return [experience for group in self._taken for experience in group.experiences]
+
+    def known(self) -> list[Experience] | None:
+        """What `collect` will give, judged or not; None where some tokens, or the pipeline's verdict, are missing."""
+        if len(self._pipeline) or self._store.waiting():
+            return None
+        return self._queue.peek(self._config.rollout.batch)
+
+    async def collect(self, done: int, version: int) -> list[Experience]:
+        """The verified experiences of one batch of groups, once they are judged.
+
+        Raises:
+            PipelineError: operators leave nothing of too many groups; names those that dropped most.
+        """
+        rollout, wasted = self._config.rollout, 0
+        while self._store.waiting() < rollout.batch:
+            if not len(self._queue):
+                with self._trace.during("rollout"):
+                    await self.roll_out(done)
+            experiences = await self._queue.get(1, rollout.deadline_s)
+            if not await self._verify(experiences, version):
+                wasted += 1
+                self._pacing.dropped += 1
+            if wasted > rollout.refills * rollout.batch:
+                raise PipelineError(self._nothing_left(wasted))
+        fresh = self._store.take(
+            rollout.batch, step=version + 1, deadline_s=rollout.deadline_s, min_version=self._oldest(version)
+        )
+        self._taken += fresh
+        return [experience for group in fresh for experience in group.experiences]
+
+    async def _verify(self, experiences: list[Experience], version: int) -> bool:
+        """One group through the pipeline into the store; whether anything of it is left to learn from."""
+        first, rewards = experiences[0], [e.reward for e in experiences if e.reward is not None]
+        self._raw.append(rewards)
+        if not self._observed:
+            self._sampler.observe(first.task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
+        oldest = self._oldest(version)
+        if oldest is not None and min(e.oldest_version for e in experiences) < oldest:
+            self._expired += 1
+            return False
+        groups = grouped(await self._pipeline.process(experiences, self._context(version)), first.group)
+        self._store.put(groups)
+        return any(group.shelf is Shelf.USUAL for group in groups)
+
+    def _context(self, version: int) -> Context:
+        facts = self._facts
+        return Context(
+            step=version + 1,
+            version=version,
+            tokenizer=facts.tokenizer,
+            end_id=facts.end_id,
+            max_new_tokens=self._config.rollout.max_new_tokens,
+            task=facts.task,
+            observe=self._sampler.observe,
+        )
+
+    def _oldest(self, version: int) -> int | None:
+        age = self._config.buffer.max_age
+        return None if age is None else version - age
+
+    def _nothing_left(self, wasted: int) -> str:
+        said = []
+        for name, report in self._pipeline.reports().items():
+            if report.dropped:
+                why = ", ".join(f"{count} {reason}" for reason, count in report.reasons.items())
+                said.append(f"`{name}` dropped {report.dropped} completions ({why})")
+        said += [f"{self._expired} groups were older than buffer.max_age"] if self._expired else []
+        return (
+            f"stage {self._config.name}: nothing was left of {wasted} groups in one step: {'; '.join(said)}. Loosen "
+            f"these, give other tasks, or raise rollout.refills ({self._config.rollout.refills})"
+        )
+
+    def learned(self, version: int) -> None:
+        """The trainer has learned from what was handed out for the step that made `version`."""
+        rule = self._config.buffer.replay
+        if rule is not None and rule.priority == "advantage":
+            for group in self._taken:
+                group.priority = _mean_advantage(group.experiences)
+            self._store.learned(self._taken, step=version)
+        self._taken = []
+
+    def metrics(self) -> dict[str, float]:
+        """What rollouts and pipeline did since the last call, and what the sampler knows."""
+        found = dict(self._sampler.metrics())
+        if len(self._pipeline):
+            rewards = [reward for group in self._raw for reward in group]
+            found |= {"raw/groups": float(len(self._raw))}
+            found |= {"raw/reward": float(np.mean(rewards))} if rewards else {}
+            for name, report in self._pipeline.take_reports().items():
+                found |= {f"pipeline/{name}/{key}": float(value) for key, value in report.numbers().items()}
+        if self._config.buffer.replay is not None:
+            found["replay/groups"] = self._replayed
+        if self._config.buffer.max_age is not None:
+            found["raw/expired"] = self._expired
+        self._raw, self._expired = [], 0
+        return found
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def mark(self, state: StageState) -> None:
+        """Note a step boundary in the stage's state."""
+        state.submitted, state.dropped = self._pacing.submitted, self._pacing.dropped
+        state.tasks = self._sampler.state_dict()
+        state.pipeline = self._pipeline.state_dict()
+        self._groups_at_boundary = self._queue.futures()
+
+    async def snapshot(self, state: StageState) -> None:
+        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        deadline, waiting = self._config.rollout.deadline_s, self._groups_at_boundary
+        await within(asyncio.gather(*waiting), deadline, "the checkpoint", f"the rewards of {len(waiting)} groups")
+        state.groups = [[encode_experience(each) for each in future.result()] for future in waiting]
+
+    def restore(self, state: StageState) -> None:
+        """Go on from a checkpoint."""
+        self._pacing.submitted, self._pacing.dropped = state.submitted, state.dropped
+        assert state.tasks is not None
+        self._sampler.load_state_dict(state.tasks)
+        self._pipeline.load_state_dict(state.pipeline)
+        self._queue.restore([[decode_experience(row) for row in group] for group in state.groups])
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        await self._queue.cancel()
+        self._pipeline.close()
+
+    def _start(self, task: Task, group: str, seed: int) -> asyncio.Future[list[Experience]]:
+        sampling = self._config.rollout
+
+        def generated(experiences: list[Experience]) -> None:
+            self._queue.generated(future, experiences)
+
+        work = self._roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
+        future = asyncio.ensure_future(work)
+        return future
+
+
+def grouped(experiences: Sequence[Experience], group: str) -> list[Group]:
+    """What a pipeline left of one group, and made from it, as groups on their shelves."""
+    usual = [e for e in experiences if e.source is Source.USUAL]
+    made: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        if experience.source is not Source.USUAL:
+            paired = experience.source is Source.PREFERENCE
+            made.setdefault(experience.group if paired else experience.id, []).append(experience)
+    found = [Group(group, usual, priority=_mean_priority(usual))] if usual else []
+    shelves = {Source.EXPERT: Shelf.EXPERT, Source.PREFERENCE: Shelf.PREFERENCE}
+    return found + [Group(name, own, shelves[own[0].source], writer=PIPELINE) for name, own in made.items()]
+
+
+def _marked(experience: Experience) -> Experience:
+    """A copy that can be told from fresh ones."""
+    return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)
+
+
+def _mean_priority(experiences: Sequence[Experience]) -> float:
+    return float(np.mean([e.info.get("priority", 1.0) for e in experiences]))
+
+
+def _mean_advantage(experiences: Sequence[Experience]) -> float:
+    """Mean absolute advantage over the tokens of a group."""
+    values = [np.abs(e.advantage[e.action_mask]) for e in experiences if e.advantage is not None]
+    joined = np.concatenate(values) if values else np.zeros(0)
+    return float(joined.mean()) if joined.size else 0.0
+
+
+async def within(work: Any, seconds: float, waiter: str, owner: str) -> None:
+    """Await `work`. Raises DeadlineError after `seconds`, naming who waited for whom."""
+    try:
+        async with asyncio.timeout(seconds):
+            await work
+    except TimeoutError:
+        advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
+        raise DeadlineError(waiter, owner, seconds, advice) from None

@@ -1,0 +1,155 @@
+"""Between explorer and trainer: batches stay full whatever the pipeline drops, and replayed groups join them."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tiny import tiny_run
+
+from rollmill.core.errors import PipelineError, StoreError
+from rollmill.master import run
+from rollmill.master.pacing import Pacing
+from rollmill.monitor import read_metrics
+from rollmill.monitor.rollouts import load_experiences
+from rollmill.monitor.view import PlainView
+
+RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
+
+OPERATORS = """
+import rollmill
+
+@rollmill.operator
+def every_third(batch, *, keep: int = 1):
+    for name, group in batch.groups().items():
+        if int(name.rpartition("-")[2]) % 3 != keep:
+            for experience in group:
+                batch.drop(experience, "not a third")
+
+@rollmill.operator
+async def nothing(batch):
+    for experience in batch.experiences:
+        batch.drop(experience, "all of it")
+
+@rollmill.operator
+class Halves:
+    \"\"\"Drops every other group it sees; which one is next has to survive a restart.\"\"\"
+    def __init__(self, *, first: int = 0):
+        self.seen = first
+    def __call__(self, batch):
+        for group in batch.groups().values():
+            self.seen += 1
+            if self.seen % 2:
+                for experience in group:
+                    batch.drop(experience, "every other")
+    def state_dict(self):
+        return {"seen": self.seen}
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+@rollmill.operator
+def broken(batch):
+    raise KeyError("no such thing")
+"""
+
+
+def started(folder: Path, **changes: Any) -> Path:
+    (folder / "operators.py").write_text(OPERATORS)
+    path = tiny_run(folder, plugins=[str(folder / "operators.py")], **(RL | changes))
+    run(path, out=folder / "out", view=PlainView(io.StringIO()))
+    return folder / "out"
+
+
+def groups_of(out: Path) -> dict[int, list[str]]:
+    found = {}
+    for path in sorted((out / "rollouts").iterdir()):
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        found[rows[0]["step"]] = list(dict.fromkeys(row["group"] for row in rows))
+    return found
+
+
+def test_dropped_groups_are_made_up_for_and_the_order_stays(tmp_path: Path) -> None:
+    out = started(tmp_path, steps=3, pipeline=[{"name": "every_third"}])
+    numbers = {step: [int(name.rpartition("-")[2]) for name in names] for step, names in groups_of(out).items()}
+    assert numbers == {1: [1, 4, 7, 10], 2: [13, 16, 19, 22], 3: [25, 28, 31, 34]}
+    for row in read_metrics(out):
+        assert row["completions"] == 16
+        assert row["raw/groups"] in (11, 12)
+        assert row["pipeline/every_third/kept"] == 16
+        assert row["pipeline/every_third/not_a_third"] == row["pipeline/every_third/dropped"]
+        assert row["pipeline/every_third/dropped"] == 4 * (row["raw/groups"] - 4)
+
+
+def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Path) -> None:
+    out = started(tmp_path, steps=4, max_staleness=2, pipeline=[{"name": "Halves"}])
+    assert [len(names) for names in groups_of(out).values()] == [4] * 4
+    assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
+
+
+def test_a_pipeline_that_drops_everything_ends_the_run_and_names_the_operator(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"nothing was left of 9 groups .*`nothing` dropped 36 completions \(36 all"):
+        started(tmp_path, steps=2, rollout={"refills": 2}, pipeline=[{"name": "nothing"}])
+
+
+def test_an_operator_that_raises_is_named_with_the_task(tmp_path: Path) -> None:
+    with pytest.raises(PipelineError, match=r"operator `broken` failed on experiences of task .*no such thing"):
+        started(tmp_path, steps=1, pipeline=[{"name": "broken"}])
+
+
+@pytest.mark.parametrize("store", ["auto", "memory"])
+def test_replayed_groups_join_later_steps_within_their_rules(tmp_path: Path, store: str) -> None:
+    replay = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 2, "cooldown": 2, "max_age": 3}
+    out = started(tmp_path, steps=6, buffer={"store": store, "replay": replay})
+    uses: dict[str, list[int]] = {}
+    for step, names in groups_of(out).items():
+        for name in names:
+            uses.setdefault(name, []).append(step)
+    again = {name: steps for name, steps in uses.items() if len(steps) > 1}
+    assert again, "nothing was replayed"
+    assert all(len(steps) == 2 and 2 <= steps[1] - steps[0] <= 3 for steps in again.values())
+    rows = read_metrics(out)
+    assert [row["replay/groups"] for row in rows[:3]] == [0, 0, 2]
+    assert all(row["completions"] == 16 for row in rows), "fresh completions alone are measured"
+    first, second = (load_experiences(out, step=steps) for steps in next(iter(again.values())))
+    name = next(iter(again))
+    same = [[e for e in batch if e.group == name] for batch in (first, second)]
+    assert [e.token_ids.tolist() for e in same[0]] == [e.token_ids.tolist() for e in same[1]]
+    assert [e.logprobs.tolist() for e in same[0]] == [e.logprobs.tolist() for e in same[1]]
+
+
+def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match=r"nothing to learn from in experts.sources \(run\)"):
+        started(tmp_path, steps=1, algorithm={"name": "sft", "batch": 4}, experts={"sources": ["run"]}, rewards=None, rollout=None)
+
+
+@given(
+    batch=st.integers(1, 5),
+    max_staleness=st.integers(0, 3),
+    steps=st.integers(1, 8),
+    drops=st.lists(st.booleans(), min_size=1, max_size=60),
+)
+def test_pacing_makes_up_for_what_is_dropped(batch: int, max_staleness: int, steps: int, drops: list[bool]) -> None:
+    """Every step gets its batch; nothing is admitted that is older than the bound when its turn comes."""
+    pacing = Pacing(batch, max_staleness, steps * batch)
+    queue: list[int] = []  # versions groups were started at
+    turn, kept_all = 0, 0
+    for version in range(steps):
+        kept: list[int] = []
+        while len(kept) < batch:
+            while pacing.may_start(version):
+                queue.append(version)
+                pacing.submitted += 1
+            began = queue.pop(0)
+            turn += 1
+            if drops[turn % len(drops)] and turn % 7:
+                pacing.dropped += 1
+            else:
+                kept.append(began)
+        assert all(version - began <= max_staleness for began in kept)
+        kept_all += len(kept)
+    assert kept_all == steps * batch == pacing.submitted - pacing.dropped
