@@ -8,6 +8,7 @@ from pathlib import Path
 
 Points = Sequence[tuple[float, float]]
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 720, 380, 56, 16, 40, 48
+END, MIDDLE = 'text-anchor="end" fill="#57606a"', 'text-anchor="middle" fill="#57606a"'
 COLOURS = ("#1f6feb", "#d1242f", "#57606a", "#1a7f37")
 
 
@@ -20,7 +21,8 @@ def draw(path: Path, title: str, x_label: str, y_label: str, sides: Mapping[str,
         return f"{LEFT + x / last * across:.1f},{TOP + (1 - y) * down:.1f}"
 
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" '
+        'font-size="13">',
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="22" font-size="15" fill="#1f2328">{escape(title)}</text>',
     ]
@@ -32,9 +34,7 @@ def draw(path: Path, title: str, x_label: str, y_label: str, sides: Mapping[str,
         )
     for quarter in range(5):
         x, y = place(last * quarter / 4, 0).split(",")
-        parts.append(
-            f'<text x="{x}" y="{float(y) + 18:.1f}" text-anchor="middle" fill="#57606a">{last * quarter / 4:,.0f}</text>'
-        )
+        parts.append(f'<text x="{x}" y="{float(y) + 18:.1f}" {MIDDLE}>{last * quarter / 4:,.0f}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     parts.append(f'<text x="{middle}" y="{HEIGHT - 10}" text-anchor="middle" fill="#1f2328">{escape(x_label)}</text>')
     parts.append(

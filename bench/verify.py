@@ -2,7 +2,8 @@
 
 Per seed, one warm-started checkpoint of the quickstart (as in `learn`) is trained with GRPO on the same tasks: by the
 wrong reward alone, by the wrong reward with the operator `verify`, and by the right reward. Which verdicts are wrong is
-a fixed function of task and completion. Accuracy is that of sampled completions on 500 held-out sums, by the right rule.
+a fixed function of task and completion. Accuracy is that of sampled completions on 500 held-out sums, by the right
+rule.
 """
 
 from __future__ import annotations
