@@ -12,11 +12,14 @@ import pytest
 from forks import Forks, send
 from tiny import GRPO, SFT, outcome, tiny_run
 
+REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
+REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "one_step_off": {"stages": [SFT, GRPO | {"max_staleness": 1}]},
     "asynchronous": {"stages": [SFT, GRPO | {"max_staleness": 3}]},
     "mix": {"stages": [SFT, GRPO | {"algorithm": {"name": "mix", "kl": 0.01}}]},
+    "refilled": {"stages": [SFT, GRPO | {"max_staleness": 1} | REFILLED]},
     "dapo": {"stages": [SFT, GRPO | {"algorithm": {"name": "dapo"}, "trainer": {"lr": 1e-3, "updates_per_batch": 2}}]},
 }
 
@@ -79,6 +82,6 @@ def test_thirty_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", ["one_step_off", "asynchronous", "mix", "dapo"])
+@pytest.mark.parametrize("variant", ["one_step_off", "asynchronous", "mix", "refilled", "dapo"])
 def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, variant: str) -> None:
     check(server, tmp_path, variant, kills=6, seed=3)

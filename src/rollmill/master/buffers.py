@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollmill.buffer import Store
-from rollmill.buffer.build import DATABASE, open_path, open_store
+from rollmill.buffer.build import FILE, open_run, open_store
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.shelves import Opener, Shelves
 from rollmill.config.run import StageConfig
@@ -35,11 +35,11 @@ class Buffers:
         own = Shelves("this run", lambda: store)
         if not isinstance(store, MemoryStore):
             return [own]
-        return [own, Shelves("the run's feedback", self._later(self._run_dir / DATABASE))]
+        return [own, Shelves("the run's feedback", self._later(self._run_dir / FILE))]
 
     def of_others(self, source: Path) -> Shelves:
         """What another run, or a Parquet file, holds."""
-        store = self._kept(open_path(source))
+        store = self._kept(open_run(source))
         return Shelves(str(source), lambda: store)
 
     def close(self) -> None:
@@ -53,4 +53,4 @@ class Buffers:
         return store
 
     def _later(self, database: Path) -> Opener:
-        return lambda: self._kept(open_path(self._run_dir)) if database.is_file() else None
+        return lambda: self._kept(open_run(self._run_dir)) if database.is_file() else None

@@ -88,7 +88,7 @@ class Master:
             if trainer:
                 stage.restore(self.state.current, trainer)
             else:
-                stage.begin(self.state.current.store)
+                stage.begin(self.state.current.stores)
                 self._announce(config, stage)
             self.state.current = stage.state
             await self._train(config, stage)
@@ -119,7 +119,7 @@ class Master:
                 await self._checkpoint(stage)
             raise
         self.state.stage += 1
-        self.state.current = StageState(store=state.store)
+        self.state.current = StageState(stores=state.stores)
         self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
     async def _evaluate_at_start(self, config: StageConfig, stage: StageRun) -> None:

@@ -235,7 +235,8 @@ class StageRun:
         self.state.experts = None if self._experts is None else self._experts.state_dict()
         if self._supply is not None:
             self._supply.mark(self.state)
-        self.state.store = self._store.mark()
+        mark = self._store.mark()
+        self.state.stores = {**self.state.stores, mark["store"]: mark}
 
     async def snapshot(self) -> StageState:
         """The stage's state at the last step boundary; waits for rewards of rollouts that have finished."""
@@ -256,15 +257,20 @@ class StageRun:
                 policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
             )
 
-    def begin(self, store: dict[str, Any] | None) -> None:
-        """Start from the first step; `store` is where the buffer was at the end of the stage before."""
-        self._store.rewind(store, step=self.version)
+    def begin(self, stores: dict[str, dict[str, Any]]) -> None:
+        """Start from the first step; `stores` says where buffers were at the end of the stage before."""
+        self.state.stores = stores
+        self._rewind()
         self._mark_boundary()
+
+    def _rewind(self) -> None:
+        """The buffer as it was when the stage was where it is now."""
+        self._store.rewind(self.state.stores.get(self._store.kind), step=self.version)
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
         self.state = state
-        self._store.rewind(state.store, step=self.version)
+        self._rewind()
         if self._experts is not None and state.experts is not None:
             self._experts.load_state_dict(state.experts)
         if self._supply is not None:

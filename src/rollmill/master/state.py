@@ -18,7 +18,7 @@ class StageState:
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
     pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
-    store: dict[str, Any] | None = None  #: where the buffer is
+    stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: where buffers are, by their kind
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from
     best: float | None = None  #: best evaluation of this stage, for early stopping
     since_best: int = 0  #: evaluations since then

@@ -1,0 +1,169 @@
+"""What is imitated: each demonstration once per epoch, new feedback first, undone feedback never."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmill.buffer import ExpertPool, Group, Shelf, Store
+from rollmill.buffer.base import FEEDBACK
+from rollmill.buffer.database import Database, sqlite_url
+from rollmill.buffer.experts import TaskExperts
+from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.ratings import Ratings
+from rollmill.buffer.shelves import Shelves
+from rollmill.buffer.sql import SqlStore
+from rollmill.core.errors import StoreError
+from rollmill.core.types import Experience, Source, Task
+from rollmill.tasks import Sampler, Taskset
+
+
+def experience(name: str, source: Source = Source.EXPERT, reward: float | None = None) -> Experience:
+    return Experience(
+        id=name,
+        task_id="t",
+        group=name,
+        token_ids=np.arange(4, dtype=np.int32),
+        action_mask=np.array([False, True, True, True]),
+        logprobs=np.array([0, -1, -2, -3], np.float32),
+        versions=np.array([-1, 2, 2, 2], np.int32),
+        reward=reward,
+        source=source,
+    )
+
+
+def expert(name: str, **info: object) -> Group:
+    return Group(name, [experience(name)], Shelf.EXPERT, writer=FEEDBACK, info=dict(info))
+
+
+def rated(name: str, of: str, reward: float, at: float = 0.0) -> Group:
+    own = [experience(f"{name}/0", Source.USUAL, reward)]
+    return Group(name, own, Shelf.RATED, writer=FEEDBACK, author="ann", created_at=at, info={"of": [of]})
+
+
+def pool(
+    *stores: Store, tasks: int = 0, pairs: bool = False, rated_at_least: float | None = 1.0, seed: int = 0
+) -> ExpertPool:
+    own = None
+    if tasks:
+        rows = [Task(f"task-{n}", "p", response="r") for n in range(tasks)]
+        own = TaskExperts(Sampler(Taskset("s", rows, []), "shuffled", 0), lambda task, place: [experience(task.id)])
+    shelves = [Shelves(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
+    return ExpertPool(own, shelves, pairs=pairs, rated_at_least=rated_at_least, tokenizer="abc", seed=seed)
+
+
+def ids(experiences: list[Experience]) -> list[str]:
+    return [each.id for each in experiences]
+
+
+@pytest.fixture(params=["memory", "sqlite"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+    if request.param == "memory":
+        return MemoryStore()
+    return SqlStore(Database(sqlite_url(tmp_path / "buffer.sqlite")), "run")
+
+
+def test_each_once_per_epoch_and_new_ones_first(store: Store) -> None:
+    store.put([expert(f"old-{n}") for n in range(4)])
+    experts = pool(store)
+    first = ids(experts.draw(4))
+    assert sorted(first) == [f"old-{n}" for n in range(4)]
+    second = ids(experts.draw(2))
+    store.put([expert("new")])
+    assert "new" in ids(experts.draw(3))
+    assert len(set(second)) == 2
+    again = Counter(ids(experts.draw(50)))
+    assert set(again) == {*first, "new"}
+    assert max(again.values()) - min(again.values()) <= 1
+
+
+def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: Store) -> None:
+    store.put([expert("a"), expert("b")])
+    experts = pool(store)
+    experts.draw(2)
+    store.remove(["a"], by="ann")
+    assert set(ids(experts.draw(6))) == {"b"}
+    store.remove(["b"], by="ann")
+    assert experts.draw(3) == []
+    store.restore(["a"])
+    assert set(ids(experts.draw(2))) == {"a"}
+
+
+def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: Store) -> None:
+    store.put([expert("mine")])
+    experts = pool(store, tasks=3)
+    flat = [name for _ in range(4) for name in ids(experts.draw(2))]
+    assert flat[0] == "mine"
+    assert sorted(flat[1:4]) == ["task-0", "task-1", "task-2"]
+    assert Counter(flat[4:])["mine"] == 1
+
+
+def test_only_completions_that_were_rated_highly_are_imitated(store: Store) -> None:
+    store.put([rated("good", "x/0", 1.0), rated("fair", "x/1", 0.5)])
+    [one] = pool(store).draw(1)
+    assert one.id == "good/0"
+    assert one.source is Source.EXPERT
+    assert one.reward is None
+    assert one.versions.tolist() == [-1] * 4
+    assert one.logprobs.tolist() == [0.0] * 4
+    assert one.action_mask.tolist() == [False, True, True, True]
+    assert pool(store, rated_at_least=None).draw(1) == []
+    assert len(set(ids(pool(store, rated_at_least=0.5).draw(2)))) == 2
+
+
+def test_pairs_are_handed_out_whole_under_names_of_their_own(store: Store) -> None:
+    pair = [experience("p/chosen", Source.PREFERENCE, 1.0), experience("p/rejected", Source.PREFERENCE, 0.0)]
+    for each in pair:
+        each.group = "p"
+    store.put([Group("p", pair, Shelf.PREFERENCE, writer=FEEDBACK), expert("no pair")])
+    drawn = pool(store, pairs=True).draw(2)
+    assert [each.id for each in drawn] == ["p/chosen", "p/rejected"] * 2
+    assert drawn[0].group == drawn[1].group != drawn[2].group == drawn[3].group
+
+
+def test_tokens_of_another_tokenizer_are_refused(store: Store) -> None:
+    store.put([expert("theirs", tokenizer="xyz")])
+    with pytest.raises(StoreError, match=r"theirs was made with another tokenizer \(xyz\) than the policy's \(abc\)"):
+        pool(store).draw(1)
+
+
+def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: Store) -> None:
+    there: list[Store] = []
+    shelves = Shelves("later", lambda: there[0] if there else None)
+    experts = ExpertPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", seed=0)
+    assert experts.draw(2) == []
+    store.put([expert("late")])
+    there.append(store)
+    assert ids(experts.draw(1)) == ["late"]
+
+
+@given(counts=st.lists(st.integers(1, 5), min_size=1, max_size=12), cut=st.integers(0, 12), tasks=st.integers(0, 4))
+def test_a_resumed_pool_goes_on_as_if_nothing_had_happened(counts: list[int], cut: int, tasks: int) -> None:
+    store = MemoryStore()
+    store.put([expert(f"e{n}") for n in range(5)])
+    whole, before, after = (pool(store, tasks=tasks) for _ in range(3))
+    expected = [ids(whole.draw(count)) for count in counts]
+    found = [ids(before.draw(count)) for count in counts[:cut]]
+    after.load_state_dict(before.state_dict())
+    found += [ids(after.draw(count)) for count in counts[cut:]]
+    assert found == expected
+
+
+def test_the_last_rating_that_was_not_undone_counts(store: Store) -> None:
+    completion = experience("g/0", Source.USUAL, 1.0)
+    other = experience("g/1", Source.USUAL, 0.0)
+    ratings = Ratings([Shelves("run", lambda: store)])
+    assert ratings.applied([completion]) == [completion]
+    store.put([rated("first", "g/0", 0.25, at=1.0), rated("second", "g/0", 0.75, at=2.0)])
+    found = ratings.applied([completion, other])
+    assert [each.reward for each in found] == [0.75, 0.0]
+    assert found[0].info == {"rated_by": "ann", "earned": 1.0}
+    store.remove(["second"], by="ann")
+    assert ratings.applied([completion])[0].reward == 0.25
+    store.remove(["first"], by="ann")
+    assert ratings.applied([completion])[0].reward == 1.0
