@@ -23,7 +23,7 @@ class StageTasks:
     training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
     experts: Taskset | None  #: demonstrations, where the algorithm imitates
     held_out: list[Task]  #: what is evaluated
-    notes: list[str]  #: what was left out because it is too long
+    notes: list[str]  #: what the pipeline did, and what was left out because it is too long
 
 
 def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_out: Taskset | None) -> StageTasks:
@@ -35,7 +35,7 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     Raises:
         TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
     """
-    algorithm, notes = config.algorithm, list[str]()
+    algorithm, notes = config.algorithm, [str(report) for report in training.reports]
     experts = None
     if algorithm.uses_experts:
         experts = _fitting(_worked(training, algorithm.name), config.taskset, policy, _demonstration, notes)
@@ -44,10 +44,10 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     if algorithm.uses_rollouts:
         training = _fitting(training, config.taskset, policy, _prompt, notes)
     elif experts is not None:
-        training = Taskset(training.name, training.tasks, experts.rejected)
+        training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
     evaluated: list[Task] = []
     if config.evaluation is not None and held_out is not None:
-        first = Taskset(held_out.name, held_out.tasks[: config.evaluation.limit], [])
+        first = held_out.with_tasks(held_out.tasks[: config.evaluation.limit], [])
         evaluated = _fitting(first, config.evaluation.taskset, policy, _prompt, notes).tasks
     return StageTasks(training, experts, evaluated, notes)
 
@@ -97,7 +97,7 @@ def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _
         advice += "" if not fit else ", or leave them out by taskset.on_bad_row: skip"
         raise TasksetError(f"{text}; {advice}{named}")
     notes.append(f"{text} and were left out{named}")
-    return Taskset(taskset.name, fit, [*taskset.rejected, *long])
+    return taskset.with_tasks(fit, long)
 
 
 def _surely_fits(task: Task, context: int) -> bool:
@@ -118,7 +118,7 @@ def _worked(tasks: Taskset, algorithm: str) -> Taskset:
             f"algorithm {algorithm} imitates worked solutions, but no task of {tasks.name} has one; name "
             "the column that holds them: taskset.fields.response, or write taskset.response_template"
         )
-    return Taskset(tasks.name, worked, tasks.rejected)
+    return tasks.with_tasks(worked, [])
 
 
 def _paired(tasks: Taskset, algorithm: str) -> Taskset:
@@ -128,4 +128,4 @@ def _paired(tasks: Taskset, algorithm: str) -> Taskset:
             f"algorithm {algorithm} learns from preference pairs, but no task of {tasks.name} has both solutions; name "
             "their columns: taskset.fields.response (the better) and taskset.fields.rejected"
         )
-    return Taskset(tasks.name, paired, tasks.rejected)
+    return tasks.with_tasks(paired, [])
