@@ -16,6 +16,7 @@ NAMES = (
     "packing",
     "logprob",
     "learn",
+    "curriculum",
     "overlap",
     "grade",
     "sandbox",

@@ -20,11 +20,12 @@ from typing import Any
 
 import yaml
 
-from bench.curves import Points, draw
+from bench.curves import Curve, svg
 from bench.harness import ROOT, BenchError, Measured, note
 from bench.learn import task_folder
 from bench.report import Case, finish
 
+Points = list[tuple[float, float]]
 EVERY, HELD_OUT, BATCH, GROUP = 5, 500, 16, 8
 REWARD = ROOT / "bench" / "ours" / "wrong_reward.py"
 RIGHT = {"name": "exact", "after": "#"}
@@ -56,7 +57,8 @@ def main(arguments: list[str], only_json: bool) -> None:
             note(f"  seed {seed}, {name}: {curve}")
             curves[name].append(curve)
             raw.append(Measured(f"{name} seed {seed}", {}, [{"rollouts": x, "accuracy": y} for x, y in curve]))
-    draw(args.image, "Carry repair, sampled accuracy (3 seeds)", "completions rolled out", "accuracy", curves)
+    lines = [Curve(name, number, list(each)) for number, (name, own) in enumerate(curves.items()) for each in own]
+    args.image.write_text(svg("completions rolled out", "accuracy of sampled completions", lines))
     verified, alone, right = curves.values()
     extra = {"right": [round(wrong_share(curve), 4) for curve in right]}
     mean = Case(

@@ -15,9 +15,11 @@ from pydantic.fields import FieldInfo
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.base import Section
 from rollmill.config.hints import Home, homes, quoted, sections_of, unwrap
+from rollmill.config.order import OrderSection, TrackedOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
 from rollmill.config.run import RunConfig
+from rollmill.config.taskset import RowsSection, TasksetSection
 
 HEAD = """\
 # The run file: every section and key
@@ -61,6 +63,10 @@ class Family:
 
 
 FAMILIES = (
+    Family(RowsSection, "taskset", "keys of all sources of rows", "Where rows come from and how they become tasks."),
+    Family(TasksetSection, "taskset", "keys of tasksets and entries of a mix", "How tasks are prepared and ordered."),
+    Family(OrderSection, "taskset.order", "keys of all orders", "The tables of the orders list their own keys."),
+    Family(TrackedOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
     Family(
         PolicyGradientOptions,
         "algorithm",
@@ -104,8 +110,8 @@ def _section(home: Home) -> Iterator[str]:
 
 
 def _family(family: Family) -> Iterator[str]:
-    members = quoted([str(home.tag) for home in homes() if issubclass(home.section, family.base) and home.tag])
-    yield f"## `{family.prefix}`: {family.title.format(members=members)}"
+    tags = [str(home.tag) for home in homes() if issubclass(home.section, family.base) and home.tag]
+    yield f"## `{family.prefix}`: {family.title.format(members=quoted(tags) if tags else '')}"
     yield ""
     yield family.note
     yield from _table(dict(family.common()))

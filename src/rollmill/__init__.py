@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from rollmill.recipes.user import advantage as advantage
     from rollmill.recipes.user import algorithm as algorithm
     from rollmill.recipes.user import loss as loss
+    from rollmill.tasks.operators.user import task_operator as task_operator
+    from rollmill.tasks.samplers.users import order as order
 
 __version__ = "0.1.0"
 
@@ -21,12 +23,25 @@ _HOMES = {
     "algorithm": "rollmill.recipes.user",
     "loss": "rollmill.recipes.user",
     "operator": "rollmill.pipelines.user",
+    "order": "rollmill.tasks.samplers.users",
     "reward": "rollmill.core.registry",
     "run": "rollmill.master",
+    "task_operator": "rollmill.tasks.operators.user",
     "load_experiences": "rollmill.monitor.rollouts",
 }
 
-__all__ = ["__version__", "advantage", "algorithm", "load_experiences", "loss", "operator", "reward", "run"]
+__all__ = [
+    "__version__",
+    "advantage",
+    "algorithm",
+    "load_experiences",
+    "loss",
+    "operator",
+    "order",
+    "reward",
+    "run",
+    "task_operator",
+]
 
 
 def __getattr__(name: str) -> Any:

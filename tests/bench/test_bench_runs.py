@@ -46,6 +46,14 @@ def test_step_against_trl(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
+    options = ("--seeds", "0", "--orders", "posterior", "--tasks", "60", "--held-out", "30", "--target", "0")
+    line = bench(str(tmp_path), "curriculum", *options, "--svg", str(tmp_path / "curves.svg"))
+    assert (line["peer_name"], line["unit"], line["ratio"]) == ("shuffled", "completions", 1.0)
+    assert (tmp_path / "curves.svg").read_text().count("<path") > 2
+
+
+@pytest.mark.slow
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"

@@ -18,9 +18,10 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.shelves import Shelves
 from rollmill.buffer.sql import SqlStore
+from rollmill.config.order import ShuffledOrder
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Source, Task
-from rollmill.tasks import Sampler, Taskset
+from rollmill.tasks import Taskset, build_sampler
 
 
 def experience(name: str, source: Source = Source.EXPERT, reward: float | None = None) -> Experience:
@@ -52,7 +53,10 @@ def pool(
     own = None
     if tasks:
         rows = [Task(f"task-{n}", "p", response="r") for n in range(tasks)]
-        own = TaskExperts(Sampler(Taskset("s", rows, []), "shuffled", 0), lambda task, place: [experience(task.id)])
+        own = TaskExperts(
+            build_sampler(Taskset("s", rows, []), ShuffledOrder(), 0, batch=4),
+            lambda task, place: [experience(task.id)],
+        )
     shelves = [Shelves(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
     return ExpertPool(own, shelves, pairs=pairs, rated_at_least=rated_at_least, tokenizer="abc", seed=seed)
 

@@ -44,6 +44,14 @@ RUN_ELSEWHERE = {
         "rollmill grade --reward ranking --input answers.jsonl "
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_compares_the_lines_of_a_group",
+    (
+        "rollmill tasks score examples/minimal.yaml --set model.path=runs/minimal/checkpoints/step-000100 "
+        "--out rated.jsonl"
+    ): "tests/tasks/test_tasks_scoring.py::test_success_rates_of_the_policy",
+    (
+        "rollmill tasks score examples/minimal.yaml --by judge --endpoint http://localhost:8000/v1 "
+        "--model Qwen/Qwen3-8B --out rated.jsonl"
+    ): "tests/tasks/test_tasks_scoring.py::test_difficulty_as_a_judge_sees_it",
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),

@@ -5,8 +5,10 @@ from __future__ import annotations
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import contradictions, model_contradictions
+from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
 from rollmill.recipes import DPO, Distill
 
@@ -59,6 +61,16 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
     if stage.trainer.schedule == "constant":
         keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
+    if not algorithm.uses_rollouts:
+        for path, section in _sections(stage.taskset, ("taskset",)):
+            if section.order.uses_success:
+                keys[(*path, "order")] = (
+                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or an order by difficulty"
+                )
+    if stage.evaluation is not None:
+        keys |= unhonoured_in_evaluation(stage.evaluation.taskset)
+    for path, section in _sections(stage.taskset, ("taskset",)):
+        keys |= _unhonoured_in_order(section, path)
     return keys | unhonoured_parts(algorithm)
 
 
@@ -81,6 +93,32 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
         for name in ("priority", "exponent", "decay"):
             keys["buffer", "replay", name] = f"not honoured by order `{replay.order}`; it is by `priority`"
     return keys
+
+
+def unhonoured_in_evaluation(taskset: TasksetConfig) -> dict[KeyPath, str]:
+    """Order and weights of held-out tasks, which are all evaluated once."""
+    keys: dict[KeyPath, str] = {}
+    for path, section in _sections(taskset, ("evaluation", "taskset")):
+        keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
+        if isinstance(section, MixEntry):
+            keys[(*path, "weight")] = "not honoured: every held-out task is evaluated each time; it is in `taskset.mix`"
+    return keys
+
+
+def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
+    """The sections of a taskset that say in which order tasks come, each with its place."""
+    entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]
+    return [*entries] or [(at, taskset)]
+
+
+def _unhonoured_in_order(section: TasksetSection, at: KeyPath) -> dict[KeyPath, str]:
+    order = section.order
+    if not isinstance(order, EasyToHardOrder | CurriculumOrder):
+        return {}
+    if order.by == "success":
+        return {(*at, "order", "column"): "not honoured with by `success`; it is with `difficulty`"}
+    tracking = TrackedOrder.model_fields.keys() - {"name", "skip_uniform"}
+    return {(*at, "order", key): "not honoured with by `difficulty`; it is with `success`" for key in tracking}
 
 
 def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:

@@ -16,7 +16,8 @@ from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward
 from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
-from rollmill.config.taskset import TasksetConfig
+from rollmill.config.task_operators import DecontaminateTasks
+from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath
 from rollmill.recipes import Distill
 
@@ -32,9 +33,7 @@ def contradictions(stage: StageConfig) -> Iterator[Finding]:
     yield from _buffer(stage)
     yield from _training(stage)
     yield from _evaluation(stage)
-    yield from _taskset(stage.taskset, ("taskset",))
-    if stage.evaluation is not None:
-        yield from _taskset(stage.evaluation.taskset, ("evaluation", "taskset"))
+    yield from _tasksets(stage)
 
 
 def _rollouts(stage: StageConfig) -> Iterator[Finding]:
@@ -126,7 +125,7 @@ def _ungenerated(stage: StageConfig, index: int) -> Iterator[Finding]:
     tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts else None}
     tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
     for key, taskset in tasksets.items():
-        if taskset is not None and taskset.generator is None:
+        if taskset is not None and any(part.generator is None for part in taskset.parts()):
             text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
             yield ("rewards", index, "name"), f"{text}; give {key}.generator or use another reward"
 
@@ -167,7 +166,32 @@ def _evaluation(stage: StageConfig) -> Iterator[Finding]:
         yield ("early_stop", "at_least"), f"accuracy lies between 0 and 1; give for example 0.95, not {stop.at_least:g}"
 
 
-def _taskset(taskset: TasksetConfig, at: KeyPath) -> Iterator[Finding]:
+def _tasksets(stage: StageConfig) -> Iterator[Finding]:
+    evaluation = stage.evaluation
+    tasksets: dict[KeyPath, TasksetConfig] = {("taskset",): stage.taskset}
+    if evaluation is not None:
+        tasksets["evaluation", "taskset"] = evaluation.taskset
+        if evaluation.taskset.mix and evaluation.limit is not None:
+            text = "the first tasks of a mix are those of its first set; give a limit to each entry of its mix instead"
+            yield ("evaluation", "limit"), text
+    for at, taskset in tasksets.items():
+        for place, section in _sections(taskset, at):
+            for index, operator in enumerate(section.pipeline):
+                if isinstance(operator, DecontaminateTasks) and not operator.against:
+                    text = "held-out tasks would be compared with nothing; put it into taskset.pipeline"
+                    if at == ("taskset",):
+                        text = "what is held out? Give `against`, or an evaluation"
+                    yield (*place, "pipeline", index), text
+            if section.sources() != ["mix"]:
+                yield from _rows(section, place)
+
+
+def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
+    """A taskset and its entries, with their places."""
+    return [(at, taskset), *(((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix))]
+
+
+def _rows(taskset: RowsSection, at: KeyPath) -> Iterator[Finding]:
     path = taskset.path
     if taskset.split is not None and path is not None and (path.is_file() or path.suffix in _FILE_SUFFIXES):
         yield (*at, "split"), f"only a folder written by `datasets` has splits, and {path} is a file; remove it"

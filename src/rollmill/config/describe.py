@@ -10,10 +10,11 @@ from rollmill.config.base import Section
 from rollmill.config.capability import unhonoured
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.order import ShuffledOrder
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
 from rollmill.config.rewards import RewardSection
 from rollmill.config.run import StageConfig
-from rollmill.config.taskset import TasksetConfig
+from rollmill.config.taskset import TasksetConfig, TasksetSection
 
 CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
 
@@ -97,13 +98,26 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
 
 
 def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:
-    generator = taskset.generator
-    source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function}"
-    details = _options(taskset, skip={"path", "generator", "function", "fields"}, changed=True)
-    fields = _options(taskset.fields, changed=True)
-    extra = ", ".join(part for part in (details, f"fields {fields}" if fields else "") if part)
     number = f"{count[0]} tasks ({count[1]} rows rejected) from " if count else ""
-    return f"{number}{source}" + (f" ({extra})" if extra else "")
+    mixed = [f"{entry.weight:g} x {entry.name}: {_source(entry)}" for entry in taskset.mix]
+    prepared = _source(taskset)
+    return number + ("; ".join([f"a mix{prepared}", *mixed]) if mixed else prepared)
+
+
+def _source(taskset: TasksetSection) -> str:
+    generator = taskset.generator
+    source = f"reasoning-gym {generator.name}" if generator else f"{taskset.path or taskset.function or ''}"
+    apart = {"path", "generator", "function", "fields", "pipeline", "order", "mix", "name", "weight"}
+    details = [_options(taskset, skip=apart, changed=True)]
+    if fields := _options(taskset.fields, changed=True):
+        details.append(f"fields {fields}")
+    if taskset.pipeline:
+        details.append(f"pipeline {', '.join(each.name for each in taskset.pipeline)}")
+    if taskset.order != ShuffledOrder():
+        options = _options(taskset.order, skip={"name"}, changed=True)
+        details.append(f"order {taskset.order.name}" + (f" ({options})" if options else ""))
+    extra = ", ".join(part for part in details if part)
+    return source + (f" ({extra})" if extra else "")
 
 
 def _bracketed(reward: RewardSection) -> str:

@@ -35,7 +35,10 @@ _NOUNS = {
     "algorithm.advantage": "advantage",
     "algorithm.loss": "loss",
     "algorithm.corrections": "correction",
+    "taskset.pipeline": "operator",
+    "taskset.order": "order",
 }
+_LISTS = ("rewards", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
 
 
 @dataclass(frozen=True)
@@ -138,6 +141,6 @@ def _places(homes: list[Home], key: str) -> list[str]:
         tags.setdefault(home.prefix, []).extend([home.tag] if home.tag else [])
     found = []
     for prefix, names in tags.items():
-        where = f"{prefix}.N" if prefix in ("rewards", "algorithm.corrections") else prefix
+        where = f"{prefix}.N" if prefix in _LISTS else prefix
         found.append(f"{where}.{key}".lstrip(".") + (f" ({_NOUNS[prefix]} {', '.join(names)})" if names else ""))
     return found

@@ -121,6 +121,6 @@ def _drop(values: dict[str, Any], path: Sequence[int | str]) -> None:
     *sections, key = path
     inner: Any = values
     for section in sections:
-        inner = (inner or {}).get(section)
+        inner = inner[int(section)] if isinstance(inner, list) else (inner or {}).get(section)
     if inner:
         inner.pop(key, None)

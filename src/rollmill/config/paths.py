@@ -7,11 +7,16 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"], ["rewards", "*", "path"]]
-_STAGE_CODE = [
-    *(["taskset", "function"], ["evaluation", "taskset", "function"]),
-    *(["rewards", "*", "function"], ["rewards", "*", "judge"]),
+_SECTIONS = [[*of, *entry] for of in (["taskset"], ["evaluation", "taskset"]) for entry in ([], ["mix", "*"])]
+"""Where sections of tasks stand in a stage."""
+_HELD_OUT = ["pipeline", "*", "against", "*"]
+_TASKS = [[*section, *rows] for section in _SECTIONS for rows in ([], _HELD_OUT)]
+_STAGE = [
+    *([*rows, "path"] for rows in _TASKS),
+    *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),
+    *(["algorithm", "teacher"], ["rewards", "*", "path"]),
 ]
+_STAGE_CODE = [*([*rows, "function"] for rows in _TASKS), ["rewards", "*", "function"], ["rewards", "*", "judge"]]
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:

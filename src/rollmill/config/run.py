@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.held_out import with_held_out
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.operators import OperatorConfig
@@ -103,6 +104,12 @@ class StageConfig(Section):
     early_stop: EarlyStopConfig | None = None
 
     @model_validator(mode="after")
+    def _held_out_tasks_are_known(self) -> Self:
+        if self.evaluation is not None:
+            self.taskset = with_held_out(self.taskset, self.evaluation.taskset)
+        return self
+
+    @model_validator(mode="after")
     def _endpoints_fail_in_time(self) -> Self:
         for reward in self.rewards:
             if isinstance(reward, JudgeSection) and reward.endpoint is not None:
@@ -129,7 +136,8 @@ class RunConfig(StageConfig):
     model: ModelConfig = ModelConfig()
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
-    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`) is found by name."""
+    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
+    `@rollmill.order`) is found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

@@ -1,91 +1,85 @@
-"""`taskset`: where tasks come from and how rows become prompts. One of path, generator and function is given."""
+"""`taskset`: rows of one source or a mix of several, operators that prepare the tasks, and their order."""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any, Literal
+import re
+from typing import Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.order import OrderConfig, ShuffledOrder
+from rollmill.config.parts import over_default
+from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
+from rollmill.config.task_operators import TaskOperatorConfig
 
-Preset = Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"]
+__all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
+
+_OF_THE_WHOLE = {"pipeline", "on_bad_row", "mix"}
+"""Keys that a taskset with `mix` honours itself; all others stand in its entries."""
 
 
-class GeneratorConfig(Section):
-    """A reasoning-gym generator (extra `reasoning`)."""
+class TasksetSection(RowsSection):
+    """Rows of one source, prepared and in order."""
+
+    pipeline: list[TaskOperatorConfig] = []
+    """Operators that clean, leave out, rate or sort the tasks when they are loaded, one after the other."""
+    order: OrderConfig = ShuffledOrder()
+    """In which order tasks are handed out: a name, or a section with `name` and options."""
+
+    @field_validator("order", mode="before")
+    @classmethod
+    def _order_in_full(cls, value: Any) -> Any:
+        return over_default(cls.model_fields["order"].default, value)
+
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _names_alone(cls, value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [{"name": each} if isinstance(each, str) else each for each in value]
+
+
+class MixEntry(TasksetSection):
+    """One of several tasksets that are drawn from in turn; all keys of a taskset but `mix`, and these."""
 
     name: str
-    """Name of the reasoning-gym dataset, for example `chain_sum`."""
-    size: int = Field(1000, ge=1)
-    """How many tasks to generate."""
-    seed: int = 0
-    """What the generator draws from: another seed gives other tasks."""
-    options: dict[str, Any] = {}
-    """Keyword arguments of the generator's own configuration, for example {min_terms: 2, max_terms: 3}."""
+    """What the set is called: ids of its tasks begin with it, and metrics name it."""
+    weight: float = Field(1.0, gt=0)
+    """Its share of what is drawn, in proportion to the others' weights."""
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, value: str) -> str:
+        if re.fullmatch(r"[\w.-]+", value) is None:
+            raise ValueError(f"expected letters, digits, `.`, `_` and `-`, found `{value}`")
+        return value
 
 
-class FieldsConfig(Section):
-    """Which column of a row plays which part."""
-
-    prompt: str = "prompt"
-    """Column with the prompt: text, or a list of chat messages."""
-    answer: str | None = None
-    """Column with the reference answer that rewards compare with. Default: `answer` when such a column exists."""
-    response: str | None = None
-    """Column with a worked solution, which SFT and MIX imitate and DPO prefers. Default: `response`, or `chosen`, when
-    such a column exists."""
-    rejected: str | None = None
-    """Column with a worse solution, for preference pairs. Default: `rejected` when such a column exists."""
-    id: str | None = None
-    """Column with a unique id. Default: the row number."""
-    images: str | None = None
-    """Column with the path of a picture, or a list of paths, relative to the taskset's file (extra `vision`). Default:
-    `images` or `image`, where it holds paths; empty: none."""
-
-
-class TasksetConfig(Section):
+class TasksetConfig(TasksetSection):
     """A taskset."""
 
-    path: Path | None = None
-    """A .jsonl, .json, .parquet or .csv file, or a folder written by `datasets.save_to_disk`."""
-    split: str | None = None
-    """Which split of a `datasets` folder that holds several. Only with a folder."""
-    generator: GeneratorConfig | None = None
-    function: str | None = None
-    """`FILE.py:NAME` (or `package.module:NAME`) of a Python function that returns or yields rows (mappings)."""
-    options: dict[str, Any] = {}
-    """Keyword arguments for `function`. Only with `function`."""
-    preset: Preset | None = None
-    """Known layouts. `gsm8k`: question/answer rows as published, gold answer after `####`, calculator marks removed.
-    `humaneval`: functions to complete, for the `code` reward, with the canonical solution as response. The others are
-    school questions for the reward `k12`."""
-    fields: FieldsConfig = FieldsConfig()
-    template: str | None = None
-    """Prompt template with `{column}` parts, like "Question: {question}\\nAnswer:". Default: the prompt column."""
-    response_template: str | None = None
-    """Same for the worked solution."""
-    system: str | None = None
-    """System message. Only with `chat: true`."""
-    chat: bool = False
-    """Wrap the prompt as a user message and apply the tokenizer's chat template."""
-    on_bad_row: Literal["refuse", "skip"] = "refuse"
-    """What to do with rows that cannot become tasks. Skipped rows are counted and named in the log."""
-    limit: int | None = Field(None, ge=1)
-    """Use only the first N tasks."""
-    order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of tasks within an epoch. Shuffled with the run's seed, differently in each epoch."""
+    mix: list[MixEntry] = []
+    """Instead of one source: tasksets that are drawn from in proportion to their weights, each in its own order."""
+
+    def parts(self) -> list[TasksetSection]:
+        """The entries of a mix, else the taskset itself."""
+        return [*self.mix] or [self]
+
+    def sources(self) -> list[str]:
+        """See `RowsSection`."""
+        return [*super().sources(), *(["mix"] if self.mix else [])]
+
+    def _choices(self) -> str:
+        return "path, generator, function and mix"
 
     @model_validator(mode="after")
-    def _one_source(self) -> TasksetConfig:
-        given = [name for name in ("path", "generator", "function") if getattr(self, name) is not None]
-        if len(given) != 1:
-            found = "none of them" if not given else " and ".join(given)
-            raise ValueError(f"give exactly one of path, generator and function (found {found})")
-        if self.split is not None and self.path is None:
-            raise ValueError("split is honoured only with path")
-        if self.options and self.function is None:
-            raise ValueError("options are honoured only with function (generator has options of its own)")
-        if self.system is not None and not self.chat:
-            raise ValueError("system is honoured only with chat: true")
+    def _entries_say_the_rest(self) -> Self:
+        if not self.mix:
+            return self
+        names = [entry.name for entry in self.mix]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise ValueError(f"two entries of mix are called `{twice[0]}`; rename one of them")
+        for key, field in type(self).model_fields.items():
+            if key not in _OF_THE_WHOLE and getattr(self, key) != field.default:
+                raise ValueError(f"{key} is not honoured beside mix; write it in the entries of mix")
         return self

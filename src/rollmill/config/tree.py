@@ -15,6 +15,7 @@ KeyPath = tuple[Key, ...]
 _SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "advantage": ("name", str),
     "loss": ("name", str),
+    "order": ("name", str),
     "kl": ("coefficient", (int, float)),
 }
 """Sections that may be written as one value, and the key of that value."""
@@ -123,7 +124,7 @@ def overlay(base: Node, top: Node, key: str = "") -> Node:
     """`top` over `base`: mappings merge, everything else replaces.
 
     A mapping that names another component replaces as a whole, because the other one's keys mean nothing to it: an
-    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator or function. A name or
+    `algorithm` or `generator` with another `name`, a `taskset` with another path, generator, function or mix. A name or
     number that stands for a section (`loss: gspo`, `kl: 0.1`) merges as that section.
     """
     if isinstance(base.value, dict) or isinstance(top.value, dict):
@@ -150,7 +151,8 @@ def _another(key: str, base: Node, top: Node) -> bool:
         "advantage": [("name",)],
         "loss": [("name",)],
         "generator": [("name",)],
-        "taskset": [("path",), ("generator", "name"), ("function",)],
+        "order": [("name",)],
+        "taskset": [("path",), ("generator", "name"), ("function",), ("mix",)],
     }
     for identity in identities.get(key, []):
         new, old = find(top, identity), find(base, identity)

@@ -13,7 +13,7 @@ from rollmill.engines.native.rng import fold
 from rollmill.master.buffers import Buffers
 from rollmill.models.load import Policy
 from rollmill.models.run_tokenizer import fingerprint
-from rollmill.tasks import Sampler, Taskset, expert_experience, preference_pair
+from rollmill.tasks import Taskset, build_sampler, expert_experience, preference_pair
 
 EXPERT_STREAM = 0xE4
 
@@ -31,8 +31,8 @@ def expert_pool(
 
     tasks = None
     if worked is not None:
-        order = config.taskset.order if config.taskset.order == "sequential" else "shuffled"
-        tasks = TaskExperts(Sampler(worked, order, fold(seed, EXPERT_STREAM)), render)
+        stream, batch = fold(seed, EXPERT_STREAM), config.rollout.batch
+        tasks = TaskExperts(build_sampler(worked, config.taskset.order, stream, batch=batch, observed=False), render)
     shelves: list[Shelves] = []
     for source in config.experts.sources:
         if source == "run":

@@ -191,7 +191,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
-    device = _device(config.device)
+    device = device_of(config.device)
     # what is missing in the last stage's rewards shows before the first has run
     judges = [build_judge(stage.rewards, stage.judging, device=str(device)) for stage in loaded.stages]
     for judge in judges:
@@ -276,7 +276,8 @@ def _task_texts(task: Task) -> Iterator[str]:
         yield str(task.answer)
 
 
-def _device(wanted: str) -> torch.device:
+def device_of(wanted: str) -> torch.device:
+    """The device of the key `device`. Raises ConfigError where there is none."""
     if wanted == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if wanted == "cuda" and not torch.cuda.is_available():

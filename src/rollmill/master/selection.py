@@ -24,7 +24,7 @@ class StageTasks:
     training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
     experts: Taskset | None  #: demonstrations, where the algorithm imitates
     held_out: list[Task]  #: what is evaluated
-    notes: list[str]  #: what was left out because it is too long
+    notes: list[str]  #: what the pipeline did, and what was left out because it is too long
 
 
 def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_out: Taskset | None) -> StageTasks:
@@ -36,7 +36,7 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     Raises:
         TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
     """
-    algorithm, notes = config.algorithm, list[str]()
+    algorithm, notes = config.algorithm, [str(report) for report in training.reports]
     experts = None
     if "taskset" in config.experts.sources and (algorithm.uses_experts or algorithm.uses_pairs):
         found = _paired(training) if algorithm.uses_pairs else _worked(training)
@@ -48,10 +48,10 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     if algorithm.uses_rollouts:
         training = _fitting(training, config.taskset, policy, _prompt, notes)
     elif experts is not None:
-        training = Taskset(training.name, training.tasks, experts.rejected)
+        training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
     evaluated: list[Task] = []
     if config.evaluation is not None and held_out is not None:
-        first = Taskset(held_out.name, held_out.tasks[: config.evaluation.limit], [])
+        first = held_out.with_tasks(held_out.tasks[: config.evaluation.limit], [])
         evaluated = _fitting(first, config.evaluation.taskset, policy, _prompt, notes).tasks
     return StageTasks(training, experts, evaluated, notes)
 
@@ -101,7 +101,7 @@ def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _
         advice += "" if not fit else ", or leave them out by taskset.on_bad_row: skip"
         raise TasksetError(f"{text}; {advice}{named}")
     notes.append(f"{text} and were left out{named}")
-    return Taskset(taskset.name, fit, [*taskset.rejected, *long])
+    return taskset.with_tasks(fit, long)
 
 
 def _surely_fits(task: Task, context: int) -> bool:
@@ -117,12 +117,12 @@ def _surely_fits(task: Task, context: int) -> bool:
 
 def _worked(tasks: Taskset) -> Taskset:
     worked = [task for task in tasks.tasks if task.response is not None]
-    return Taskset(tasks.name, worked, tasks.rejected)
+    return tasks.with_tasks(worked, [])
 
 
 def _paired(tasks: Taskset) -> Taskset:
     paired = [task for task in tasks.tasks if task.response is not None and task.rejected is not None]
-    return Taskset(tasks.name, paired, tasks.rejected)
+    return tasks.with_tasks(paired, [])
 
 
 def _no_experts(tasks: Taskset, algorithm: AlgorithmOptions) -> str:

@@ -83,7 +83,7 @@ class Supply:
         """Start what the pacing rule admits after `done` training steps of the stage, and wait for its tokens."""
         while self._pacing.may_start(done):
             number = self._pacing.submitted
-            task = self._sampler.next(done)
+            task = self._sampler.next((number - self._pacing.dropped) // self._pacing.batch)
             group = f"{self._config.name}-{number:06d}"
             self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
             self._pacing.submitted += 1
@@ -137,7 +137,7 @@ class Supply:
         """One group through the pipeline into the store; whether anything of it is left to learn from."""
         first, rewards = experiences[0], [e.reward for e in experiences if e.reward is not None]
         self._raw.append(rewards)
-        if not self._observed:
+        if rewards and not self._observed:
             self._sampler.observe(first.task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
         oldest = self._oldest(version)
         if oldest is not None and min(e.oldest_version for e in experiences) < oldest:

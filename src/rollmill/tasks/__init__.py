@@ -1,4 +1,4 @@
-"""Tasksets: reading rows, turning them into tasks, the order of tasks, and prompts as tokens."""
+"""Tasksets: reading rows, turning them into tasks, preparing these, their order, and prompts as tokens."""
 
 from rollmill.tasks.render import (
     encode_demonstration,
@@ -7,7 +7,7 @@ from rollmill.tasks.render import (
     preference_pair,
     prompt_text,
 )
-from rollmill.tasks.sampler import Sampler, build_sampler
+from rollmill.tasks.samplers import Sampler, build_sampler
 from rollmill.tasks.taskset import RejectedRow, Taskset, load_taskset
 
 __all__ = [

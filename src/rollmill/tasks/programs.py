@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from rollmill.config.taskset import GeneratorConfig
+from rollmill.config.rows import GeneratorConfig
 from rollmill.core.errors import TasksetError
 from rollmill.core.registry import import_object
 from rollmill.tasks.record import Record, Records, record_of

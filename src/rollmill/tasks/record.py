@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -31,6 +32,17 @@ def record_of(where: str, value: Any) -> Record:
     if strange:
         return Record(where, problem=f"column names must be text, found {strange[0]!r}")
     return Record(where, dict(value))
+
+
+def number_of(value: Any) -> float | None:
+    """A finite number of a column, also one that is written as text (as CSV has it); None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        return None
+    try:
+        found = float(value)
+    except (ValueError, OverflowError):
+        return None
+    return found if math.isfinite(found) else None
 
 
 Records: TypeAlias = Iterator[Record]

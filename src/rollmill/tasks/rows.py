@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.taskset import FieldsConfig, TasksetConfig
+from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.core.types import Message, Task
 from rollmill.tasks.images import metadata_with_images
@@ -22,7 +22,7 @@ class RowReader:
         TasksetError: a template is not one, or two keys say what the prompt is.
     """
 
-    def __init__(self, config: TasksetConfig, name: str) -> None:
+    def __init__(self, config: RowsSection, name: str) -> None:
         self._config, self._name = config, name
         self._folder = (
             config.path.parent if config.path is not None and config.path.is_file() else config.path or Path()

@@ -1,18 +1,22 @@
-"""A taskset: tasks in memory, and the rows that could not become tasks."""
+"""A taskset: tasks in memory, and the rows and tasks that were left out."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmill.config.taskset import TasksetConfig
+from rollmill.config.order import OrderSection
+from rollmill.config.rows import RowsSection
+from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Task
 from rollmill.tasks.files import read_path
 from rollmill.tasks.images import image_refs
+from rollmill.tasks.operators.batch import TaskReport
+from rollmill.tasks.operators.pipeline import prepare
 from rollmill.tasks.programs import read_function, read_generator
 from rollmill.tasks.record import BadRowError, Record, Records
 from rollmill.tasks.rows import RowReader
@@ -34,12 +38,27 @@ class RejectedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class MixedSet:
+    """One of the tasksets of a mix; its tasks have its name as `task.taskset`."""
+
+    name: str
+    weight: float
+    order: OrderSection
+
+
+@dataclass(frozen=True, slots=True)
 class Taskset:
     """Tasks with different ids, in the source's order."""
 
     name: str
     tasks: list[Task]
-    rejected: list[RejectedRow]
+    rejected: list[RejectedRow]  #: rows that became no tasks, and tasks that the pipeline dropped
+    reports: list[TaskReport] = field(default_factory=list)  #: what each operator of the pipeline did
+    mixed: tuple[MixedSet, ...] = ()  #: the sets of a mix; none elsewhere
+
+    def with_tasks(self, tasks: list[Task], rejected: list[RejectedRow]) -> Taskset:
+        """The same taskset with some of its tasks only, and what was left out besides."""
+        return replace(self, tasks=tasks, rejected=[*self.rejected, *rejected])
 
     def fingerprint(self) -> str:
         """Hex digest of ids, prompts, pictures, solutions and answers: equal for equal tasks, in any process.
@@ -55,13 +74,28 @@ class Taskset:
 
 
 def load_taskset(config: TasksetConfig) -> Taskset:
-    """Read the taskset that a `taskset` section describes.
+    """Read the taskset that a `taskset` section describes, and prepare it by its pipeline.
 
     Raises:
-        TasksetError: the source does not exist or cannot be read, there are no tasks, or (on_bad_row: refuse) rows
-            cannot become tasks; the message names them.
+        TasksetError: the source does not exist or cannot be read, there are no tasks, (on_bad_row: refuse) rows
+            cannot become tasks, or an operator fails or leaves none; the message names them.
         ConfigError: taskset.function names nothing that can be imported.
     """
+    if not config.mix:
+        return _prepared(read_rows(config), config)
+    parts = [_entry(entry) for entry in config.mix]
+    whole = Taskset(
+        "+".join(part.name for part in parts),
+        [task for part in parts for task in part.tasks],
+        [row for part in parts for row in part.rejected],
+        [report for part in parts for report in part.reports],
+        tuple(MixedSet(entry.name, entry.weight, entry.order) for entry in config.mix),
+    )
+    return _prepared(whole, config)
+
+
+def read_rows(config: RowsSection) -> Taskset:
+    """Read rows of one source as tasks; see `load_taskset`."""
     name = _name(config)
     if config.preset is not None and config.generator is not None:
         raise TasksetError("taskset.preset: a generator makes rows in its own layout; remove preset")
@@ -82,6 +116,27 @@ def load_taskset(config: TasksetConfig) -> Taskset:
     return Taskset(name, tasks, rejected)
 
 
+def _entry(entry: MixEntry) -> Taskset:
+    """A set of a mix: its name is that of the entry, and begins the ids of its tasks."""
+    rows = read_rows(entry)
+    tasks = [replace(task, id=f"{entry.name}/{task.id}", taskset=entry.name) for task in rows.tasks]
+    return _prepared(Taskset(entry.name, tasks, rows.rejected), entry)
+
+
+def _prepared(taskset: Taskset, config: TasksetSection) -> Taskset:
+    if not config.pipeline:
+        return taskset
+    tasks, reports = prepare(taskset.name, taskset.tasks, config.pipeline, read=lambda rows: read_rows(rows).tasks)
+    dropped = [
+        RejectedRow(f"task {id}", f"{report.operator}: {why}")
+        for report in reports
+        for id, why in report.dropped.items()
+    ]
+    for report in reports:
+        log.info("%s", report)
+    return replace(taskset.with_tasks(tasks, dropped), reports=[*taskset.reports, *reports])
+
+
 def _unique(task: Task, record: Record, places: dict[str, str]) -> Task:
     first = places.setdefault(task.id, record.where)
     if first is not record.where:
@@ -89,7 +144,7 @@ def _unique(task: Task, record: Record, places: dict[str, str]) -> Task:
     return task
 
 
-def _records(config: TasksetConfig) -> Records:
+def _records(config: RowsSection) -> Records:
     if config.path is not None:
         return read_path(config.path, config.split)
     if config.generator is not None:
@@ -98,7 +153,7 @@ def _records(config: TasksetConfig) -> Records:
     return read_function(config.function, config.options)
 
 
-def _name(config: TasksetConfig) -> str:
+def _name(config: RowsSection) -> str:
     if config.path is not None:
         stem = config.path.name if config.path.is_dir() else config.path.stem
         return f"{stem}/{config.split}" if config.split else stem
@@ -108,7 +163,7 @@ def _name(config: TasksetConfig) -> str:
     return config.function.rpartition(":")[2]
 
 
-def _judge(name: str, config: TasksetConfig, tasks: list[Task], rejected: list[RejectedRow]) -> None:
+def _judge(name: str, config: RowsSection, tasks: list[Task], rejected: list[RejectedRow]) -> None:
     total = len(tasks) + len(rejected)
     if rejected and config.on_bad_row == "refuse":
         advice = "correct them, or skip them by taskset.on_bad_row: skip"
@@ -123,7 +178,7 @@ def _judge(name: str, config: TasksetConfig, tasks: list[Task], rejected: list[R
         log.warning("taskset %s: skipped %d of %d rows\n%s", name, len(rejected), total, _first(rejected))
 
 
-def _source(config: TasksetConfig) -> Any:
+def _source(config: RowsSection) -> Any:
     return config.path or config.function or config.generator
 
 

@@ -1,0 +1,88 @@
+"""Worker: repairs the quickstart's checkpoint on sums of mixed difficulty, in one order of tasks."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+from bench.worker import Channel, versions
+
+TRAINED, BALANCED = (0.9, 0.07, 0.03), (1 / 3, 1 / 3, 1 / 3)
+
+
+async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
+    """Build the repair stage on the checkpoint and follow the parent's commands."""
+    import torch
+
+    from rollmill.config.loader import load_run
+    from rollmill.config.model import ModelConfig
+    from rollmill.config.taskset import TasksetConfig
+    from rollmill.master.selection import select_tasks
+    from rollmill.master.stage import StageRun
+    from rollmill.models.load import load_policy
+    from rollmill.quickstart import addition
+    from rollmill.tasks import load_taskset
+    from rollmill.trainer import choose_precision
+
+    torch.set_num_threads(1)
+    config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]
+    assert config.evaluation is not None
+    train = TasksetConfig(
+        function="bench.sums:rows", options={"size": args.tasks, "seed": args.seed, "shares": TRAINED}, order=args.order
+    )
+    held_out = TasksetConfig(
+        function="bench.sums:rows",
+        options={"size": args.held_out, "seed": 7, "shares": BALANCED, "held_out": True},
+    )
+    evaluation = config.evaluation.model_copy(
+        update={"taskset": held_out, "limit": None, "greedy": False, "samples": 1, "every": args.every}
+    )
+    config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
+    device = torch.device("cpu")
+    policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
+    precision = choose_precision(policy.model, device)
+    tasks = select_tasks(config, policy, load_taskset(train), load_taskset(held_out))
+    stage = StageRun(config, policy, tasks, index=0, seed=args.seed, first_version=0, precision=precision)
+
+    async def accuracy() -> float:
+        assert stage.evaluator is not None
+        metrics, _ = await stage.evaluator.evaluate(600)
+        return metrics["eval/sampled"]
+
+    channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
+    for _ in channel.commands():
+        report: dict[str, Any] = {"rollouts": 0, "tokens": 0, "seconds": 0.0, "uniform": 0.0}
+        for _ in range(args.every):
+            result = await stage.step()
+            report["rollouts"] += result.metrics["completions"]
+            report["tokens"] += result.generated_tokens
+            report["seconds"] += result.seconds["total"]
+            report["uniform"] += _uniform(result.experiences) / args.every
+        channel.say(**report, accuracy=await accuracy())
+    await stage.close()
+
+
+def _uniform(experiences: list[Any]) -> float:
+    """Share of groups whose rewards are all equal: they teach nothing."""
+    groups: dict[str, set[float | None]] = {}
+    for each in experiences:
+        groups.setdefault(each.group, set()).add(each.reward)
+    return sum(len(rewards) == 1 for rewards in groups.values()) / len(groups)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    parser.add_argument("--order", type=json.loads, required=True)
+    parser.add_argument("--tasks", type=int, required=True)
+    parser.add_argument("--held-out", type=int, required=True)
+    parser.add_argument("--seed", type=int, required=True)
+    parser.add_argument("--every", type=int, required=True)
+    asyncio.run(serve_learning(Channel(), parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

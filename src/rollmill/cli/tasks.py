@@ -1,0 +1,160 @@
+"""`rollmill tasks`: what a run's tasks are after their pipeline, and how difficult they are."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from pydantic import ValidationError
+
+from rollmill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollmill.config.rewards import JudgeReward
+    from rollmill.tasks import Taskset
+
+HELP = "Look at a run's tasks, and rate how difficult they are."
+_BARS, _WIDTH = 10, 40
+
+Config = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
+Overrides = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, for example model.path=DIR.")
+]
+Stage = Annotated[str | None, typer.Option(help="Whose tasks (default: the first stage that rolls out).")]
+
+
+def score(
+    config: Config,
+    out: Annotated[Path, typer.Option("--out", help="JSONL file of the rated tasks; rows in it are kept.")],
+    by: Annotated[
+        Literal["policy", "judge"], typer.Option(help="Success rate of the model, or a judge's guess.")
+    ] = "policy",
+    samples: Annotated[int, typer.Option(min=1, help="Completions per task, by policy.")] = 8,
+    endpoint: Annotated[str | None, typer.Option(help="Server of the judge (default: the run's own judge).")] = None,
+    model: Annotated[str | None, typer.Option(help="The judge's name at the endpoint.")] = None,
+    stage: Stage = None,
+    overrides: Overrides = None,
+) -> None:
+    """Rate every task of a run, and write the tasks with `success_rate` and `difficulty` (0 to 1).
+
+    By policy, the run's model answers each task with the run's sampling and rewards; difficulty is 1 - success rate. By
+    judge, a language model guesses it from the prompt. Started again with the same file, it goes on where it ended.
+    """
+    from rollmill.config.loader import load_run
+    from rollmill.master.scoring import score_by_judge, score_by_policy, stage_of
+
+    if by == "policy" and (endpoint is not None or model is not None):
+        raise ConfigError("--endpoint and --model are honoured with --by judge; add it, or remove them")
+    judge = _judge(endpoint, model)
+    loaded = load_run(config, overrides or [])
+    chosen = stage_of(loaded, stage)
+
+    def progress(rated: int, tasks: int) -> None:
+        print(f"{rated} of {tasks} tasks rated", file=sys.stderr)
+
+    if by == "policy":
+        found = score_by_policy(loaded, chosen, out, samples, progress)
+    else:
+        found = score_by_judge(chosen, judge, out, progress)
+    print(f"{out}: {found.rated} of {found.tasks} tasks rated")
+    if found.without:
+        names = ", ".join(found.without[:5]) + (" ..." if len(found.without) > 5 else "")
+        print(f"no verdict for {len(found.without)} tasks ({names}); run the command again to ask once more")
+
+
+def show(
+    config: Config,
+    stage: Stage = None,
+    column: Annotated[str, typer.Option(help="Column of the histogram.")] = "difficulty",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    overrides: Overrides = None,
+) -> None:
+    """Load a run's tasks and print what the pipeline did to them, the sets of a mix, and a histogram of difficulty."""
+    from rollmill.config.loader import load_run
+    from rollmill.master.scoring import stage_of
+    from rollmill.tasks import load_taskset
+
+    chosen = stage_of(load_run(config, overrides or []), stage)
+    taskset = load_taskset(chosen.taskset)
+    shown = _shown(taskset, column)
+    if as_json:
+        print(json.dumps({"stage": chosen.name, **shown}, ensure_ascii=False))
+        return
+    print(f"stage {chosen.name}: {len(taskset.tasks)} tasks of {taskset.name}, {len(taskset.rejected)} left out")
+    for report in taskset.reports:
+        print(f"  {report}")
+    for name, count in shown["sets"].items():
+        print(f"  {name}: {count} tasks")
+    _print_histogram(shown)
+
+
+def _judge(endpoint: str | None, model: str | None) -> JudgeReward | None:
+    from rollmill.config.rewards import JudgeReward
+
+    if endpoint is None and model is None:
+        return None
+    try:
+        return JudgeReward(name="judge", endpoint=endpoint, model=model)
+    except ValidationError as error:
+        raise ConfigError(f"--endpoint and --model: {error.errors()[0]['ctx']['error']}") from error
+
+
+def _shown(taskset: Taskset, column: str) -> dict[str, Any]:
+    from rollmill.tasks.record import number_of
+
+    numbers = [number_of(task.metadata.get(column)) for task in taskset.tasks]
+    known = [number for number in numbers if number is not None]
+    sets = {each.name: sum(task.taskset == each.name for task in taskset.tasks) for each in taskset.mixed}
+    reports = [
+        {
+            "taskset": report.taskset,
+            "operator": report.operator,
+            "seen": report.seen,
+            "kept": report.kept,
+            "changed": dict(report.changes),
+            "dropped": _counts(list(report.dropped.values())),
+        }
+        for report in taskset.reports
+    ]
+    whole = {"tasks": len(taskset.tasks), "rejected": len(taskset.rejected), "sets": sets, "pipeline": reports}
+    return whole | {"column": column, "without": len(numbers) - len(known), "histogram": _histogram(known)}
+
+
+def _counts(words: Sequence[str]) -> dict[str, int]:
+    return {word: words.count(word) for word in dict.fromkeys(words)}
+
+
+def _histogram(numbers: list[float]) -> list[tuple[float, float, int]]:
+    """Bars of equal width: from, up to, tasks. Between 0 and 1 where all numbers are, else between the extremes."""
+    if not numbers:
+        return []
+    low, high = min(numbers), max(numbers)
+    if low >= 0 and high <= 1:
+        low, high = 0.0, 1.0
+    if low == high:
+        return [(low, high, len(numbers))]
+    counts = [0] * _BARS
+    for number in numbers:
+        counts[min(int((number - low) / (high - low) * _BARS), _BARS - 1)] += 1
+    width = (high - low) / _BARS
+    return [(low + bar * width, low + (bar + 1) * width, count) for bar, count in enumerate(counts)]
+
+
+def _print_histogram(shown: dict[str, Any]) -> None:
+    bars = shown["histogram"]
+    if not bars:
+        print(f"no task has a number in the column {shown['column']}")
+        return
+    rest = f"; {shown['without']} tasks have none" if shown["without"] else ""
+    print(f"{shown['column']}{rest}")
+    most = max(count for *_, count in bars)
+    for low, high, count in bars:
+        line = "#" * (-(-count * _WIDTH // most))
+        print(f"  {low:6.3g} to {high:6.3g}  {count:7}  {line}".rstrip())
+
+
+COMMANDS = {"score": score, "show": show}

@@ -1,0 +1,204 @@
+"""How difficult tasks are, before a run: by a policy's success rate, or by a judge who sees the prompts."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.loader import LoadedRun
+from rollmill.config.rewards import JudgeSection
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import ConfigError, DeadlineError, RewardError
+from rollmill.core.types import Task
+from rollmill.engines.native import NativeEngine
+from rollmill.engines.native.rng import fold
+from rollmill.explorer import Explorer
+from rollmill.master.launch import device_of
+from rollmill.master.selection import select_tasks
+from rollmill.models.load import Policy, load_policy
+from rollmill.rewards import build_judge
+from rollmill.rewards.judges.difficulty import DifficultyJudge
+from rollmill.rewards.resources import Resources
+from rollmill.sync import InPlace
+from rollmill.tasks import load_taskset
+from rollmill.tasks.scores import ScoreFile
+from rollmill.trainer import choose_precision
+
+SCORING_STREAM = 0x5C04
+_AT_ONCE = 64
+
+Rating = dict[str, Any]
+Progress = Callable[[int, int], None]
+"""Is told how many tasks are rated, and how many there are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """What came of it: tasks in the taskset, in the file now, and those for which the judge had no verdict."""
+
+    tasks: int
+    rated: int
+    without: list[str]
+
+
+def stage_of(loaded: LoadedRun, name: str | None) -> StageConfig:
+    """The stage of that name; without one the first that rolls out, else the first. Raises ConfigError."""
+    if name is None:
+        return next((stage for stage in loaded.stages if stage.algorithm.uses_rollouts), loaded.stages[0])
+    found = [stage for stage in loaded.stages if stage.name == name]
+    if not found:
+        raise ConfigError(f"no stage `{name}` in {loaded.path}; it has {', '.join(one.name for one in loaded.stages)}")
+    return found[0]
+
+
+def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: int, progress: Progress) -> Scored:
+    """Roll out `samples` completions of every task with the run's model, sampling and rewards.
+
+    A completion is a success where its reward is at least `evaluation.threshold`, or 1 without an evaluation.
+
+    Raises:
+        ConfigError: the model is a new one, there are no rewards, or `out` cannot be gone on with.
+        DeadlineError: a wave of completions took longer than rollout.deadline_s.
+    """
+    if loaded.config.model.path == "new":
+        raise ConfigError(
+            "model.path is `new`, and a model without training solves nothing; name the checkpoint that the run starts "
+            "from: --set model.path=DIR"
+        )
+    if not stage.rewards:
+        raise ConfigError(f"stage {stage.name} has no rewards, so nothing tells success from failure; add `rewards`")
+    threshold = 1.0 if stage.evaluation is None else stage.evaluation.threshold
+    file = ScoreFile(out, _how(loaded, stage, samples, threshold))
+    torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
+    device = device_of(loaded.config.device)
+    policy = load_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
+    alone = stage.model_copy(update={"evaluation": None})
+    tasks = select_tasks(alone, policy, load_taskset(stage.taskset), None).training.tasks
+    todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
+
+    def told() -> None:
+        progress(_rated(file, tasks), len(tasks))
+
+    asyncio.run(_roll_out(loaded, stage, policy, todo, samples, threshold, file, told))
+    return Scored(len(tasks), _rated(file, tasks), [])
+
+
+def _how(loaded: LoadedRun, stage: StageConfig, samples: int, threshold: float) -> dict[str, Any]:
+    """What success rates depend on."""
+    rewards = json.dumps([each.model_dump(mode="json") for each in stage.rewards])
+    return {
+        "by": "policy",
+        "model": str(loaded.config.model.path),
+        "samples": samples,
+        "threshold": threshold,
+        "seed": loaded.config.seed,
+        "rewards": hashlib.sha256(rewards.encode()).hexdigest()[:8],
+        **stage.rollout.model_dump(mode="json", include=set(SamplingConfig.model_fields)),
+    }
+
+
+def _rated(file: ScoreFile, tasks: Sequence[Task]) -> int:
+    return sum(file.has(task) for task in tasks)
+
+
+def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, progress: Progress) -> Scored:
+    """Ask a judge to rate the difficulty of every prompt: `judge`, or the stage's first reward that is one.
+
+    Raises:
+        ConfigError: there is no judge, or `out` cannot be gone on with.
+        RewardError: the judge cannot be asked.
+    """
+    judges = [judge] if judge is not None else [each for each in stage.rewards if isinstance(each, JudgeSection)]
+    if not judges:
+        raise ConfigError(
+            f"stage {stage.name} has no reward that asks a language model; give --endpoint and --model, or add one"
+        )
+    config = judges[0]
+    model = config.model if config.path is None else str(config.path)
+    file = ScoreFile(out, {"by": "judge", "model": model, "votes": config.votes, "temperature": config.temperature})
+    tasks = load_taskset(stage.taskset).tasks
+    todo = [task for task in tasks if not file.has(task)]
+    resources = Resources(stage.judging.workers)
+    try:
+        rater = DifficultyJudge(config, resources)
+        without = asyncio.run(_rate(rater, todo, file, lambda: progress(_rated(file, tasks), len(tasks))))
+    finally:
+        resources.close()
+    return Scored(len(tasks), _rated(file, tasks), without)
+
+
+async def _rate(rater: DifficultyJudge, tasks: Sequence[Task], file: ScoreFile, told: Callable[[], None]) -> list[str]:
+    without: list[str] = []
+    for start in range(0, len(tasks), _AT_ONCE):
+        wave = tasks[start : start + _AT_ONCE]
+        found = await asyncio.gather(*(rater.rate(task) for task in wave))
+        pairs = list(zip(wave, found, strict=True))
+        file.add([(task, {"difficulty": value}) for task, value in pairs if value is not None])
+        without += [task.id for task, value in pairs if value is None]
+        told()
+    return without
+
+
+async def _roll_out(
+    loaded: LoadedRun,
+    stage: StageConfig,
+    policy: Policy,
+    tasks: Sequence[tuple[int, Task]],
+    samples: int,
+    threshold: float,
+    file: ScoreFile,
+    told: Callable[[], None],
+) -> None:
+    rollout, seed = stage.rollout, loaded.config.seed
+    engine = _engine(stage, policy)
+    judge = build_judge(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+    explorer = Explorer(engine, judge, policy.tokenizer)
+    size = max(1, rollout.max_sequences // samples)
+
+    async def rating(number: int, task: Task) -> Rating:
+        stream = fold(seed, SCORING_STREAM, number)
+        group = await explorer.rollout(task, rollout, n=samples, seed=stream, group=f"score/{task.id}")
+        rewards = [each.reward for each in group if each.reward is not None]
+        if not rewards:
+            raise RewardError(f"task {task.id}: no reward applies to its completions; correct `rewards` or its answer")
+        rate = sum(reward >= threshold for reward in rewards) / len(rewards)
+        return {"success_rate": rate, "difficulty": 1 - rate, "mean_reward": sum(rewards) / len(rewards)}
+
+    try:
+        for start in range(0, len(tasks), size):
+            wave = tasks[start : start + size]
+            try:
+                async with asyncio.timeout(rollout.deadline_s):
+                    found = await asyncio.gather(*(rating(number, task) for number, task in wave))
+            except TimeoutError:
+                advice = "Raise rollout.deadline_s, or lower --samples or rollout.max_new_tokens."
+                raise DeadlineError("scoring", f"{len(wave)} tasks' completions", rollout.deadline_s, advice) from None
+            file.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
+            told()
+    finally:
+        await engine.close()
+        judge.close()
+
+
+def _engine(stage: StageConfig, policy: Policy) -> NativeEngine:
+    wanted = stage.trainer.precision
+    precision = choose_precision(policy.model, policy.device) if wanted == "auto" else wanted
+    engine = NativeEngine(
+        policy.model,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        max_sequences=stage.rollout.max_sequences,
+        prefill_tokens=stage.rollout.prefill_tokens,
+    )
+    InPlace(engine).publish(0)
+    return engine

@@ -1,0 +1,102 @@
+"""Orders and pipelines in run files: shorthands, stages, and keys that nothing honours."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.order import CurriculumOrder, PrioritisedOrder, ShuffledOrder
+from rollmill.core.errors import ConfigError
+
+TASKSET = {"path": "tasks.jsonl"}
+EVALUATION = {"evaluation": {"taskset": {"path": "held.jsonl"}}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def loaded(taskset: dict[str, Any], *overrides: str, **keys: Any) -> LoadedRun:
+    run = {"model": {"new": {}}, "taskset": TASKSET | taskset, "rewards": [{"name": "math"}], **keys}
+    Path("run.yaml").write_text(yaml.safe_dump({key: run[key] for key in run if run[key]}, sort_keys=False))
+    return load_run(Path("run.yaml"), overrides, require_files=False)
+
+
+def order(*arguments: Any, **keys: Any) -> Any:
+    return loaded(*arguments, **keys).stages[0].taskset.order
+
+
+def test_an_order_is_a_name_or_a_section(folder: Path) -> None:
+    assert order({}) == order({"order": "shuffled"}) == ShuffledOrder()
+    assert order({"order": "prioritised"}) == PrioritisedOrder()
+    assert order({"order": {"name": "prioritised", "floor": 0.3}}) == PrioritisedOrder(floor=0.3)
+    assert order({"order": {"skip_uniform": 2}}) == ShuffledOrder(skip_uniform=2)
+    assert order({"order": "curriculum"}, "taskset.order.warmup=3") == CurriculumOrder(warmup=3)
+
+
+def test_stages_replace_or_refine_an_order(folder: Path) -> None:
+    stages = [
+        {"name": "one", "taskset": {"order": {"floor": 0.2}}},
+        {"name": "two", "taskset": {"order": "curriculum"}},
+        {"name": "three"},
+    ]
+    run = loaded({"order": {"name": "prioritised", "prior": 0.3}}, stages=stages)
+    assert [stage.taskset.order for stage in run.stages] == [
+        PrioritisedOrder(prior=0.3, floor=0.2),
+        CurriculumOrder(),
+        PrioritisedOrder(prior=0.3),
+    ]
+    Path("again.yaml").write_text(run.to_yaml())
+    assert load_run(Path("again.yaml"), require_files=False).stages == run.stages
+
+
+@pytest.mark.parametrize(
+    ("taskset", "keys", "message"),
+    [
+        ({"order": "prioritized"}, {}, "taskset.order.name: `prioritized` is not known; did you mean `prioritised`?"),
+        (
+            {"order": {"name": "posterior", "floor": 1}},
+            {},
+            "`floor` is honoured by order `prioritised`, not by `posterior",
+        ),
+        ({"order": {"name": "prioritised", "floor": 0}}, {}, "taskset.order.floor: expected more than 0, found `0`"),
+        ({"order": 3}, {}, "taskset.order: expected"),
+        (
+            {"order": {"name": "easy_to_hard", "prior": 0.3}},
+            {},
+            "taskset.order.prior: not honoured with by `difficulty`; it is with `success`",
+        ),
+        (
+            {"order": {"name": "curriculum", "column": "level"}},
+            {},
+            "taskset.order.column: not honoured with by `success`; it is with `difficulty`",
+        ),
+        (
+            {"order": "posterior"},
+            {"algorithm": "sft"},
+            "taskset.order: not honoured: algorithm `sft` learns from worked solutions and rolls nothing out, so no",
+        ),
+        (
+            {},
+            {"evaluation": {"taskset": {"path": "held.jsonl", "order": "sequential"}}},
+            "evaluation.taskset.order: not honoured: every held-out task is evaluated each time; remove it",
+        ),
+    ],
+)
+def test_wrong_orders(taskset: dict[str, Any], keys: dict[str, Any], message: str, folder: Path) -> None:
+    if keys.get("algorithm") == "sft":
+        keys = {"algorithm": {"name": "sft"}, "rewards": []}
+    with pytest.raises(ConfigError) as error:
+        loaded(taskset, **keys)
+    assert message in str(error.value)
+
+
+def test_orders_by_difficulty_are_honoured_without_rollouts(folder: Path) -> None:
+    run = loaded({"order": "easy_to_hard"}, algorithm={"name": "sft"}, rewards=[])
+    assert run.stages[0].taskset.order.name == "easy_to_hard"
