@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import contradictions, model_contradictions
+from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
@@ -23,7 +24,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
-        found += [Problem(*locate(tree, path), text) for path, text in contradictions(stage)]
+        wrong = (*contradictions(stage), *pipeline_contradictions(stage))
+        found += [Problem(*locate(tree, path), text) for path, text in wrong]
     return found
 
 
@@ -34,7 +36,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",)):
+        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):

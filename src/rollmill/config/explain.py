@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -62,7 +62,7 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
     for segment in loc:
         sections, inner = sections_of(spot), unwrap(spot)
         if len(sections) > 1:
-            kind = str(path[-1])
+            kind = _kind(path)
             owner = spot = next(each for each in [*sections, *registered(kind)] if tag_of(each) == segment)
         elif sections:
             owner = sections[0]
@@ -73,6 +73,11 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
             path.append(segment)
             spot = get_args(inner)[0]
     return tuple(path), owner
+
+
+def _kind(path: Sequence[int | str]) -> str:
+    """The key that a part stands under, alone or in a list."""
+    return next(key for key in reversed(path) if isinstance(key, str))
 
 
 def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
@@ -87,7 +92,7 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
     if kind == "union_tag_not_found":
         return "is required; it says which component the other keys are for"
     if kind == "union_tag_invalid":
-        users = [tag_of(each) for each in registered(str(path[-2]))]
+        users = [tag_of(each) for each in registered(_kind(path[:-1]))]
         return _unknown_name(str(context["tag"]), str(context["expected_tags"]), users)
     return _expected([details])
 

@@ -35,6 +35,7 @@ _NOUNS = {
     "algorithm.advantage": "advantage",
     "algorithm.loss": "loss",
     "algorithm.corrections": "correction",
+    "pipeline": "operator",
 }
 
 
@@ -111,6 +112,9 @@ def quoted(words: list[str]) -> str:
 
 def unknown_key(key: str, owner: type[Section]) -> str:
     """What is wrong with `key` in section `owner`, and what to do."""
+    if getattr(owner, "function", None) is not None:  # a part of a user's file
+        known = list(owner.model_fields)
+        return f"unknown key{did_you_mean(key, known) or f'; valid here: {quoted(known)}'}"
     here = next((home for home in homes() if home.section is owner), Home(owner, "a stage"))
     others = [home for home in homes() if key in home.section.model_fields and home.section is not owner]
     siblings = [home for home in others if here.tag and home.prefix == here.prefix]
@@ -138,6 +142,6 @@ def _places(homes: list[Home], key: str) -> list[str]:
         tags.setdefault(home.prefix, []).extend([home.tag] if home.tag else [])
     found = []
     for prefix, names in tags.items():
-        where = f"{prefix}.N" if prefix in ("rewards", "algorithm.corrections") else prefix
+        where = f"{prefix}.N" if prefix in ("rewards", "algorithm.corrections", "pipeline") else prefix
         found.append(f"{where}.{key}".lstrip(".") + (f" ({_NOUNS[prefix]} {', '.join(names)})" if names else ""))
     return found

@@ -32,7 +32,10 @@ _registered: dict[tuple[str, str], type[Section]] = {}
 
 
 def register(kind: str, name: str, section: type[Section]) -> None:
-    """Make `name` known as a part of `kind` (advantage, loss, algorithm); a later one of the same name replaces it."""
+    """Make `name` known as a part of `kind`; a later one of the same name replaces it.
+
+    The kind is the key under which such a part stands: advantage, loss, algorithm, pipeline.
+    """
     _registered[kind, name] = section
 
 
@@ -41,25 +44,26 @@ def registered(kind: str) -> list[type[Section]]:
     return [section for (of, _), section in _registered.items() if of == kind]
 
 
-def part_of(function: Callable[..., Any], base: type[Part]) -> type[Part]:
-    """A section made from a function's keyword-only parameters, which need a type and a default.
+def part_of(target: Callable[..., Any], base: type[Part]) -> type[Part]:
+    """A section made from the keyword-only parameters of a function, or of a class's `__init__`.
 
-    Raises ConfigError naming the parameter that lacks one, or whose default does not have its type.
+    Raises ConfigError naming file, line and parameter: one lacks a type or a default, has a default that is not of its
+    type, or the name of something that every section has.
     """
-    hints, fields = get_type_hints(function), {}
-    name: str = function.__name__
-    where = f"{function.__code__.co_filename}:{function.__code__.co_firstlineno}"
-    for parameter in inspect.signature(function).parameters.values():
+    name, where, hints, fields = target.__name__, place_of(target), _hints(target), {}
+    for parameter in inspect.signature(target).parameters.values():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
         if parameter.default is inspect.Parameter.empty or parameter.name not in hints:
             text = f"{where}: {name}: the option `{parameter.name}` needs a type and a default, such as"
             raise ConfigError(f"{text} `{parameter.name}: float = 1.0`")
+        if hasattr(base, parameter.name) or parameter.name in base.model_fields:
+            raise ConfigError(f"{where}: {name}: an option cannot be called `{parameter.name}`; give it another name")
         fields[parameter.name] = (hints[parameter.name], parameter.default)
     section = create_model(  # type: ignore[call-overload]
-        name, __base__=base, __doc__=inspect.getdoc(function) or f"`{name}`.", name=(Literal[name], name), **fields
+        name, __base__=base, __doc__=inspect.getdoc(target) or f"`{name}`.", name=(Literal[name], name), **fields
     )
-    section.function = staticmethod(function)
+    section.function = staticmethod(target)
     made: type[Part] = section
     try:
         made.model_validate({key: field.default for key, field in made.model_fields.items()})
@@ -67,6 +71,27 @@ def part_of(function: Callable[..., Any], base: type[Part]) -> type[Part]:
         key, text = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
         raise ConfigError(f"{where}: {name}: the default of the option `{key}` is wrong: {text}") from error
     return made
+
+
+def place_of(target: Callable[..., Any]) -> str:
+    """FILE:LINE of a function or a class."""
+    if not inspect.isclass(target):
+        code = inspect.unwrap(target).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):  # a class of text that was executed: its first method tells
+        codes = [each.__code__ for each in vars(target).values() if inspect.isfunction(each)]
+        return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else target.__module__
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a function's parameters, or of those of a class's `__init__`."""
+    function = target.__init__ if inspect.isclass(target) else inspect.unwrap(target)
+    try:
+        return get_type_hints(function)
+    except NameError as error:
+        raise ConfigError(f"{place_of(target)}: {target.__name__}: a type is not known: {error}; import it") from error
 
 
 class Chosen:

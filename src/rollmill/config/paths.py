@@ -7,10 +7,14 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_STAGE = [["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"], ["rewards", "*", "path"]]
+_REWARDS = [["rewards", "*"], *(["pipeline", "*", *inner] for inner in (["rewards", "*"], ["reward"], ["code"]))]
+_STAGE = [
+    *(["taskset", "path"], ["evaluation", "taskset", "path"], ["algorithm", "teacher"]),
+    *([*reward, "path"] for reward in _REWARDS),
+]
 _STAGE_CODE = [
     *(["taskset", "function"], ["evaluation", "taskset", "function"]),
-    *(["rewards", "*", "function"], ["rewards", "*", "judge"]),
+    *([*reward, key] for reward in _REWARDS for key in ("function", "judge")),
 ]
 
 
