@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import contradictions, model_contradictions
+from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
@@ -25,7 +26,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
-        found += [Problem(*locate(tree, path), text) for path, text in contradictions(stage)]
+        wrong = (*contradictions(stage), *pipeline_contradictions(stage))
+        found += [Problem(*locate(tree, path), text) for path, text in wrong]
     return found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import regex
@@ -13,7 +13,7 @@ from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOption
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward
+from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
 from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks
@@ -103,31 +103,38 @@ def _rewards(stage: StageConfig) -> Iterator[Finding]:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
         yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
-    for index, reward in enumerate(stage.rewards):
+    yield from judged_by(stage, stage.rewards, ("rewards",))
+
+
+def judged_by(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[Finding]:
+    """What is wrong with a list of rewards, which stands at `at`; a single one may stand there without a list."""
+    for index, reward in enumerate(rewards):
+        here = at if at[-1] != "rewards" else (*at, index)
         if isinstance(reward, FormatReward) and reward.pattern is not None:
             try:
                 regex.compile(reward.pattern)
             except regex.error as error:
-                yield ("rewards", index, "pattern"), f"not a regular expression: {error}; correct it"
+                yield (*here, "pattern"), f"not a regular expression: {error}; correct it"
         if isinstance(reward, LengthReward) and reward.correct is not None:
-            names = [name for other, name in enumerate(part_names(stage.rewards)) if other != index]
+            names = [name for other, name in enumerate(part_names(rewards)) if other != index]
             if reward.correct.partition("/")[0] not in names:
                 known = f"there are {', '.join(names)}" if names else "there is no other reward"
-                yield ("rewards", index, "correct"), f"no reward `{reward.correct}`; {known}"
+                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
         if isinstance(reward, ReasoningGymReward):
-            yield from _ungenerated(stage, index)
+            yield from _ungenerated(stage, here)
         if isinstance(reward, PythonReward) and re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", reward.function) is None:
             text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
-            yield ("rewards", index, "function"), f"{text}, found `{reward.function}`"
+            yield (*here, "function"), f"{text}, found `{reward.function}`"
 
 
-def _ungenerated(stage: StageConfig, index: int) -> Iterator[Finding]:
+def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[Finding]:
     tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts else None}
-    tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
+    if at[0] == "rewards":
+        tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
     for key, taskset in tasksets.items():
         if taskset is not None and any(part.generator is None for part in taskset.parts()):
             text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
-            yield ("rewards", index, "name"), f"{text}; give {key}.generator or use another reward"
+            yield (*at, "name"), f"{text}; give {key}.generator or use another reward"
 
 
 def _training(stage: StageConfig) -> Iterator[Finding]:

@@ -10,9 +10,11 @@ from rollmill.config.base import Section
 from rollmill.config.capability import unhonoured
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.operators import OperatorSection
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
 from rollmill.config.rewards import RewardSection
+from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 
@@ -77,8 +79,7 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
     if judging := _options(stage.judging, changed=True):
         yield "judging", judging
     for index, operator in enumerate(stage.pipeline):
-        options = _options(operator, skip={"name"}, changed=True)
-        yield "pipeline" if index == 0 else "", operator.name + (f" ({options})" if options else "")
+        yield "pipeline" if index == 0 else "", f"{operator.name}{_operator(operator)}"
     for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
         if options := _options(section, changed=True):
             yield label, options
@@ -124,6 +125,15 @@ def _bracketed(reward: RewardSection) -> str:
     common = {key for key, of in RewardSection.model_fields.items() if getattr(reward, key) == of.default}
     options = _options(reward, skip={"name", "weight", *common})
     return f" ({options})" if options else ""
+
+
+def _operator(operator: OperatorSection) -> str:
+    inside = {key[0] for key, _ in operator.judges_by}
+    judging = [reward for _, rewards in operator.judges_by for reward in rewards]
+    rewards = [f"{name}{_bracketed(each)}" for name, each in zip(part_names(judging), judging, strict=True)]
+    options = _options(operator, skip={"name", *map(str, inside)}, changed=True)
+    words = ", ".join([*([f"by {' and '.join(rewards)}"] if rewards else []), *([options] if options else [])])
+    return f" ({words})" if words else ""
 
 
 def _options(section: Section, skip: set[str] | None = None, changed: bool = False) -> str:

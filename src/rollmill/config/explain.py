@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -78,9 +78,7 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
 def _kind(path: KeyPath) -> str:
     """What users' parts that stand at `path` are registered as."""
     keys = [key for key in path if isinstance(key, str)]
-    if keys[-1] == "pipeline":
-        return "task_operator" if len(keys) > 1 else "operator"
-    return keys[-1]
+    return "task_operator" if keys[-1] == "pipeline" and len(keys) > 1 else keys[-1]
 
 
 def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:

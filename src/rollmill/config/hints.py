@@ -37,6 +37,7 @@ _NOUNS = {
     "algorithm.corrections": "correction",
     "taskset.pipeline": "operator",
     "taskset.order": "order",
+    "pipeline": "operator",
 }
 _LISTS = ("rewards", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
 
@@ -114,6 +115,9 @@ def quoted(words: list[str]) -> str:
 
 def unknown_key(key: str, owner: type[Section]) -> str:
     """What is wrong with `key` in section `owner`, and what to do."""
+    if getattr(owner, "function", None) is not None:  # a part of a user's file
+        known = list(owner.model_fields)
+        return f"unknown key{did_you_mean(key, known) or f'; valid here: {quoted(known)}'}"
     here = next((home for home in homes() if home.section is owner), Home(owner, "a stage"))
     others = [home for home in homes() if key in home.section.model_fields and home.section is not owner]
     siblings = [home for home in others if here.tag and home.prefix == here.prefix]

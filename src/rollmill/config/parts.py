@@ -76,7 +76,7 @@ def part_of(target: Callable[..., Any], base: type[Part]) -> type[Part]:
 def place_of(target: Callable[..., Any]) -> str:
     """FILE:LINE of a function or a class."""
     if not inspect.isclass(target):
-        code = inspect.unwrap(target).__code__  # type: ignore[attr-defined]
+        code = inspect.unwrap(target).__code__
         return f"{code.co_filename}:{code.co_firstlineno}"
     try:
         return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"

@@ -11,12 +11,17 @@ _SECTIONS = [[*of, *entry] for of in (["taskset"], ["evaluation", "taskset"]) fo
 """Where sections of tasks stand in a stage."""
 _HELD_OUT = ["pipeline", "*", "against", "*"]
 _TASKS = [[*section, *rows] for section in _SECTIONS for rows in ([], _HELD_OUT)]
+_REWARDS = [["rewards", "*"], *(["pipeline", "*", *inner] for inner in (["rewards", "*"], ["reward"], ["code"]))]
 _STAGE = [
     *([*rows, "path"] for rows in _TASKS),
     *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),
-    *(["algorithm", "teacher"], ["rewards", "*", "path"]),
+    ["algorithm", "teacher"],
+    *([*reward, "path"] for reward in _REWARDS),
 ]
-_STAGE_CODE = [*([*rows, "function"] for rows in _TASKS), ["rewards", "*", "function"], ["rewards", "*", "judge"]]
+_STAGE_CODE = [
+    *([*rows, "function"] for rows in _TASKS),
+    *([*reward, key] for reward in _REWARDS for key in ("function", "judge")),
+]
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:

@@ -14,6 +14,7 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.operators import OperatorConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
+from rollmill.config.rewards.names import part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.trainer import TrainerConfig
@@ -111,14 +112,15 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _endpoints_fail_in_time(self) -> Self:
-        for reward in self.rewards:
+        inside = [reward for operator in self.pipeline for _, rewards in operator.judges_by for reward in rewards]
+        for reward in (*self.rewards, *inside):
             if isinstance(reward, JudgeSection) and reward.endpoint is not None:
                 longest, deadline = reward.deadline_s + reward.try_s, self.judging.deadline_s
                 if longest >= deadline:
                     raise ValueError(
                         f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                        f"reward `{reward.name}`, so an endpoint that is down would pass for a slow one; raise "
-                        "judging.deadline_s"
+                        f"reward `{part_names([reward])[0]}`, so an endpoint that is down would pass for a slow one; "
+                        "raise judging.deadline_s"
                     )
         return self
 

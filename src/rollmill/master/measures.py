@@ -46,8 +46,9 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     if not usual:
         return metrics
     rewards = np.array([e.reward for e in usual if e.reward is not None], np.float64)
-    lengths = np.array([e.action_tokens for e in usual], np.float64)
-    staleness = np.array([version - e.oldest_version for e in usual], np.float64)
+    learned = [e for e in usual if e.action_tokens]  # an operator may have masked all tokens
+    lengths = np.array([e.action_tokens for e in learned] or [0], np.float64)
+    staleness = np.array([version - e.oldest_version for e in learned] or [0], np.float64)
     metrics |= {
         "completions": len(usual),
         "judged": len(rewards),

@@ -57,31 +57,39 @@ class Report:
 class Batch:
     """Experiences on their way through a pipeline. An operator changes them in place and says so.
 
-    Reasons are short constant words such as `too long`: they become names of metrics.
+    Reasons are short constant words such as `too long`: they become names of metrics. `operator` is the name that the
+    operator has in its pipeline.
     """
 
-    def __init__(self, experiences: Sequence[Experience], context: Context) -> None:
-        self.context = context
+    def __init__(self, experiences: Sequence[Experience], context: Context, operator: str = "") -> None:
+        self.context, self.operator = context, operator
         self.report = Report(seen=len(experiences))
-        self._experiences = list(experiences)
+        self._experiences = {experience.id: experience for experience in experiences}
+        assert len(self._experiences) == len(experiences), "ids of experiences are unique"
         self._changed: set[str] = set()
+        self._added: set[str] = set()
 
     @property
     def experiences(self) -> list[Experience]:
         """Those that are still there, added ones last. A copy: dropping while looping is fine."""
-        return list(self._experiences)
+        return list(self._experiences.values())
 
     def groups(self, source: Source = Source.USUAL) -> dict[str, list[Experience]]:
         """The experiences of one source by group, in order."""
         found: dict[str, list[Experience]] = {}
-        for experience in self._experiences:
+        for experience in self._experiences.values():
             if experience.source is source:
                 found.setdefault(experience.group, []).append(experience)
         return found
 
     def drop(self, experience: Experience, why: str) -> None:
-        """Take an experience out; the others of its group stay."""
-        self._experiences = [each for each in self._experiences if each is not experience]
+        """Take an experience out; the others of its group stay. Raises ValueError for one that is not there."""
+        if self._experiences.get(experience.id) is not experience:
+            raise ValueError(f"experience {experience.id} is dropped, and it is not there")
+        del self._experiences[experience.id]
+        if experience.id in self._added:
+            self.report.added -= 1
+            return
         self.report.dropped += 1
         self.report.reasons[why] += 1
 
@@ -92,8 +100,18 @@ class Batch:
             self._changed.add(experience.id)
             self.report.changed += 1
 
+    def note(self, why: str) -> None:
+        """Count something that is worth knowing and changes no experience."""
+        self.report.changes[why] += 1
+
     def add(self, experience: Experience, why: str) -> None:
-        """Put a new experience in: an expert one, one of a pair (a group of two), or a usual one."""
-        self._experiences.append(experience)
+        """Put a new experience in: an expert one, one of a pair (a group of two), or a usual one.
+
+        Raises ValueError where its id is known: a store would take it for the same experience.
+        """
+        if experience.id in self._experiences:
+            raise ValueError(f"experience {experience.id} is added twice; ids have to be new")
+        self._experiences[experience.id] = experience
+        self._added.add(experience.id)
         self.report.added += 1
         self.report.changes[why] += 1

@@ -1,23 +1,130 @@
-"""Operators that leave experiences out."""
+"""Operators that leave experiences out, or out of the loss."""
 
 from __future__ import annotations
 
-from rollmill.config.operators import RewardFilter
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from rollmill.config.operators import GroupVariance, InvalidReward, LengthFilter, RewardFilter, Truncated
+from rollmill.core.types import Experience, StopReason
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
+from rollmill.pipelines.reading import length_of, measured, succeeded, usual
+from rollmill.pipelines.rewards import open_part, set_reward
+
+_EQUAL = 1e-9
+"""Rewards that differ by less are equal: sums of parts are off by rounding."""
 
 
 def reward_filter(options: RewardFilter) -> Operator:
     """Drops usual experiences whose reward lies outside the bounds; those without one are kept."""
 
     def apply(batch: Batch) -> None:
-        for group in batch.groups().values():
-            for experience in group:
-                if experience.reward is None:
-                    continue
-                if options.at_least is not None and experience.reward < options.at_least:
-                    batch.drop(experience, "reward too low")
-                elif options.at_most is not None and experience.reward > options.at_most:
-                    batch.drop(experience, "reward too high")
+        for experience in usual(batch):
+            value = measured(experience, options.part)
+            if value is None:
+                continue
+            if options.at_least is not None and value < options.at_least:
+                batch.drop(experience, "reward too low")
+            elif options.at_most is not None and value > options.at_most:
+                batch.drop(experience, "reward too high")
 
     return apply
+
+
+def length_filter(options: LengthFilter) -> Operator:
+    """Drops usual experiences with too few or too many tokens of the policy."""
+
+    def apply(batch: Batch) -> None:
+        for experience in usual(batch):
+            length = length_of(experience)
+            if options.at_least is not None and length < options.at_least:
+                batch.drop(experience, "too short")
+            elif options.at_most is not None and length > options.at_most:
+                batch.drop(experience, "too long")
+
+    return apply
+
+
+def group_variance(options: GroupVariance) -> Operator:
+    """Drops groups with nothing to learn from: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11)."""
+
+    def apply(batch: Batch) -> None:
+        for group in batch.groups().values():
+            why = _unwanted(options, group)
+            if why is not None:
+                for experience in group:
+                    batch.drop(experience, why)
+
+    return apply
+
+
+def _unwanted(options: GroupVariance, group: Sequence[Experience]) -> str | None:
+    """Why a group is dropped. The bounds on the mean come first, because they say more."""
+    values = [value for each in group if (value := _value(options, each)) is not None]
+    if not values:
+        return "not judged"
+    mean, deviation = float(np.mean(values)), float(np.std(values))
+    if options.at_least is not None and mean < options.at_least - _EQUAL:
+        return "mean too low"
+    if options.at_most is not None and mean > options.at_most + _EQUAL:
+        return "mean too high"
+    if max(values) - min(values) <= _EQUAL:
+        return "all equal"
+    return "too alike" if deviation <= options.std_above else None
+
+
+def _value(options: GroupVariance, experience: Experience) -> float | None:
+    if options.threshold is None:
+        return measured(experience, options.part)
+    success = succeeded(experience, options.part, options.threshold)
+    return None if success is None else float(success)
+
+
+def invalid_reward(options: InvalidReward) -> Operator:
+    """Drops usual experiences whose reward cannot be learned from."""
+    unwanted = set(options.outcomes)
+
+    def apply(batch: Batch) -> None:
+        for experience in usual(batch):
+            if unwanted.intersection(experience.info.get("outcomes", {}).values()):
+                batch.drop(experience, "unwanted outcome")
+            elif experience.reward is None:
+                batch.drop(experience, "no reward")
+            elif not math.isfinite(experience.reward):
+                batch.drop(experience, "not finite")
+
+    return apply
+
+
+def truncated(options: Truncated) -> Operator:
+    """Masks, drops or re-rewards usual experiences that were cut off at the length limit."""
+
+    def apply(batch: Batch) -> None:
+        if options.then == "reward":
+            open_part(batch)
+        for experience in usual(batch):
+            if experience.stop_reason is not StopReason.LENGTH:
+                continue
+            if options.then == "drop":
+                batch.drop(experience, "cut off")
+            elif options.then == "reward":
+                set_reward(batch, experience, options.reward, "cut off reward")
+            else:
+                mask(experience)
+                batch.change(experience, "masked")
+
+    return apply
+
+
+def mask(experience: Experience) -> None:
+    """Take all tokens of an experience out of the loss. Its reward stays in the group's baseline.
+
+    `info["masked"]` keeps the version of its oldest token.
+    """
+    experience.info["masked"] = experience.oldest_version
+    experience.action_mask = np.zeros_like(experience.action_mask)
+    experience.logprobs = np.zeros_like(experience.logprobs)
+    experience.versions = np.full_like(experience.versions, -1)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rollmill.core.errors import PipelineError, RollmillError
 from rollmill.core.types import Experience
 from rollmill.pipelines.batch import Batch, Context, Report
 
-Operator = Callable[[Batch], Awaitable[None] | None]
-"""Changes a batch and reports to it. One that remembers something is an object with `state_dict` and
-`load_state_dict`; one that holds processes or connections has `close`."""
+Operator = Callable[[Batch], Any]
+"""Changes a batch, reports to it and returns nothing, or something to await. One that remembers something is an object
+with `state_dict` and `load_state_dict`; one that holds processes or connections has `close`."""
 
 
 class Pipeline:
@@ -38,17 +41,19 @@ class Pipeline:
         for name, operator in self._operators.items():
             if not current:
                 break
-            batch = Batch(current, context)
+            batch = Batch(current, context, name)
             try:
                 done = operator(batch)
                 if inspect.isawaitable(done):
-                    await done
+                    done = await done
+                if done is not None:
+                    raise TypeError(f"returned a {type(done).__name__}; an operator changes its batch, returns nothing")
             except RollmillError:
                 raise
             except Exception as error:
                 raise PipelineError(
                     f"operator `{name}` failed on experiences of task {current[0].task_id}: "
-                    f"{type(error).__name__}: {error}; correct it, or take it out of `pipeline`"
+                    f"{type(error).__name__}: {error}{_place(error)}; correct it, or take it out of `pipeline`"
                 ) from error
             self._reports[name].add(batch.report)
             current = batch.experiences
@@ -64,9 +69,11 @@ class Pipeline:
         return found
 
     def state_dict(self) -> dict[str, Any]:
-        """What operators remember, as plain JSON."""
-        stateful = {name: each for name, each in self._operators.items() if hasattr(each, "state_dict")}
-        return {name: each.state_dict() for name, each in stateful.items()}
+        """What operators remember, as plain JSON: a copy that later batches do not change.
+
+        Raises PipelineError naming the operator whose state JSON cannot hold.
+        """
+        return {name: _copied(name, each) for name, each in self._operators.items() if hasattr(each, "state_dict")}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
@@ -74,7 +81,22 @@ class Pipeline:
             self._operators[name].load_state_dict(own)  # type: ignore[attr-defined]
 
     def close(self) -> None:
-        """Release what operators hold."""
-        for operator in self._operators.values():
-            if hasattr(operator, "close"):
-                operator.close()
+        """Release what operators hold, even where one of them fails to."""
+        with ExitStack() as stack:
+            for operator in self._operators.values():
+                if hasattr(operator, "close"):
+                    stack.callback(operator.close)
+
+
+def _copied(name: str, operator: Any) -> Any:
+    try:
+        return json.loads(json.dumps(operator.state_dict()))
+    except (TypeError, ValueError) as error:
+        text = f"state_dict of operator `{name}` gives what JSON cannot hold: {error}"
+        raise PipelineError(f"{text}; give numbers, texts, lists and mappings with text keys") from error
+
+
+def _place(error: Exception) -> str:
+    """Where it was raised, as ` (FILE:LINE)`."""
+    frames = traceback.extract_tb(error.__traceback__)[1:]
+    return f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""

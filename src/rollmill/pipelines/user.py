@@ -8,7 +8,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from rollmill.config.operators.base import OperatorSection
-from rollmill.config.parts import part_of, register
+from rollmill.config.parts import part_of, place_of, register
+from rollmill.core.errors import ConfigError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -21,9 +22,11 @@ def operator(target: Target) -> Target:
     checkpoints. Keyword-only parameters (of the function, or of `__init__`) with a type and a default are keys of the
     run file.
 
-    Raises ConfigError naming the parameter that lacks a type or a default.
+    Raises ConfigError naming file and line: a parameter lacks a type or a default, or the operator cannot be called
+    with a batch.
     """
-    register("operator", target.__name__, part_of(target, OperatorSection))
+    _check_calls(target)
+    register("pipeline", target.__name__, part_of(target, OperatorSection))
     return target
 
 
@@ -33,3 +36,23 @@ def made(section: OperatorSection) -> Any:
     assert target is not None
     options = section.arguments()
     return target(**options) if inspect.isclass(target) else partial(target, **options)
+
+
+def _check_calls(target: Callable[..., Any]) -> None:
+    where = f"{place_of(target)}: {target.__name__}"
+    if not inspect.isclass(target):
+        _check_takes(inspect.signature(target), 1, f"{where}: an operator takes one batch, as in def NAME(batch)")
+        return
+    _check_takes(inspect.signature(target), 0, f"{where}: options of an operator stand behind `*` in __init__")
+    if "__call__" not in dir(target) or not inspect.isfunction(target.__call__):
+        raise ConfigError(f"{where}: an operator needs a method __call__(self, batch)")
+    signature = inspect.signature(target.__call__)
+    _check_takes(signature, 2, f"{where}: __call__ takes one batch, as in def __call__(self, batch)")
+
+
+def _check_takes(signature: inspect.Signature, count: int, otherwise: str) -> None:
+    """Whether exactly so many positional arguments have to be given."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = [each for each in signature.parameters.values() if each.kind in positional]
+    if len(taken) != count:
+        raise ConfigError(f"{otherwise}; found {signature}")

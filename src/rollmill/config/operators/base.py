@@ -1,9 +1,40 @@
-"""What all operators of `pipeline` have in common."""
+"""What operators of `pipeline` have in common."""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from rollmill.config.parts import Part
+from rollmill.config.rewards import RewardSection
 
 
 class OperatorSection(Part):
     """An operator chosen by name; its other keys are its options."""
+
+    adds_to_rewards: ClassVar[bool] = False  #: shapes rewards: what it adds is a part of its own
+    rewrites_rewards: ClassVar[bool] = False  #: afterwards a reward is no longer the weighted sum of its parts
+
+    @property
+    def judges_by(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
+        """The lists of rewards that it judges by, each with the key it stands under."""
+        return []
+
+    def only_with(self, keys: tuple[str, ...], honoured: bool, when: str) -> None:
+        """Raises ValueError where one of `keys` is not its default and is not honoured."""
+        for key in keys:
+            if not honoured and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} is honoured {when}; remove it")
+
+
+class Measured(OperatorSection):
+    """An operator that looks at rewards."""
+
+    part: str | None = None
+    """Look at this part of the reward instead of the sum: the name of a reward, or name/part of one with several."""
+
+
+class Successes(Measured):
+    """An operator that tells successes from failures."""
+
+    threshold: float = 1.0
+    """A completion is a success when its reward (or the part) is at least this."""

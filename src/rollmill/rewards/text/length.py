@@ -18,11 +18,32 @@ def length_reward(config: LengthReward) -> KimiLength | Overlong | TargetLength:
     return Overlong(config) if config.kind == "overlong" else TargetLength(config)
 
 
+def shares_by_length(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float | None]:
+    """What completions of a group earn by their lengths (Kimi k1.5, arXiv:2501.12599, 2.3.3).
+
+    lambda = .5 - (length - min) / (max - min) over the lengths of the group; a correct completion earns lambda, a wrong
+    one min(0, lambda), and all earn 0 where all are equally long. None where `correct` is None.
+    """
+    shortest, spread = min(lengths), max(lengths) - min(lengths)
+    shares = [0.5 - (length - shortest) / spread if spread else 0.0 for length in lengths]
+    return [
+        None if right is None else share if right else min(0.0, share)
+        for share, right in zip(shares, correct, strict=True)
+    ]
+
+
+def overlong(length: int, longest: int, buffer: int) -> float:
+    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
+
+    0 up to L_max - L_c, then ((L_max - L_c) - length) / L_c, and -1 past L_max.
+    """
+    return min(0.0, max(-1.0, (longest - buffer - length) / buffer))
+
+
 class KimiLength:
     """Kimi k1.5 (arXiv:2501.12599, 2.3.3): shorter is better within a group, and a wrong completion gains nothing.
 
-    lambda = .5 - (length - min) / (max - min) over the lengths of the group; a correct completion earns lambda, a wrong
-    one min(0, lambda), and all earn 0 where all are equally long.
+    Its formula is `shares_by_length`.
     """
 
     def __init__(self, config: LengthReward) -> None:
@@ -33,12 +54,7 @@ class KimiLength:
     ) -> list[Verdict]:
         correct = [self._correct(each) for each in judged]
         lengths = [length_of(completion) for completion in completions]
-        shortest, spread = min(lengths), max(lengths) - min(lengths)
-        verdicts = []
-        for length, right in zip(lengths, correct, strict=True):
-            share = 0.5 - (length - shortest) / spread if spread else 0.0
-            verdicts.append(Verdict(None if right is None else share if right else min(0.0, share)))
-        return verdicts
+        return [Verdict(share) for share in shares_by_length(lengths, correct)]
 
     def _correct(self, judgement: Judgement) -> bool | None:
         """None where the reward that says so does not apply. Raises RewardError where there is none of that name."""
@@ -56,18 +72,15 @@ class KimiLength:
 
 
 class Overlong:
-    """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
-
-    0 up to L_max - L_c, then ((L_max - L_c) - length) / L_c, and -1 past L_max.
-    """
+    """DAPO's soft overlong punishment: `overlong`."""
 
     def __init__(self, config: LengthReward) -> None:
         assert config.longest is not None
         assert config.buffer is not None
-        self._free, self._buffer = config.longest - config.buffer, config.buffer
+        self._longest, self._buffer = config.longest, config.buffer
 
     async def judge(self, task: Task, completion: Completion) -> Verdict:
-        return Verdict(min(0.0, max(-1.0, (self._free - length_of(completion)) / self._buffer)))
+        return Verdict(overlong(length_of(completion), self._longest, self._buffer))
 
 
 class TargetLength:

@@ -25,12 +25,20 @@ class Repetition:
         return await aside(len(completion.text), self._verdict, completion)
 
     def _verdict(self, completion: Completion) -> Verdict:
-        config, ids = self._config, _ids(completion)
-        looping = loop_length(ids[-_TAIL:], config.loop_times, config.loop_tokens)
-        repeated = repeated_share(ids, config.ngram)
-        share = max(repeated, looping / max(len(ids), 1))
-        penalty = max(0.0, share - config.free) / (1 - config.free)
+        config = self._config
+        penalty, looping = repetition(
+            _ids(completion), config.ngram, config.free, config.loop_times, config.loop_tokens
+        )
         return Verdict(-penalty if penalty else 0.0, "loop" if looping else OK)
+
+
+def repetition(
+    ids: npt.NDArray[np.int64], ngram: int, free: float, loop_times: int, loop_tokens: int
+) -> tuple[float, bool]:
+    """max(share of repeated n-grams, share of a loop at the end) beyond `free`, scaled to reach 1; is there a loop?"""
+    looping = loop_length(ids[-_TAIL:], loop_times, loop_tokens)
+    share = max(repeated_share(ids, ngram), looping / max(len(ids), 1))
+    return max(0.0, share - free) / (1 - free), looping > 0
 
 
 def _ids(completion: Completion) -> npt.NDArray[np.int64]:

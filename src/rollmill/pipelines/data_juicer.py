@@ -1,0 +1,152 @@
+"""Operators of Data-Juicer (arXiv:2309.02033) on the text of completions."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollmill.config.hints import did_you_mean
+from rollmill.config.operators import DataJuicer
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Experience, Source, StopReason, Turn
+from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.reading import ended, prompt_length, usual
+
+_OWN = frozenset({"skip_op_error", "text_key"})
+"""Options of all operators that are ours to set."""
+
+
+class DataJuicerOperators:
+    """Runs filters, which drop completions, and mappers, whose texts become expert experiences.
+
+    A mapper's text goes on to the operators behind it; a completion that one of these refuses is dropped, whatever the
+    mappers made of it.
+
+    Raises ConfigError where Data-Juicer is not installed, or an operator is not known or cannot be used.
+    """
+
+    def __init__(self, options: DataJuicer) -> None:
+        self._options, self._base = options, _base()
+        self._operators = [self._made(*next(iter(entry.items()))) for entry in options.process]
+
+    def __call__(self, batch: Batch) -> None:
+        left = usual(batch)
+        texts = {each.id: self._text(each) for each in left}
+        for name, operator in self._operators:
+            if not left:
+                break
+            found = self._apply(operator, [texts[each.id] for each in left])
+            if isinstance(operator, self._base.Filter):
+                refused = [each for each, kept in zip(left, found, strict=True) if not kept]
+                for experience in refused:
+                    batch.drop(experience, name)
+                left = [each for each, kept in zip(left, found, strict=True) if kept]
+            else:
+                texts |= {each.id: str(text) for each, text in zip(left, found, strict=True)}
+        for experience in left:
+            if self._options.mapped == "expert" and texts[experience.id] != experience.response:
+                self._add(batch, experience, texts[experience.id])
+
+    def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:
+        """Per text whether it is kept, or what it became."""
+        key = self._base.text_key
+        samples: dict[str, list[Any]] = {key: list(texts), self._base.meta: [{} for _ in texts]}
+        if isinstance(operator, self._base.Filter):
+            samples[self._base.stats] = [{} for _ in texts]
+            return list(operator.process_batched(operator.compute_stats_batched(samples)))
+        return list(operator.process_batched(samples)[key])
+
+    def _made(self, name: str, arguments: dict[str, Any] | None) -> tuple[str, Any]:
+        kinds, arguments = self._base.kinds, arguments or {}
+        if name not in kinds:
+            near = did_you_mean(name, list(kinds))
+            raise ConfigError(f"data_juicer: process: no operator `{name}` in the Data-Juicer that is installed{near}")
+        kind = kinds[name]
+        if not issubclass(kind, self._base.Filter | self._base.Mapper):
+            raise ConfigError(f"data_juicer: process: `{name}` needs a whole data set; use filters and mappers")
+        if issubclass(kind, self._base.Mapper) and self._options.mapped == "refuse":
+            text = "changes text, and completions keep the tokens that the policy produced"
+            raise ConfigError(f"data_juicer: process: `{name}` {text}; say mapped: expert, or use filters only")
+        for key in arguments:
+            if key in _OWN or key not in _arguments_of(kind):
+                raise ConfigError(f"data_juicer: process: `{name}` has no argument `{key}`; correct or remove it")
+        try:
+            return name, kind(**arguments, skip_op_error=False)
+        except Exception as error:
+            raise ConfigError(f"data_juicer: process: `{name}` cannot be made: {error}") from error
+
+    def _text(self, experience: Experience) -> str:
+        texts = {"response": [experience.response], "prompt": [experience.prompt]}
+        return "".join(texts.get(self._options.text, [experience.prompt, experience.response]))
+
+    def _add(self, batch: Batch, experience: Experience, text: str) -> None:
+        if not ended(experience):
+            batch.note("cut off")
+            return
+        start, context = prompt_length(experience), batch.context
+        new = [*context.tokenizer.encode(text, add_special_tokens=False), context.end_id]
+        if len(new) > context.max_new_tokens:
+            batch.note("too long")
+            return
+        ids = np.concatenate([experience.token_ids[:start], np.array(new, np.int32)]).astype(np.int32)
+        name = f"{experience.id}/{batch.operator}"
+        made = Experience(
+            id=name,
+            task_id=experience.task_id,
+            group=name,
+            token_ids=ids,
+            action_mask=np.arange(len(ids)) >= start,
+            logprobs=np.zeros(len(ids), np.float32),
+            versions=np.full(len(ids), -1, np.int32),
+            source=Source.EXPERT,
+            stop_reason=StopReason.EOS,
+            turns=[Turn("prompt", 0, start, experience.prompt), Turn("assistant", start, len(ids), text)],
+            prompt=experience.prompt,
+            response=text,
+            info={"origin": experience.id, "origin_reward": experience.reward},
+        )
+        batch.add(made, "rewritten")
+
+
+class _Base:
+    """What is used of the package."""
+
+    def __init__(self) -> None:
+        from data_juicer.ops.base_op import OPERATORS, Filter, Mapper
+        from data_juicer.utils.constant import Fields
+
+        self.Filter, self.Mapper = Filter, Mapper
+        self.kinds: dict[str, Any] = OPERATORS.modules
+        self.stats, self.meta, self.text_key = Fields.stats, Fields.meta, "text"
+
+
+def _base() -> _Base:
+    """The package, which is kept from installing others while a run is under way."""
+    try:
+        import data_juicer.ops  # registers the operators
+        from data_juicer.utils import lazy_loader
+
+        lazy_loader.LazyLoader._install_package = classmethod(_refuse_to_install)
+        assert data_juicer.ops
+        return _Base()
+    except ModuleNotFoundError as error:
+        missing = "" if (error.name or "data_juicer").startswith("data_juicer") else f" (it lacks `{error.name}`)"
+        text = f"operator `data_juicer` needs Data-Juicer{missing}: pip install py-data-juicer"
+        raise ConfigError(text) from error
+
+
+def _refuse_to_install(cls: Any, package_spec: str, pip_args: Any = None) -> bool:
+    raise ConfigError(f"data_juicer: this operator needs the package {package_spec}; pip install it before the run")
+
+
+def _arguments_of(kind: type) -> set[str]:
+    """The arguments of an operator and of its bases: those of `__init__`, and those they list."""
+    found: set[str] = set()
+    for each in kind.__mro__:
+        found |= set(getattr(each, "_BASE_PARAMS", {}))
+        if "__init__" in vars(each):
+            found |= set(inspect.signature(each.__init__).parameters)  # type: ignore[misc]
+    return found - {"self", "args", "kwargs"}

@@ -1,0 +1,116 @@
+"""Tests made from a run's own successes by Kimi k1.5's rules (arXiv:2501.12599), which later successes have to pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.operators import GeneratedTests
+from rollmill.core.types import Experience, Task
+from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.checks import judged, undecided
+from rollmill.pipelines.memory import Memory
+from rollmill.pipelines.reading import succeeded
+from rollmill.pipelines.rewards import open_part, set_reward
+from rollmill.rewards import Judge
+from rollmill.rewards.code.comparison import rules_of
+from rollmill.rewards.code.extraction import extract_code, joined
+from rollmill.rewards.code.generation import Demands, Problem, generate_tests
+from rollmill.rewards.code.reward import limits_of
+from rollmill.rewards.code.tests import ProgramTest, read_suite
+from rollmill.sandbox import Sandbox
+
+
+@dataclass(slots=True)
+class _Known:
+    """Of one task: different successes so far, and the tests made of them; None: not made yet, []: none were sound."""
+
+    programs: list[str] = field(default_factory=list)
+    tests: list[dict[str, Any]] | None = None
+
+
+class TestMaker:
+    """Collects successes of tasks that have a generator, makes tests once, and holds successes against them."""
+
+    def __init__(self, options: GeneratedTests, judge: Judge) -> None:
+        code = options.code
+        self._options, self._judge = options, judge
+        self._sandbox = Sandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
+        self._demands = Demands(options.cases, options.submissions, options.agree, options.solve)
+        self._memory: Memory[_Known] = Memory(options.memory)
+
+    async def __call__(self, batch: Batch) -> None:
+        open_part(batch)
+        for group in batch.groups().values():
+            task = batch.context.task(group[0].task_id)
+            generator = task.metadata.get(self._options.generator)
+            successes = [each for each in group if succeeded(each, self._options.part, self._options.threshold)]
+            if not isinstance(generator, str) or not successes:
+                continue
+            known = self._memory.get(task.id) or _Known()
+            self._memory.put(task.id, known)
+            if known.tests is None:
+                await self._collect(batch, task, generator, known, successes)
+            if known.tests:
+                await self._test(batch, task, known.tests, successes)
+
+    async def _collect(
+        self, batch: Batch, task: Task, generator: str, known: _Known, successes: Sequence[Experience]
+    ) -> None:
+        """Take note of successes; make the tests once there are enough."""
+        name, prefix = _asked_for(task)
+        for experience in successes:
+            code = extract_code(experience.response, self._options.code.extract, name)
+            source = None if code is None else joined(prefix, code, name) if prefix else code
+            if source is not None and source not in known.programs:
+                known.programs.append(source)
+        if len(known.programs) < self._options.submissions:
+            return
+        problem = Problem(generator, known.programs, name)
+        code_options = self._options.code
+        made = await generate_tests(
+            problem, self._sandbox, self._demands, rules_of(code_options), limits_of(code_options)
+        )
+        known.tests, known.programs = made.tests, []
+        batch.note("tests made" if made.tests else "no sound tests")
+
+    async def _test(
+        self, batch: Batch, task: Task, tests: list[dict[str, Any]], successes: Sequence[Experience]
+    ) -> None:
+        columns = {key: value for key, value in task.metadata.items() if key in ("entry_point", "prefix", "checker")}
+        harder = replace(task, metadata=columns | {"tests": tests})
+        for experience, judgement in zip(
+            successes, await judged(self._judge, batch, successes, task=harder), strict=True
+        ):
+            if judgement.reward is None or undecided(judgement, [self._options.code]):
+                batch.note("not tested")
+            elif judgement.reward < 1:
+                set_reward(batch, experience, self._options.reward, "failed generated tests")
+            else:
+                batch.note("passed")
+
+    def close(self) -> None:
+        """End the processes of sandbox and judge."""
+        self._sandbox.close()
+        self._judge.close()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Programs and tests of every task, from the one that is forgotten first."""
+        return {"tasks": [[task, known.programs, known.tests] for task, known in self._memory.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._memory = Memory(self._options.memory)
+        for task, programs, tests in state["tasks"]:
+            self._memory.put(task, _Known(list(programs), tests))
+
+
+def _asked_for(task: Task) -> tuple[str | None, str]:
+    """The function that a task asks for (None: a program) and the text that code goes on from."""
+    suite = read_suite(task.metadata)
+    if suite is None:
+        return task.metadata.get("entry_point"), ""
+    if isinstance(suite.tests[0], ProgramTest):
+        return None, suite.prefix
+    return task.metadata.get("entry_point") or suite.entry_point, suite.prefix

@@ -1,0 +1,132 @@
+"""New experiences from rollouts: demonstrations and pairs. Their tokens are those that the policy produced."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from rollmill.config.operators import Demonstrations, Pairs
+from rollmill.core.types import Experience, Source, Turn
+from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.memory import Memory
+from rollmill.pipelines.pipeline import Operator
+from rollmill.pipelines.reading import ended, length_of, measured, succeeded
+
+
+class Demonstrator:
+    """Makes expert experiences of a group's successes that came to an end of their own."""
+
+    def __init__(self, options: Demonstrations) -> None:
+        self._options = options
+        self._made: Memory[int] = Memory(options.memory)
+
+    def __call__(self, batch: Batch) -> None:
+        for group in batch.groups().values():
+            for experience in self._chosen(group):
+                batch.add(imitated(experience, batch.operator), "demonstration")
+
+    def _chosen(self, group: Sequence[Experience]) -> list[Experience]:
+        options, task = self._options, group[0].task_id
+        found = _successes(options.part, options.threshold, group)
+        if options.choose == "shortest":
+            found.sort(key=lambda each: (length_of(each), -_measure(each, options.part)))
+        elif options.choose == "best":
+            found.sort(key=lambda each: (-_measure(each, options.part), length_of(each)))
+        found = found[: options.count]
+        if options.per_task is not None and found:
+            made = self._made.get(task) or 0
+            found = found[: max(options.per_task - made, 0)]
+            self._made.put(task, made + len(found))
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many of each task were made, from the task that is forgotten first."""
+        return {"made": [list(each) for each in self._made.items()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._made = Memory(self._options.memory)
+        for task, made in state["made"]:
+            self._made.put(task, made)
+
+
+def pairs(options: Pairs) -> Operator:
+    """Makes pairs of a group's completions; the chosen one has reward 1, the rejected one 0."""
+
+    def apply(batch: Batch) -> None:
+        for name, group in batch.groups().items():
+            found = _by_reward(options, group) if options.by == "reward" else _by_length(options, group)
+            for number, pair in enumerate(found[: options.count]):
+                of = f"{name}/{batch.operator}/{number}"
+                for role, reward, experience in zip(("chosen", "rejected"), (1.0, 0.0), pair, strict=True):
+                    made = _derived(experience, id=f"{of}/{role}", group=of, source=Source.PREFERENCE)
+                    made.reward = reward
+                    batch.add(made, "pair" if reward else "rejected of a pair")
+
+    return apply
+
+
+def _by_reward(options: Pairs, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
+    """Best against worst, second best against second worst, ... as long as the rewards differ enough."""
+    known = [each for each in group if each.action_tokens and measured(each, options.part) is not None]
+    order = sorted(known, key=lambda each: -_measure(each, options.part))
+    couples = zip(order[: len(order) // 2], reversed(order), strict=False)
+    return [
+        (best, worst)
+        for best, worst in couples
+        if ended(best) and _measure(best, options.part) - _measure(worst, options.part) > options.margin
+    ]
+
+
+def _by_length(options: Pairs, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
+    """Kimi k1.5 (arXiv:2501.12599, 2.4): the shortest success, preferred to each longer failure and to each success of
+    at least `longer` times its length; the longest of them first.
+    """
+    successes = _successes(options.part, options.threshold, group)
+    if not successes:
+        return []
+    best = min(successes, key=length_of)
+    rejected = []
+    for each in group:
+        success = succeeded(each, options.part, options.threshold)
+        least = options.longer * length_of(best) if success else length_of(best) + 1
+        if success is not None and each is not best and each.action_tokens and length_of(each) >= least:
+            rejected.append(each)
+    return [(best, each) for each in sorted(rejected, key=length_of, reverse=True)]
+
+
+def imitated(experience: Experience, operator: str) -> Experience:
+    """A rollout as a demonstration: the same tokens, of which those of the policy are imitated."""
+    name = f"{experience.id}/{operator}"
+    return _derived(experience, id=name, group=name, source=Source.EXPERT)
+
+
+def _derived(experience: Experience, *, id: str, group: str, source: Source) -> Experience:
+    return Experience(
+        id=id,
+        task_id=experience.task_id,
+        group=group,
+        token_ids=experience.token_ids.copy(),
+        action_mask=experience.action_mask.copy(),
+        logprobs=np.zeros(len(experience.token_ids), np.float32),
+        versions=np.full(len(experience.token_ids), -1, np.int32),
+        source=source,
+        stop_reason=experience.stop_reason,
+        turns=[Turn(turn.role, turn.start, turn.end, turn.text) for turn in experience.turns],
+        prompt=experience.prompt,
+        response=experience.response,
+        info={"origin": experience.id, "origin_reward": experience.reward, "origin_version": experience.oldest_version},
+    )
+
+
+def _successes(part: str | None, threshold: float, group: Sequence[Experience]) -> list[Experience]:
+    """Those that ended by themselves, were not masked and succeeded, in order."""
+    return [each for each in group if ended(each) and each.action_tokens and succeeded(each, part, threshold)]
+
+
+def _measure(experience: Experience, part: str | None) -> float:
+    value = measured(experience, part)
+    assert value is not None
+    return value

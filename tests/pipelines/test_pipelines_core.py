@@ -1,0 +1,141 @@
+"""Batches, reports and the pipeline itself."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from made_up import context, group, ids, pipeline, rollout
+
+from rollmill.core.errors import PipelineError
+from rollmill.pipelines import Batch, Pipeline
+
+
+def run(made: Pipeline, experiences: list[Any]) -> list[Any]:
+    return asyncio.run(made.process(experiences, context()))
+
+
+def test_what_is_dropped_is_counted_once_and_with_its_reason() -> None:
+    first, second = group([1.0, 0.0])
+    batch = Batch([first, second], context())
+    batch.drop(first, "too long")
+    assert ids(batch.experiences) == ["g0/1"]
+    assert (batch.report.seen, batch.report.kept, batch.report.dropped) == (2, 1, 1)
+    assert batch.report.reasons == {"too long": 1}
+    with pytest.raises(ValueError, match="g0/0 is dropped, and it is not there"):
+        batch.drop(first, "too long")
+
+
+def test_an_experience_that_is_added_and_dropped_leaves_no_trace() -> None:
+    batch = Batch(group([1.0]), context())
+    new = rollout(index=5)
+    batch.add(new, "made")
+    batch.drop(new, "after all not")
+    assert (batch.report.kept, batch.report.added, batch.report.dropped) == (1, 0, 0)
+
+
+def test_an_id_is_added_once() -> None:
+    batch = Batch(group([1.0]), context())
+    with pytest.raises(ValueError, match="g0/0 is added twice"):
+        batch.add(rollout(index=0), "made")
+
+
+def test_an_experience_changed_twice_counts_as_one() -> None:
+    [experience] = group([1.0])
+    batch = Batch([experience], context())
+    batch.change(experience, "shaped")
+    batch.change(experience, "masked")
+    assert batch.report.changed == 1
+    assert batch.report.numbers() == {"kept": 1, "changed": 1, "dropped": 0, "added": 0, "shaped": 1, "masked": 1}
+
+
+def test_operators_of_one_name_are_told_apart() -> None:
+    made = pipeline(
+        {"name": "reward_filter", "at_least": 0.5}, "invalid_reward", {"name": "reward_filter", "at_most": 0.9}
+    )
+    assert ids(run(made, group([0.0, 0.6, 1.0, None]))) == ["g0/1"]
+    reports = made.take_reports()
+    assert {name: report.dropped for name, report in reports.items()} == {
+        "reward_filter": 1,
+        "invalid_reward": 1,
+        "reward_filter-2": 1,
+    }
+    assert all(report.seen == 0 for report in made.take_reports().values())
+
+
+def test_an_operator_that_raises_names_itself_the_task_and_the_line() -> None:
+    def broken(batch: Batch) -> None:
+        raise KeyError("colour")
+
+    with pytest.raises(PipelineError) as caught:
+        run(Pipeline([("broken", broken)]), group([1.0], task="t7"))
+    line = broken.__code__.co_firstlineno + 1
+    text = f"operator `broken` failed on experiences of task t7: KeyError: 'colour' ({__file__}:{line}); correct it"
+    assert text in str(caught.value)
+
+
+def test_an_operator_that_returns_something_is_an_error() -> None:
+    def filtered(batch: Batch) -> Any:
+        return [each for each in batch.experiences if each.reward]
+
+    async def later(batch: Batch) -> Any:
+        return 1
+
+    def lazy(batch: Batch) -> Any:  # its body would never run
+        yield batch.drop(batch.experiences[0], "lazy")
+
+    for operator, kind in ((filtered, "list"), (later, "int"), (lazy, "generator")):
+        with pytest.raises(PipelineError, match=f"returned a {kind}; an operator changes its batch"):
+            run(Pipeline([("mine", operator)]), group([1.0]))
+
+
+class Counts:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+        self.closed = False
+
+    async def __call__(self, batch: Batch) -> None:
+        self.seen += ids(batch.experiences)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_state_is_a_copy_that_later_batches_do_not_change() -> None:
+    operator = Counts()
+    made = Pipeline([("counts", operator)])
+    run(made, group([1.0]))
+    state = made.state_dict()
+    run(made, group([1.0], name="g1"))
+    assert state == {"counts": {"seen": ["g0/0"]}}
+    again = Counts()
+    Pipeline([("counts", again)]).load_state_dict(state)
+    assert again.seen == ["g0/0"]
+    made.close()
+    assert operator.closed
+
+
+def test_a_state_that_json_cannot_hold_names_the_operator() -> None:
+    operator = Counts()
+    operator.seen = {1, 2}  # type: ignore[assignment]
+    with pytest.raises(PipelineError, match="state_dict of operator `counts` gives what JSON cannot hold"):
+        Pipeline([("counts", operator)]).state_dict()
+
+
+def test_all_operators_are_closed_even_if_one_fails_to() -> None:
+    class Fails(Counts):
+        def close(self) -> None:
+            raise OSError("stuck")
+
+    first, last = Counts(), Counts()
+    with pytest.raises(OSError, match="stuck"):
+        Pipeline([("a", first), ("b", Fails()), ("c", last)]).close()
+    assert first.closed
+    assert last.closed
