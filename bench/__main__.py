@@ -17,6 +17,7 @@ NAMES = (
     "logprob",
     "learn",
     "curriculum",
+    "verify",
     "overlap",
     "grade",
     "sandbox",

@@ -46,7 +46,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser = argparse.ArgumentParser(prog="bench verify", description=__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--image", type=Path, default=IMAGE)
+    parser.add_argument("--svg", type=Path, default=IMAGE)
     args = parser.parse_args(arguments)
     curves: dict[str, list[Points]] = {name: [] for name in SIDES}
     raw: list[Measured] = []
@@ -58,7 +58,7 @@ def main(arguments: list[str], only_json: bool) -> None:
             curves[name].append(curve)
             raw.append(Measured(f"{name} seed {seed}", {}, [{"rollouts": x, "accuracy": y} for x, y in curve]))
     lines = [Curve(name, number, list(each)) for number, (name, own) in enumerate(curves.items()) for each in own]
-    args.image.write_text(svg("completions rolled out", "accuracy of sampled completions", lines))
+    args.svg.write_text(svg("completions rolled out", "accuracy of sampled completions", lines))
     verified, alone, right = curves.values()
     extra = {"right": [round(wrong_share(curve), 4) for curve in right]}
     mean = Case(

@@ -79,7 +79,7 @@ def show(
     from rollmill.tasks import load_taskset
 
     chosen = stage_of(load_run(config, overrides or []), stage)
-    taskset = load_taskset(chosen.taskset)
+    taskset = load_taskset(chosen.tasks_from)
     shown = _shown(taskset, column)
     if as_json:
         print(json.dumps({"stage": chosen.name, **shown}, ensure_ascii=False))

@@ -57,6 +57,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     keys |= _unhonoured_by_buffer(stage)
+    if not stage.needs_taskset:
+        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
     if evaluation is None:
         keys["early_stop",] = (
             "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
@@ -107,8 +109,10 @@ def unhonoured_in_evaluation(taskset: TasksetConfig) -> dict[KeyPath, str]:
     return keys
 
 
-def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
+def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
     """The sections of a taskset that say in which order tasks come, each with its place."""
+    if taskset is None:
+        return []
     entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]
     return [*entries] or [(at, taskset)]
 

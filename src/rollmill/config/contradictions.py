@@ -175,7 +175,11 @@ def _evaluation(stage: StageConfig) -> Iterator[Finding]:
 
 def _tasksets(stage: StageConfig) -> Iterator[Finding]:
     evaluation = stage.evaluation
-    tasksets: dict[KeyPath, TasksetConfig] = {("taskset",): stage.taskset}
+    tasksets: dict[KeyPath, TasksetConfig] = {}
+    if stage.taskset is not None:
+        tasksets["taskset",] = stage.taskset
+    elif stage.needs_taskset:
+        yield ("taskset",), "is required; add it"
     if evaluation is not None:
         tasksets["evaluation", "taskset"] = evaluation.taskset
         if evaluation.taskset.mix and evaluation.limit is not None:
@@ -213,6 +217,9 @@ def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Itera
     if isinstance(model.path, Path):
         if model.path.is_file():
             yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"
+    elif model.new is not None and all(stage.taskset is None for stage in stages):
+        text = "a new model's tokenizer is trained on the taskset, and there is none; give model.path or a taskset"
+        yield ("model", "new"), text
     elif model.new is None:
         text = (
             "which model? Give model.path (a checkpoint folder) or model.new (a recipe, for example {hidden_size: 256})"

@@ -66,7 +66,8 @@ def _model(model: ModelConfig) -> str:
 
 def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
     rollout, evaluation, algorithm = stage.rollout, stage.evaluation, stage.algorithm
-    yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
+    if stage.taskset is not None:
+        yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
     if algorithm.uses_rollouts:
         total = rollout.batch * rollout.group_size
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"

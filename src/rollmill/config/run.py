@@ -91,7 +91,8 @@ class StageConfig(Section):
     """Training steps of this stage."""
     max_staleness: int = Field(0, ge=0)
     """How many versions older than the trained weights a rollout may be. 0 synchronous, 1 one-step-off-policy."""
-    taskset: TasksetConfig
+    taskset: TasksetConfig | None = None
+    """What is rolled out or imitated. Needed by all stages but those that learn from `experts.sources` alone."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
@@ -106,9 +107,20 @@ class StageConfig(Section):
 
     @model_validator(mode="after")
     def _held_out_tasks_are_known(self) -> Self:
-        if self.evaluation is not None:
+        if self.evaluation is not None and self.taskset is not None:
             self.taskset = with_held_out(self.taskset, self.evaluation.taskset)
         return self
+
+    @property
+    def needs_taskset(self) -> bool:
+        """Whether anything is rolled out, or taken from the taskset."""
+        return self.algorithm.uses_rollouts or "taskset" in self.experts.sources
+
+    @property
+    def tasks_from(self) -> TasksetConfig:
+        """The taskset of a stage that needs one."""
+        assert self.taskset is not None
+        return self.taskset
 
     @model_validator(mode="after")
     def _endpoints_fail_in_time(self) -> Self:

@@ -32,7 +32,7 @@ def expert_pool(
     tasks = None
     if worked is not None:
         stream, batch = fold(seed, EXPERT_STREAM), config.rollout.batch
-        tasks = TaskExperts(build_sampler(worked, config.taskset.order, stream, batch=batch, observed=False), render)
+        tasks = TaskExperts(build_sampler(worked, config.tasks_from.order, stream, batch=batch, observed=False), render)
     shelves: list[Shelves] = []
     for source in config.experts.sources:
         if source == "run":

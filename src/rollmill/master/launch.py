@@ -42,6 +42,7 @@ from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision, choose_threads
 
 CONFIG = "config.yaml"
+NO_TASKS = Taskset("none", [], [])
 MACHINE = "machine.json"
 
 
@@ -199,7 +200,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     tasksets = _load_tasksets(loaded.stages)
     adapted = config.model.lora is not None
     model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
-    training = [tasksets[_key(stage.taskset)] for stage in loaded.stages]
+    training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
     try:
         policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
         if step is not None and adapted:
@@ -219,7 +220,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
 
 def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
     held_out = None if stage.evaluation is None else tasksets[_key(stage.evaluation.taskset)]
-    return select_tasks(stage, policy, tasksets[_key(stage.taskset)], held_out)
+    training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
+    return select_tasks(stage, policy, training, held_out)
 
 
 def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]:
@@ -247,9 +249,8 @@ def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]
 def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:
     loaded: dict[str, Taskset] = {}
     for stage in stages:
-        configs = [stage.taskset, *([stage.evaluation.taskset] if stage.evaluation else [])]
-        for config in configs:
-            if _key(config) not in loaded:
+        for config in (stage.taskset, stage.evaluation.taskset if stage.evaluation else None):
+            if config is not None and _key(config) not in loaded:
                 loaded[_key(config)] = load_taskset(config)
     return loaded
 

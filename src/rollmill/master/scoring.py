@@ -81,7 +81,7 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
     device = device_of(loaded.config.device)
     policy = load_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
     alone = stage.model_copy(update={"evaluation": None})
-    tasks = select_tasks(alone, policy, load_taskset(stage.taskset), None).training.tasks
+    tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), None).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
 
     def told() -> None:
@@ -124,7 +124,7 @@ def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, pr
     config = judges[0]
     model = config.model if config.path is None else str(config.path)
     file = ScoreFile(out, {"by": "judge", "model": model, "votes": config.votes, "temperature": config.temperature})
-    tasks = load_taskset(stage.taskset).tasks
+    tasks = load_taskset(stage.tasks_from).tasks
     todo = [task for task in tasks if not file.has(task)]
     resources = Resources(stage.judging.workers)
     try:

@@ -42,11 +42,11 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
         found = _paired(training) if algorithm.uses_pairs else _worked(training)
         if found.tasks:
             measure = _pair if algorithm.uses_pairs else _demonstration
-            experts = _fitting(found, config.taskset, policy, measure, notes)
+            experts = _fitting(found, config.tasks_from, policy, measure, notes)
         elif not set(config.experts.sources) - {"taskset", "run"}:
             raise TasksetError(_no_experts(training, algorithm))
     if algorithm.uses_rollouts:
-        training = _fitting(training, config.taskset, policy, _prompt, notes)
+        training = _fitting(training, config.tasks_from, policy, _prompt, notes)
     elif experts is not None:
         training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
     evaluated: list[Task] = []

@@ -126,7 +126,7 @@ class StageRun:
         by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
         return Supply(
             config,
-            sampler=build_sampler(tasks, config.taskset.order, self._seed, batch=config.rollout.batch),
+            sampler=build_sampler(tasks, config.tasks_from.order, self._seed, batch=config.rollout.batch),
             explorer=explorer,
             drain=self._engine.drain,
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
