@@ -44,6 +44,11 @@ RUN_ELSEWHERE = {
         "rollmill grade --reward ranking --input answers.jsonl "
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_compares_the_lines_of_a_group",
+    "pip install 'rollmill[feedback]'": "tests/cli/test_cli_feedback.py::test_a_missing_library_is_named",
+    "rollmill feedback runs/minimal": "tests/cli/test_cli_feedback.py::test_it_serves_until_it_is_interrupted",
+    "rollmill feedback runs/minimal --import-label-studio export.json": (
+        "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
+    ),
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),
