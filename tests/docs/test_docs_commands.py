@@ -52,6 +52,11 @@ RUN_ELSEWHERE = {
         "rollmill tasks score examples/minimal.yaml --by judge --endpoint http://localhost:8000/v1 "
         "--model Qwen/Qwen3-8B --out rated.jsonl"
     ): "tests/tasks/test_tasks_scoring.py::test_difficulty_as_a_judge_sees_it",
+    "pip install 'rollmill[feedback]'": "tests/cli/test_cli_feedback.py::test_a_missing_library_is_named",
+    "rollmill feedback runs/minimal": "tests/cli/test_cli_feedback.py::test_it_serves_until_it_is_interrupted",
+    "rollmill feedback runs/minimal --import-label-studio export.json": (
+        "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
+    ),
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),

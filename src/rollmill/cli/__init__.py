@@ -27,6 +27,7 @@ COMMANDS = {
     "testcases": "rollmill.cli.testcases",
     "algorithms": "rollmill.cli.algorithms",
     "merge": "rollmill.cli.merge",
+    "feedback": "rollmill.cli.feedback",
 }
 """Command name -> module."""
 GROUPS = {"sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}

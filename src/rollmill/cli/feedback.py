@@ -1,0 +1,105 @@
+"""`rollmill feedback RUN`: a page where people rate, edit and compare completions; the same over HTTP."""
+
+from __future__ import annotations
+
+import getpass
+import os
+import secrets
+import socket
+import sys
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollmill.core.errors import ConfigError
+
+TOKEN_VARIABLE = "ROLLMILL_FEEDBACK_TOKEN"
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Run directory; the run may be going on.")],
+    port: Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")] = 8760,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on. Others than this machine's need a token.")
+    ] = "127.0.0.1",
+    author: Annotated[
+        str | None, typer.Option("--author", metavar="NAME", help="Who uses the page (default: your user name).")
+    ] = None,
+    browser: Annotated[bool, typer.Option("--open/--no-open", help="Open the page in a browser.")] = False,
+    export_file: Annotated[
+        Path | None,
+        typer.Option("--export-label-studio", metavar="FILE", help="Write completions as tasks of Label Studio."),
+    ] = None,
+    pairs: Annotated[bool, typer.Option("--pairs", help="Export two completions per task, to be compared.")] = False,
+    step: Annotated[
+        list[int] | None, typer.Option("--step", help="Export this step (repeatable; default: the newest).")
+    ] = None,
+    import_file: Annotated[
+        Path | None,
+        typer.Option("--import-label-studio", metavar="FILE", help="Take annotations of Label Studio's JSON export."),
+    ] = None,
+) -> None:
+    """Serve a page where people rate, edit and compare a run's completions, and the same for programs."""
+    if (pairs or step) and export_file is None:
+        raise ConfigError("--pairs and --step are honoured only with --export-label-studio")
+    if export_file is not None and import_file is not None:
+        raise ConfigError("--export-label-studio and --import-label-studio exclude each other")
+    if export_file is not None:
+        _export(run, export_file, step or [], pairs)
+    elif import_file is not None:
+        _import(run, import_file)
+    else:
+        _serve(run, host, port, author, browser)
+
+
+def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -> None:
+    from rollmill.feedback import open_desk
+    from rollmill.feedback.guard import Guard, is_loopback
+    from rollmill.feedback.requests import author_of
+    from rollmill.feedback.serve import listen, make_server
+
+    name = author_of(author or _user())
+    token = os.environ.get(TOKEN_VARIABLE) or None
+    if not is_loopback(host):
+        token = token or secrets.token_urlsafe(16)
+        print(
+            f"warning: other machines can reach {host}, and what is sent can be read on the way; an SSH tunnel to "
+            "127.0.0.1 is safer",
+            file=sys.stderr,
+        )
+    server = make_server(open_desk(run), Guard(host, token), name)
+    listener = listen(host, port)
+    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    print(f"feedback on {run}: {address} (Ctrl-C ends)", flush=True)
+    if browser:
+        webbrowser.open(address)
+    try:
+        server.run(sockets=[listener])
+    except KeyboardInterrupt:
+        print("ended", file=sys.stderr)
+
+
+def _export(run: Path, file: Path, steps: list[int], pairs: bool) -> None:
+    from rollmill.feedback.label_studio import export_tasks
+    from rollmill.feedback.stored import Stored
+
+    count = export_tasks(Stored(run), file, steps=steps, pairs=pairs)
+    print(f"wrote {count} tasks to {file}, the labelling configuration to {file.with_suffix('.xml')}")
+
+
+def _import(run: Path, file: Path) -> None:
+    from rollmill.feedback import open_desk
+    from rollmill.feedback.label_studio import import_annotations
+
+    found = import_annotations(open_desk(run), file)
+    print(f"{found.new} new, {found.known} known before, {found.skipped} annotations that say nothing")
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "somebody"

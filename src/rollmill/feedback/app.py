@@ -1,0 +1,119 @@
+"""The web application: feedback as JSON for programs, and the pages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.responses import JSONResponse, RedirectResponse, Response
+
+from rollmill.core.errors import RollmillError
+from rollmill.feedback.desk import Desk
+from rollmill.feedback.guard import TOKEN_COOKIE, Guard, add_headers
+from rollmill.feedback.pages import Pages
+from rollmill.feedback.refused import RefusedError
+from rollmill.feedback.requests import author_of, parse
+from rollmill.monitor.files import plain
+
+_MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
+
+
+def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
+    """The application for one run. `author` is who uses the page, until somebody gives another name there."""
+    app = FastAPI(title="rollmill feedback", docs_url=None, redoc_url=None)
+    pages = Pages(desk, guard, author)
+
+    @app.middleware("http")
+    async def guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
+        try:
+            shown = request.query_params.get("token")
+            if shown is not None and request.url.path == "/" and guard.is_token(shown):
+                response: Response = RedirectResponse("/", status_code=303)
+                response.set_cookie(TOKEN_COOKIE, shown, httponly=True, samesite="strict")
+            else:
+                guard.check(request)
+                response = await call_next(request)
+        except RefusedError as error:
+            response = _refusal(request, error.status, str(error))
+        add_headers(response)
+        return response
+
+    def _refusal(request: Request, status: int, message: str) -> Response:
+        if _is_program(request):
+            return JSONResponse({"error": message}, status_code=status)
+        return pages.error(message, status)
+
+    @app.exception_handler(RollmillError)
+    async def failed(request: Request, error: RollmillError) -> Response:
+        return _refusal(request, error.status if isinstance(error, RefusedError) else 500, str(error))
+
+    @app.exception_handler(HTTPException)
+    async def not_found(request: Request, error: HTTPException) -> Response:
+        message = "there is no such page" if error.status_code == 404 else str(error.detail)
+        return _refusal(request, error.status_code, message)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        wrong = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()]
+        return _refusal(request, 422, "; ".join(wrong))
+
+    @app.get("/health")
+    def health() -> dict[str, Any]:
+        """Whether the server works, and what it serves."""
+        steps = desk.stored.steps()
+        return {"status": "ok", "run": desk.stored.run_dir.name, "steps": len(steps)}
+
+    @app.post("/feedback")
+    async def post(request: Request) -> dict[str, Any]:
+        """Take feedback: one JSON object, or a list that is done as a whole."""
+        if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+            raise RefusedError("send Content-Type: application/json", status=415)
+        rows = _json(await request.body())
+        many = isinstance(rows, list)
+        rows = rows if many else [rows]
+        if not 1 <= len(rows) <= _MOST_AT_ONCE:
+            raise RefusedError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
+        key = request.headers.get("idempotency-key")
+        requests = []
+        for number, row in enumerate(rows):
+            if key is not None and isinstance(row, dict):
+                row = {"key": f"{key} {number}" if many else key} | row
+            requests.append(parse(row, f"request {number + 1} of {len(rows)}: " if many else ""))
+        done = await run_in_threadpool(desk.perform, requests)
+        return {"ids": done.ids, "new": done.new}
+
+    @app.get("/feedback")
+    def listed(offset: int = 0, limit: int = 100, author: str | None = None) -> JSONResponse:
+        """What has been said, oldest first; `next` is the offset of the next page, or null."""
+        if offset < 0 or not 1 <= limit <= _MOST_LISTED:
+            raise RefusedError(f"offset is 0 or more, limit 1 to {_MOST_LISTED}")
+        acts = [act for act in desk.acts.all() if author in (None, act.author)]
+        page = [act.as_json() for act in acts[offset : offset + limit]]
+        more = offset + limit if offset + limit < len(acts) else None
+        return JSONResponse({"acts": plain(page), "next": more, "total": len(acts)})
+
+    @app.delete("/feedback/{id}")
+    def undo(id: str, author: str) -> dict[str, Any]:
+        """Take an act back; `author` is who does."""
+        if not desk.undo(id, author_of(author)):
+            raise RefusedError(f"{id} was undone before", status=409)
+        return {"id": id, "undone_by": author}
+
+    pages.add_to(app)
+    return app
+
+
+def _is_program(request: Request) -> bool:
+    return request.url.path.startswith(("/feedback", "/health")) or "text/html" not in request.headers.get("accept", "")
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RefusedError(f"the body is no JSON: {error}") from error

@@ -1,0 +1,117 @@
+"""Who may talk to the server: hosts, cross-site requests, tokens and sizes, and the headers of every answer.
+
+A page in the same browser may send requests to a server on this machine. Four things keep it out: the name in `Host`
+has to be this machine's (else a name of the attacker's could be pointed here: DNS rebinding), `Origin` and
+`Sec-Fetch-Site` have to be the page's own, forms carry a secret of the server, and JSON has a content type that other
+sites may not send without being asked first.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import socket
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+from rollmill.feedback.refused import RefusedError
+
+if TYPE_CHECKING:
+    from starlette.requests import Request
+    from starlette.responses import Response
+
+MAX_BODY = 8 * 2**20
+TOKEN_COOKIE = "rollmill-token"
+_HEADERS = {
+    "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "form-action 'self'; base-uri 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "x-frame-options": "DENY",
+    "referrer-policy": "same-origin",  # with no-referrer, browsers send `Origin: null` with the page's own forms
+    "cross-origin-opener-policy": "same-origin",
+    "cross-origin-resource-policy": "same-origin",
+    "cache-control": "no-store",
+}
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The rules of one server."""
+
+    host: str = "127.0.0.1"  #: the address it listens on
+    token: str | None = None  #: what every request has to show; needed where others can reach the server
+    form_secret: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+
+    def check(self, request: Request) -> None:
+        """Raises RefusedError for a request that must not be answered."""
+        host = request.headers.get("host", "")
+        if not self._is_here(host):
+            raise RefusedError(f"the request is for the host {host[:100]!r}, which is not this server", status=403)
+        site, mode = request.headers.get("sec-fetch-site"), request.headers.get("sec-fetch-mode")
+        reads = request.method in ("GET", "HEAD")
+        navigates = reads and mode == "navigate"
+        if site not in (None, "same-origin", "none") and not navigates:
+            raise RefusedError("requests from other sites are refused", status=403)
+        origin = request.headers.get("origin")
+        if not reads and origin is not None and origin.partition("://")[2] != host:
+            raise RefusedError(f"requests from other sites ({origin[:100]!r}) are refused", status=403)
+        self._check_token(request)
+        if request.method == "POST":
+            _check_size(request)
+
+    def check_form(self, form: dict[str, str]) -> None:
+        """Raises RefusedError unless the form comes from a page of this server."""
+        if not secrets.compare_digest(form.get("secret", "").encode(), self.form_secret.encode()):
+            raise RefusedError("the form is of another server or an earlier start of it: reload the page", status=403)
+
+    def is_token(self, shown: str) -> bool:
+        """Whether `shown` is the server's token."""
+        return self.token is not None and secrets.compare_digest(shown.encode(), self.token.encode())
+
+    def _check_token(self, request: Request) -> None:
+        if self.token is None:
+            return
+        scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+        shown = bearer if scheme.lower() == "bearer" else request.cookies.get(TOKEN_COOKIE, "")
+        if not self.is_token(shown):
+            raise RefusedError("open the address that was printed, or send `Authorization: Bearer TOKEN`", status=401)
+
+    def _is_here(self, host: str) -> bool:
+        """Whether a Host header names this server. Addresses cannot be rebound; any port may be forwarded here."""
+        try:
+            name = urlsplit(f"//{host}").hostname or ""
+        except ValueError:
+            return False
+        try:
+            address = ipaddress.ip_address(name)
+        except ValueError:
+            own = {"localhost"} if is_loopback(self.host) else {"localhost", self.host.lower(), *_own_names()}
+            return name.removesuffix(".") in own
+        return address.is_loopback or not is_loopback(self.host)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach what listens on `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def add_headers(response: Response) -> None:
+    """What every answer says to browsers: run only this server's scripts, never inside a frame, keep nothing."""
+    for name, value in _HEADERS.items():
+        response.headers[name] = value
+
+
+def _check_size(request: Request) -> None:
+    length = request.headers.get("content-length", "")
+    if not length.isdecimal() or "transfer-encoding" in request.headers:
+        raise RefusedError("send Content-Length", status=411)
+    if int(length) > MAX_BODY:
+        raise RefusedError(f"the body has {length} bytes, at most {MAX_BODY} are taken; send less", status=413)
+
+
+def _own_names() -> set[str]:
+    return {socket.gethostname().lower(), socket.getfqdn().lower()}

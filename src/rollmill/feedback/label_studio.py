@@ -1,0 +1,186 @@
+"""Label Studio: completions as its tasks, and its annotations as feedback. Files only; nothing of it is installed.
+
+Formats: tasks are `{"data": {...}}` (labelstud.io/guide/task_format); exports of the kind JSON add `annotations`, each
+with `result`, a list of what each control of the labelling configuration was set to (labelstud.io/guide/export).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Experience
+from rollmill.feedback.desk import Desk, Order
+from rollmill.feedback.refused import RefusedError
+from rollmill.feedback.requests import parse
+from rollmill.feedback.stored import Stored
+from rollmill.monitor.files import atomic_write
+
+STARS = 5
+COMPLETIONS, PAIRS = "label-studio.xml", "label-studio-pairs.xml"
+
+
+def export_tasks(stored: Stored, path: Path, *, steps: Sequence[int] = (), pairs: bool = False) -> int:
+    """Write `path` to be imported into a project of Label Studio, and the project's labelling configuration to
+    `path` with the ending .xml.
+
+    Args:
+        steps: whose completions; default: the newest stored step.
+        pairs: a task shows two completions of a group (the first two, the next two, ...) instead of one.
+
+    Returns how many tasks. Raises RefusedError where a step is not stored.
+    """
+    chosen = steps or stored.steps()[-1:]
+    if not chosen:
+        raise RefusedError(f"{stored.run_dir} stores no completions yet", status=404)
+    tasks = [task for step in chosen for task in _tasks(stored, step, pairs)]
+    atomic_write(path, json.dumps(tasks, indent=1).encode())
+    layout = files("rollmill.feedback").joinpath("static", PAIRS if pairs else COMPLETIONS).read_bytes()
+    atomic_write(path.with_suffix(".xml"), layout)
+    return len(tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class Imported:
+    """What an import came to."""
+
+    new: int
+    known: int  #: imported before
+    skipped: int  #: annotations that were cancelled, or say nothing
+
+
+def import_annotations(desk: Desk, path: Path) -> Imported:
+    """Take the annotations of an export, all or none, with annotators as authors. The same ones are taken once; of one
+    that was changed since, the newer state counts.
+
+    Raises:
+        ConfigError: the file cannot be read or is no export of the kind JSON.
+        RefusedError: a task is not of this run, or an annotation is not of our labelling configurations.
+    """
+    orders: list[Order] = []
+    skipped = 0
+    for number, task in enumerate(_read(path), start=1):
+        for annotation in task["annotations"]:
+            try:
+                made = list(_orders(desk.stored, task, annotation))
+            except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                raise RefusedError(f"{path}: task {number}: no annotation of our configuration ({error!r})") from error
+            except RefusedError as error:
+                raise RefusedError(f"{path}: task {number}: {error}", error.status) from error
+            orders += made
+            skipped += not made
+    done = desk.carry_out(sorted(orders, key=lambda order: order.at or 0.0))
+    return Imported(done.new, len(orders) - done.new, skipped)
+
+
+def _tasks(stored: Stored, step: int, pairs: bool) -> Iterator[dict[str, Any]]:
+    for group in stored.groups(step):
+        experiences = stored.group(step, group.name)
+        if pairs:
+            for left, right in zip(experiences[::2], experiences[1::2], strict=False):
+                if left.response != right.response:
+                    texts = {"left": left.response, "right": right.response}
+                    about = {"step": step, "left": _mark(left), "right": _mark(right)}
+                    yield {"data": {"prompt": left.prompt, **texts, "rollmill": about}}
+        else:
+            for one in experiences:
+                about = {"step": step, "completion": _mark(one)}
+                yield {
+                    "data": {"prompt": one.prompt, "response": one.response, "reward": one.reward, "rollmill": about}
+                }
+
+
+def _mark(experience: Experience) -> dict[str, str]:
+    """Which completion it is: ids are the same in every run, tokens are not."""
+    return {"id": experience.id, "tokens": sha256(experience.token_ids.tobytes()).hexdigest()[:16]}
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    try:
+        tasks = json.loads(path.read_bytes())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from error
+    whole = isinstance(tasks, list) and all(
+        isinstance(task, dict)
+        and isinstance(task.get("annotations"), list)
+        and isinstance(task.get("data"), dict)
+        and isinstance(task["data"].get("rollmill"), dict)
+        for task in tasks
+    )
+    if not whole:
+        raise ConfigError(
+            f"{path} is no export of tasks that rollmill made: in Label Studio choose Export and the format JSON (not "
+            "JSON-MIN), in a project with the tasks of --export-label-studio"
+        )
+    return list(tasks)
+
+
+def _orders(stored: Stored, task: dict[str, Any], annotation: dict[str, Any]) -> Iterator[Order]:
+    """What an annotation asks for; nothing if it was cancelled."""
+    if annotation.get("was_cancelled"):
+        return
+    about = task["data"]["rollmill"]
+    author = _author(annotation.get("completed_by"))
+    at = _seconds(annotation.get("updated_at") or annotation["created_at"])
+    origin = f"label-studio {annotation.get('project') or task.get('project')} {annotation['id']}"
+    for result in annotation["result"]:
+        row = _request(stored, about, result, task["data"])
+        if row is None:
+            continue
+        said = sha256(json.dumps([about, row], sort_keys=True).encode()).hexdigest()[:16]
+        request = parse(row | {"author": author, "key": f"{origin} {result['from_name']} {said}"})
+        yield Order(request, at, f"{origin} edit" if "text" in row else "")
+
+
+def _request(
+    stored: Stored, about: dict[str, Any], result: dict[str, Any], data: dict[str, Any]
+) -> dict[str, Any] | None:
+    step, value = int(about["step"]), result["value"]
+    match result["type"]:
+        case "rating":
+            stars = value["rating"]
+            if stars not in range(1, STARS + 1):
+                raise RefusedError(f"the rating {stars!r} is not one of 1 to {STARS} stars")
+            completion = _same(stored, step, about["completion"])
+            return {"completion": completion, "step": step, "rating": (stars - 1) / (STARS - 1)}
+        case "textarea":
+            text = value["text"] if isinstance(value["text"], str) else "\n".join(value["text"])
+            if not text.strip() or text == data["response"]:
+                return None  # the field begins with the completion's text
+            return {"completion": _same(stored, step, about["completion"]), "step": step, "text": text}
+        case "pairwise":
+            sides = ("left", "right") if value["selected"] == "left" else ("right", "left")
+            better, worse = (_same(stored, step, about[side]) for side in sides)
+            return {"better": better, "worse": worse, "step": step}
+        case other:
+            raise RefusedError(f"results of the type {other!r} are not taken: rating, textarea, pairwise")
+
+
+def _same(stored: Stored, step: int, mark: dict[str, str]) -> str:
+    """The id of a completion. Raises RefusedError where this run has another one of that id."""
+    _, experience = stored.find(mark["id"], step)
+    if _mark(experience) != mark:
+        raise RefusedError(
+            f"{mark['id']} of step {step} has other tokens in {stored.run_dir}: the tasks were exported from another "
+            "run, or the run was resumed before that step"
+        )
+    return experience.id
+
+
+def _author(user: Any) -> str:
+    if isinstance(user, dict):
+        names = " ".join(str(user.get(key) or "") for key in ("first_name", "last_name")).strip()
+        return str(user.get("email") or user.get("username") or names or f"label-studio user {user.get('id')}")
+    return f"label-studio user {user}"
+
+
+def _seconds(text: str) -> float:
+    moment = datetime.fromisoformat(text)
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,0 +1,216 @@
+"""The pages: lists of groups, a group side by side, what has been said. Forms work without scripts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from importlib.resources import files
+from typing import Any
+from urllib.parse import parse_qsl, quote, unquote, urlencode
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import RedirectResponse, Response
+
+from rollmill.feedback.browse import Filters, browse, neighbours
+from rollmill.feedback.desk import Desk
+from rollmill.feedback.guard import Guard
+from rollmill.feedback.refused import RefusedError
+from rollmill.feedback.requests import author_of, parse
+from rollmill.feedback.shown import Card, cards, plainly
+
+AUTHOR_COOKIE = "rollmill-author"
+_STATIC = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
+_MOST_FIELDS, _HISTORY = 50, 100
+
+
+class Pages:
+    """The pages of one server. `author` is who uses them until somebody gives another name."""
+
+    def __init__(self, desk: Desk, guard: Guard, author: str) -> None:
+        self._desk, self._guard, self._author = desk, guard, author
+        self._environment = Environment(
+            loader=PackageLoader("rollmill.feedback"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._environment.filters |= {"shown": plainly, "number": _number, "when": _when}
+        self._environment.globals |= {"group_link": group_link, "form_secret": guard.form_secret}
+
+    def add_to(self, app: FastAPI) -> None:
+        """Register the pages, their forms and their files."""
+        for path, page in (("/", self.index), ("/group", self.group), ("/history", self.history)):
+            app.get(path, include_in_schema=False)(page)
+        for path, act in (
+            ("/rate", self._act_form(("completion", "rating", "step"))),
+            ("/edit", self._act_form(("completion", "text", "step"))),
+            ("/compare", self._act_form(("better", "worse", "step"))),
+            ("/undo", self._change_form),
+            ("/name", self._name_form),
+        ):
+            app.post(path, include_in_schema=False)(self._form(act))
+        for name, kind in _STATIC.items():
+            app.get(f"/static/{name}", include_in_schema=False)(_file(name, kind))
+
+    def error(self, message: str, status: int, kept: str | None = None) -> Response:
+        """What went wrong, with the text that was typed."""
+        return self._render("error.html.j2", None, status, message=message, kept=kept)
+
+    def index(self, request: Request) -> Response:
+        """Groups, filtered."""
+        filters = Filters.of(request.query_params)
+        found = browse(self._desk, filters)
+        older = urlencode(filters.query() | {"before": found.older}) if found.older is not None else None
+        steps = self._desk.stored.steps()
+        return self._render("list.html.j2", request, filters=filters, found=found, older=older, steps=steps)
+
+    def group(self, request: Request) -> Response:
+        """All completions of a prompt."""
+        step, name = _whole(request.query_params.get("step", ""), "step"), request.query_params.get("group", "")
+        experiences = self._desk.stored.group(step, name)
+        author = self._name(request)
+        shown: list[Card] = cards(experiences, self._desk.acts.all(), author)
+        said = self._desk.acts.get(request.query_params.get("said", ""))
+        before, after = neighbours(self._desk.stored, step, name)
+        return self._render(
+            "group.html.j2",
+            request,
+            step=step,
+            group=name,
+            prompt=experiences[0].prompt,
+            task=experiences[0].task_id,
+            cards=shown,
+            numbers={card.experience.id: number for number, card in enumerate(shown, start=1)},
+            said=said,
+            before=before,
+            after=after,
+            new_key=lambda: uuid4().hex,
+        )
+
+    def history(self, request: Request) -> Response:
+        """What has been said, newest first."""
+        page = _whole(request.query_params.get("page") or "1", "page")
+        acts = self._desk.acts.all()[::-1]
+        first = (max(1, page) - 1) * _HISTORY
+        more = len(acts) > first + _HISTORY
+        return self._render(
+            "history.html.j2", request, acts=acts[first : first + _HISTORY], total=len(acts), page=page, more=more
+        )
+
+    # -- forms -------------------------------------------------------------------------------------------------
+
+    def _form(self, act: Callable[[Request, dict[str, str]], Response]) -> Callable[..., Any]:
+        async def handle(request: Request) -> Response:
+            form = _fields(request, await request.body())
+            try:
+                self._guard.check_form(form)
+                return await run_in_threadpool(act, request, form)
+            except RefusedError as error:
+                return self.error(str(error), error.status, form.get("text"))
+
+        return handle
+
+    def _act_form(self, names: tuple[str, ...]) -> Callable[[Request, dict[str, str]], Response]:
+        def act(request: Request, form: dict[str, str]) -> Response:
+            row: dict[str, Any] = {name: form[name] for name in (*names, "key") if name in form}
+            missing = [name for name in names if name not in row]
+            if missing:
+                raise RefusedError(f"the form lacks `{missing[0]}`: choose one")
+            row["step"] = _whole(row["step"], "step")
+            if "rating" in row:
+                row["rating"] = _rating(row["rating"])
+            done = self._desk.perform([parse(row | {"author": self._name(request)})])
+            return _to_group(row["step"], form.get("group", ""), done.ids[0], form.get("at", ""))
+
+        return act
+
+    def _change_form(self, request: Request, form: dict[str, str]) -> Response:
+        """Undo or redo."""
+        id = form.get("id", "")
+        if form.get("again"):
+            self._desk.redo(id)
+        else:
+            self._desk.undo(id, self._name(request))
+        if form.get("back") == "history":
+            return RedirectResponse(f"/history?page={_whole(form.get('page', '1'), 'page')}", status_code=303)
+        return _to_group(_whole(form.get("step", ""), "step"), form.get("group", ""), id, form.get("at", ""))
+
+    def _name_form(self, request: Request, form: dict[str, str]) -> Response:
+        response = RedirectResponse(_local(form.get("back", "/")), status_code=303)
+        name = quote(author_of(form.get("author", "")))
+        response.set_cookie(AUTHOR_COOKIE, name, httponly=True, samesite="strict", max_age=365 * 86400)
+        return response
+
+    # -- answers -----------------------------------------------------------------------------------------------
+
+    def _name(self, request: Request) -> str:
+        return unquote(request.cookies.get(AUTHOR_COOKIE, "")) or self._author
+
+    def _render(self, template: str, request: Request | None, status: int = 200, **context: Any) -> Response:
+        context |= {
+            "run": self._desk.stored.run_dir.resolve().name,
+            "author": self._author if request is None else self._name(request),
+            "here": "/" if request is None else str(request.url.path) + ("?" + str(request.url.query)).rstrip("?"),
+        }
+        page = self._environment.get_template(template).render(context)
+        body = page.encode("utf-8", "replace")  # a completion may hold lone surrogates
+        return Response(body, status, media_type="text/html; charset=utf-8")
+
+
+def group_link(step: int, group: str, said: str = "", at: str = "") -> str:
+    """The address of a group's page."""
+    return "/group?" + urlencode({"step": step, "group": group} | ({"said": said} if said else {})) + (at and f"#{at}")
+
+
+def _to_group(step: int, group: str, said: str, at: str) -> Response:
+    place = at if at.isascii() and at.isalnum() else ""
+    return RedirectResponse(group_link(step, group, said, place), status_code=303)
+
+
+def _local(path: str) -> str:
+    """A path of this server: another one would send the reader elsewhere."""
+    return path if path.startswith("/") and not path.startswith(("//", "/\\")) and path.isprintable() else "/"
+
+
+def _fields(request: Request, body: bytes) -> dict[str, str]:
+    if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
+        raise RefusedError("send a form", status=415)
+    try:
+        pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS, errors="strict")
+    except ValueError as error:
+        raise RefusedError(f"the form cannot be read: {error}") from error
+    return {name: value.replace("\r\n", "\n") for name, value in pairs}  # browsers send line breaks as CR LF
+
+
+def _file(name: str, kind: str) -> Callable[[], Response]:
+    content = files("rollmill.feedback").joinpath("static", name).read_bytes()
+
+    def answer() -> Response:
+        return Response(content, media_type=kind)
+
+    return answer
+
+
+def _whole(text: str, name: str) -> int:
+    if not (text.isascii() and text.isdigit() and len(text) < 10):
+        raise RefusedError(f"{name} is a whole number, not {text[:50]!r}")
+    return int(text)
+
+
+def _rating(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError as error:
+        raise RefusedError(f"rating is a number from 0 to 1, not {text[:50]!r}") from error
+
+
+def _number(value: float | None) -> str:
+    return "not judged" if value is None else f"{value:.4g}"
+
+
+def _when(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))

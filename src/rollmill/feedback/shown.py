@@ -1,0 +1,84 @@
+"""Completions as a person sees them: nothing in a model's output may hide, pretend or reorder."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from markupsafe import Markup
+
+from rollmill.core.types import Experience
+from rollmill.feedback.acts import Act
+from rollmill.feedback.requests import Kind
+
+_ODD = re.compile(
+    "([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+    "\ud800-\udfff\U000e0000-\U000e0fff])"
+)
+"""Control characters, text direction, and what has no width; joiners of scripts and emoji (200c, 200d) are left."""
+
+
+def plainly(text: str) -> Markup:
+    """Text for a page: markup escaped; what steers direction or is invisible spelled out and marked."""
+    return Markup("").join(
+        _spelled(piece) if number % 2 else piece  # every second piece is an odd character
+        for number, piece in enumerate(_ODD.split(text))
+    )
+
+
+def _spelled(character: str) -> Markup:
+    return Markup('<span class="odd">{}</span>').format(character.encode("unicode_escape").decode("ascii"))
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """A completion and what was said about it."""
+
+    place: str  #: its anchor on the page
+    experience: Experience
+    tokens: int
+    versions: str  #: of the policy
+    level: str  #: the reward as 0 to 10, for its colour; empty where not judged
+    outcomes: dict[str, str]
+    mine: float | None  #: the author's rating
+    acts: list[Act]  #: about this completion, oldest first, those undone left out
+
+    @property
+    def parts(self) -> list[tuple[str, float | None, str]]:
+        """Name, number and outcome of every part of the reward."""
+        names = dict.fromkeys([*self.experience.reward_parts, *self.outcomes])
+        return [(name, self.experience.reward_parts.get(name), self.outcomes.get(name, "")) for name in names]
+
+
+def cards(experiences: Sequence[Experience], acts: Sequence[Act], author: str) -> list[Card]:
+    """The completions of a group."""
+    return [_card(number, one, acts, author) for number, one in enumerate(experiences, start=1)]
+
+
+def _card(number: int, experience: Experience, acts: Sequence[Act], author: str) -> Card:
+    about = [act for act in acts if experience.id in act.of and act.undone_by is None]
+    mine = [act.rating for act in about if act.kind == Kind.RATE and act.author == author]
+    outcomes = experience.info.get("outcomes")
+    return Card(
+        f"c{number}",
+        experience,
+        experience.action_tokens,
+        _versions(experience),
+        _level(experience.reward),
+        {str(name): str(outcome) for name, outcome in outcomes.items()} if isinstance(outcomes, dict) else {},
+        mine[-1] if mine else None,
+        about,
+    )
+
+
+def _versions(experience: Experience) -> str:
+    made = experience.versions[experience.action_mask]
+    if not made.size:
+        return "-"
+    return f"{made.min()}" if made.min() == made.max() else f"{made.min()} to {made.max()}"
+
+
+def _level(reward: float | None) -> str:
+    return "" if reward is None or not np.isfinite(reward) else str(round(10 * min(1.0, max(0.0, reward))))

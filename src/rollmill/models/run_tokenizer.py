@@ -1,0 +1,114 @@
+"""The tokenizer of a run, beside what the run wrote: who reads experiences later encodes text as the run did. No torch.
+
+RUN/tokenizer/ is a Hugging Face folder with `run.json`: the id that ends a demonstration, a fingerprint of the
+vocabulary, and how a text was encoded when the folder was written.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rollmill.core.errors import ModelError
+from rollmill.monitor.files import writing
+
+FOLDER, FILE = "tokenizer", "run.json"
+_PROBE = "Ünï 12+34=46?\n\n  def f(x): return 'a'\t<b> 你好 🙂"
+
+
+class RunTokenizer(NamedTuple):
+    """What a run turned text into tokens with."""
+
+    tokenizer: Any
+    end_id: int  #: the end-of-sequence id that demonstrations end with
+    fingerprint: str
+
+
+def fingerprint(tokenizer: Any) -> str:
+    """16 hexadecimal digits that are the same for the same tokens with the same ids, added tokens included."""
+    tokens = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items())
+    return sha256(json.dumps(tokens).encode()).hexdigest()[:16]
+
+
+def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
+    """Write RUN/tokenizer whole or not at all; one of the same vocabulary and end is left as it is.
+
+    Raises RollmillError if the folder cannot be written.
+    """
+    folder, mark = run_dir / FOLDER, fingerprint(tokenizer)
+    about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
+    if (folder / FILE).is_file() and json.loads((folder / FILE).read_text()) == about:
+        return
+    temporary = run_dir / f".{FOLDER}.{os.getpid()}.tmp"
+    with writing(folder):
+        try:
+            tokenizer.save_pretrained(temporary)
+            (temporary / FILE).write_text(json.dumps(about))
+            shutil.rmtree(folder, ignore_errors=True)
+            os.replace(temporary, folder)
+        finally:
+            shutil.rmtree(temporary, ignore_errors=True)
+
+
+def run_fingerprint(run_dir: Path) -> str:
+    """The fingerprint of the run's tokenizer, without loading it. Raises ModelError where there is none."""
+    return str(_about(run_dir)["fingerprint"])
+
+
+def load_run_tokenizer(run_dir: Path) -> RunTokenizer:
+    """The run's tokenizer, with the id that ends a demonstration.
+
+    Raises:
+        ModelError: the run has stored none, or it no longer encodes as it did.
+    """
+    about, folder = _about(run_dir), run_dir / FOLDER
+    tokenizer = _read(folder, about)
+    if fingerprint(tokenizer) != about["fingerprint"] or _encoded(tokenizer) != about["probe"]:
+        raise ModelError(
+            f"{folder} does not encode text as it did when the run wrote it; its files were changed, or this version "
+            "of transformers reads them differently. Restore the files, or install the version that the run used."
+        )
+    return RunTokenizer(tokenizer, int(about["end_id"]), str(about["fingerprint"]))
+
+
+def _read(folder: Path, about: dict[str, Any]) -> Any:
+    """As the plain tokenizer.json where that encodes the same (no torch is imported), else as its own class."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging
+
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()  # else: that the class is not the one the files name
+    try:
+        if (folder / "tokenizer.json").is_file():
+            plain = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+            if _encoded(plain) == about["probe"]:
+                return plain
+        from rollmill.models.load import read_tokenizer
+
+        return read_tokenizer(folder, {"local_files_only": True})
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{folder}: the tokenizer cannot be read: {error}") from error
+    finally:
+        logging.set_verbosity(level)
+
+
+def _encoded(tokenizer: Any) -> list[int]:
+    return [int(token) for token in tokenizer.encode(_PROBE)]
+
+
+def _about(run_dir: Path) -> dict[str, Any]:
+    path = run_dir / FOLDER / FILE
+    try:
+        about: dict[str, Any] = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{run_dir} holds no {FOLDER}/{FILE}: it has not started yet, or an older version made it; "
+            "`rollmill resume` writes the folder"
+        ) from error
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON ({error}); remove {path.parent} and resume the run") from error
+    return about

@@ -1,0 +1,136 @@
+"""`rollmill feedback` as a process: what it prints, serves, exports and imports, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from feedback_runs import everything, make_run
+
+from rollmill.cli import main
+from rollmill.feedback import open_desk
+
+SRC = Path(__file__).resolve().parents[2] / "src"
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "apples")
+
+
+@pytest.fixture
+def started() -> Iterator[list[subprocess.Popen[str]]]:
+    running: list[subprocess.Popen[str]] = []
+    yield running
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def start(running: list[subprocess.Popen[str]], *arguments: object) -> tuple[subprocess.Popen[str], str]:
+    """A server, and the address it prints."""
+    words = [sys.executable, "-m", "rollmill", "feedback", *map(str, arguments)]
+    environment = os.environ | {"PYTHONPATH": str(SRC)}
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    running.append(process)
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    found = re.search(r"http://\S+", line)
+    assert found is not None, line + (process.stderr.read() if process.stderr else "")
+    return process, found[0]
+
+
+def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+    process, address = start(started, run_dir, "--port", 0, "--author", "ann")
+    with httpx.Client(base_url=address) as client:
+        assert 'value="ann"' in client.get("/", headers={"accept": "text/html"}).text
+        row = {"author": "env", "completion": "main-000005/1", "rating": 1.0}
+        assert client.post("/feedback", json=row).json()["new"] == 1
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=30)
+    assert (process.returncode, out, err) == (0, "", "ended\n")
+    assert len(everything(open_desk(run_dir))["rated"]) == 1
+
+
+def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+    process, address = start(started, run_dir, "--port", 0)
+    ids = []
+    with httpx.Client(base_url=address) as client:
+        for number in range(5):
+            row = {"author": "env", "prompt": f"{number}+1=", "response": str(number + 1)}
+            ids += client.post("/feedback", json=row).json()["ids"]
+    process.kill()
+    process.communicate()
+    assert [group.id for group in everything(open_desk(run_dir))["expert"]] == ids
+
+
+def test_other_addresses_get_a_warning_and_a_token(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
+    process, address = start(started, run_dir, "--port", 0, "--host", "0.0.0.0")
+    base, _, token = address.replace(socket.gethostname(), "127.0.0.1").partition("?token=")
+    assert len(token) > 20
+    assert httpx.get(base).status_code == 401
+    assert httpx.get(base + "health", headers={"authorization": f"Bearer {token}"}).status_code == 200
+    process.send_signal(signal.SIGINT)
+    assert "other machines can reach 0.0.0.0" in process.communicate(timeout=30)[1]
+
+
+def test_label_studio_there_and_back(run_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tasks = tmp_path / "tasks.json"
+    assert main(["feedback", str(run_dir), "--export-label-studio", str(tasks), "--step", "1", "--step", "2"]) == 0
+    assert f"wrote 16 tasks to {tasks}, the labelling configuration to {tmp_path}/tasks.xml" in capsys.readouterr().out
+    [first, *_] = json.loads(tasks.read_text())
+    result = [{"from_name": "rating", "to_name": "response", "type": "rating", "value": {"rating": 5}}]
+    annotation = {"id": 1, "completed_by": 1, "result": result, "created_at": "2026-01-02T03:04:05Z"}
+    tasks.write_text(json.dumps([first | {"annotations": [annotation]}]))
+    for said in ("1 new, 0 known before", "0 new, 1 known before"):
+        assert main(["feedback", str(run_dir), "--import-label-studio", str(tasks)]) == 0
+        assert said in capsys.readouterr().out
+    assert main(["feedback", str(run_dir), "--export-label-studio", str(tasks), "--pairs"]) == 0
+    assert "wrote 4 tasks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--pairs"], 2, "--pairs and --step are honoured only with --export-label-studio"),
+        (["--export-label-studio", "a", "--import-label-studio", "b"], 2, "exclude each other"),
+        (["--import-label-studio", "nothing.json"], 2, "nothing.json cannot be read"),
+        (["--export-label-studio", "a.json", "--step", "9"], 1, "stores no completions of step 9"),
+        (["--author", "a\nb"], 1, "author: a name of visible characters"),
+        (["--host", "256.0.0.1", "--port", "0"], 2, "cannot listen on 256.0.0.1 port 0"),
+        (["--port", "70000"], 2, "cannot listen on 127.0.0.1 port 70000"),
+    ],
+)
+def test_wrong_options(
+    run_dir: Path, arguments: list[str], code: int, said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["feedback", str(run_dir), *arguments]) == code
+    assert said in capsys.readouterr().err
+
+
+def test_a_port_in_use(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["feedback", str(run_dir), "--port", str(taken.getsockname()[1])]) == 2
+    assert "give another --port (0: any)" in capsys.readouterr().err
+
+
+def test_a_missing_library_is_named(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main(["feedback", str(run_dir)]) == 2
+    assert "pip install 'rollmill[feedback]'" in capsys.readouterr().err
+
+
+def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["feedback", str(tmp_path)]) == 2
+    assert "holds no run" in capsys.readouterr().err
