@@ -86,6 +86,12 @@ def test_each_once_per_epoch_and_new_ones_first(store: Store) -> None:
     assert max(again.values()) - min(again.values()) <= 1
 
 
+def test_a_batch_is_full_however_few_there_are(store: Store) -> None:
+    store.put([expert("only")])
+    experts = pool(store)
+    assert [ids(experts.draw(count)) for count in (2, 3, 1)] == [["only"] * count for count in (2, 3, 1)]
+
+
 def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: Store) -> None:
     store.put([expert("a"), expert("b")])
     experts = pool(store)

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from browser import chromium, press
 from feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, make_run, served, shelf
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 
 from rollmill.buffer import Shelf
 from rollmill.core.types import Source
@@ -40,13 +41,8 @@ HOSTILE = [
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    found = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if found is None:
-        pytest.skip("no chromium here; install it (Debian: apt-get install chromium)")
-    with sync_playwright() as playwright:
-        opened = playwright.chromium.launch(executable_path=found, args=["--no-sandbox"])
+    with chromium() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -78,12 +74,6 @@ def scripted(browser: Browser, site: Served) -> Iterator[Page]:
     yield opened
     context.close()
     assert errors == []
-
-
-def press(page: Page, what: Locator | str) -> None:
-    """Click, or press a key, and wait for the page that follows."""
-    with page.expect_navigation(wait_until="load"):
-        page.keyboard.press(what) if isinstance(what, str) else what.click()
 
 
 def tokens(site: Served, shelf_name: Shelf) -> list[list[list[int]]]:

@@ -59,13 +59,12 @@ class ExpertPool:
         taken, idle = 0, 0
         while taken < count and idle < 2:  # twice nothing: neither left in this epoch, nor in a new one
             own = self._from_shelves(count - taken)
-            taken += len(own)
+            taken, idle = taken + len(own), 0 if own else idle + 1
             found += [each for group in own for each in self._presented(group)]
             if taken < count and self._tasks is not None:
                 found += self._from_tasks(taken, count)
                 taken = count
             elif not own:
-                idle += 1
                 self._turn()
         return found
 
