@@ -123,7 +123,7 @@ def test_replayed_groups_join_later_steps_within_their_rules(tmp_path: Path, sto
 
 
 def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
-    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "rewards": None, "rollout": None}
+    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "rewards": None, "rollout": None, "taskset": None}
     with pytest.raises(StoreError, match=r"nothing to learn from in experts.sources \(run\)"):
         started(tmp_path, steps=1, experts={"sources": ["run"]}, **sft)
 

@@ -7,7 +7,6 @@ import os
 import secrets
 import socket
 import sys
-import webbrowser
 from pathlib import Path
 from typing import Annotated
 
@@ -75,6 +74,8 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
     address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
     print(f"feedback on {run}: {address} (Ctrl-C ends)", flush=True)
     if browser:
+        import webbrowser
+
         webbrowser.open(address)
     try:
         server.run(sockets=[listener])

@@ -217,7 +217,7 @@ def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Itera
     if isinstance(model.path, Path):
         if model.path.is_file():
             yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"
-    elif model.new is not None and all(stage.taskset is None for stage in stages):
+    elif model.new is not None and not any(stage.taskset or stage.needs_taskset for stage in stages):
         text = "a new model's tokenizer is trained on the taskset, and there is none; give model.path or a taskset"
         yield ("model", "new"), text
     elif model.new is None:
