@@ -19,6 +19,7 @@ NAMES = (
     "overlap",
     "grade",
     "sandbox",
+    "buffer",
     "gpu_check",
 )
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, Protocol
 
 from rollmill.config.buffer import ReplayConfig
+from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Task
 
 
@@ -41,7 +43,30 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest policy token; -1 where no policy produced any."""
-        return min((e.oldest_version for e in self.experiences), default=-1)
+        versions = [experience.oldest_version for experience in self.experiences]
+        return min((version for version in versions if version >= 0), default=-1)
+
+
+def moved(id: str, here: str, there: str) -> StoreError:
+    """What to say of a group that is put on a second shelf."""
+    return StoreError(f"group {id} is on the shelf {here} already; put it on the shelf {there} under an id of its own")
+
+
+def checked(groups: Sequence[Group]) -> Sequence[Group]:
+    """The groups.
+
+    Raises:
+        StoreError: a priority is not a finite number of at least 0, or an id stands for groups on two shelves.
+    """
+    shelves: dict[str, Shelf] = {}
+    for group in groups:
+        if not (math.isfinite(group.priority) and group.priority >= 0):
+            raise StoreError(
+                f"group {group.id} has priority {group.priority}; who sets it has to give a finite number of at least 0"
+            )
+        if (shelf := shelves.setdefault(group.id, group.shelf)) is not group.shelf:
+            raise moved(group.id, shelf, group.shelf)
+    return groups
 
 
 class Store(Protocol):
@@ -51,6 +76,9 @@ class Store(Protocol):
         """Add groups, all or none. One whose id is known is left as it is, so a writer may repeat itself.
 
         Returns how many were new.
+
+        Raises:
+            StoreError: an id is known on another shelf; what becomes of a group needs an id of its own.
         """
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
@@ -61,6 +89,13 @@ class Store(Protocol):
 
         Raises:
             DeadlineError: there are too few after `deadline_s`; names the writer, and when it last wrote.
+        """
+
+    def take_partial(self, count: int, *, step: int) -> list[Group]:
+        """The oldest unfinished groups that were never taken, at most `count`, to be continued in `step`.
+
+        Waits for nothing. Each is handed out once; a step that got some gets the same ones again. What is continued
+        is put under an id of its own.
         """
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
@@ -86,6 +121,9 @@ class Store(Protocol):
 
     def waiting(self) -> int:
         """How many usual groups were never taken."""
+
+    def expired(self) -> int:
+        """How many usual groups were dropped because they were older than a `min_version`."""
 
     def mark(self) -> dict[str, Any]:
         """Where the store is, as plain JSON for a checkpoint."""

@@ -29,7 +29,7 @@ COMMANDS = {
     "merge": "rollmill.cli.merge",
 }
 """Command name -> module."""
-GROUPS = {"sandbox": "rollmill.cli.sandbox"}
+GROUPS = {"sandbox": "rollmill.cli.sandbox", "buffer": "rollmill.cli.buffer"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
 

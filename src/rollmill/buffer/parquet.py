@@ -1,0 +1,207 @@
+"""Groups as Parquet files: one row per experience, groups never cut between row groups. Comes back bit for bit."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from rollmill.buffer.base import EXPLORER, IMPORTED, PIPELINE, Group
+from rollmill.buffer.rows import experience_body, experience_of, group_from, group_row, searchable
+from rollmill.core.errors import ConfigError, StoreError
+from rollmill.core.types import Experience
+from rollmill.monitor.files import writing
+
+FORMAT = b"1"
+_FORMAT_KEY, _RUN_KEY = b"rollmill.format", b"rollmill.run_id"
+_ROW_GROUP_BYTES = 16 << 20
+_ARRAYS = {
+    "token_ids": "int32",
+    "versions": "int32",
+    "action_mask": "bool_",
+    "logprobs": "float32",
+    "advantage": "float32",
+}
+
+
+def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str) -> int:
+    """Write groups to `path`, which appears when it is whole; holds about 16 MiB of rows. Returns how many.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        RollmillError: the file cannot be written.
+    """
+    import_pyarrow()
+    import pyarrow.parquet as pq
+
+    schema = _schema(run_id)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    count = 0
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            # a dictionary of floats would make one NaN of all
+            coded = [f"{name}.list.element" for name, kind in _ARRAYS.items() if kind != "float32"]
+            coded += [name for name in schema.names if name not in _ARRAYS]
+            with pq.ParquetWriter(temporary, schema, compression="zstd", use_dictionary=coded) as file:
+                for page in _pages(groups):
+                    file.write_table(_table(page, schema), row_group_size=1 << 30)
+                    count += len(page)
+            os.replace(temporary, path)
+        finally:
+            temporary.unlink(missing_ok=True)
+    return count
+
+
+def read_parquet(path: Path) -> Iterator[Group]:
+    """The groups of a file, as they were written; holds one row group.
+
+    Raises:
+        ConfigError: pyarrow is not installed.
+        StoreError: the file is missing, damaged or something else.
+    """
+    import_pyarrow()
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        with pq.ParquetFile(path) as file:
+            found = (file.schema_arrow.metadata or {}).get(_FORMAT_KEY)
+            if found != FORMAT:
+                what = "was not made by `rollmill buffer export`" if found is None else f"has format {found.decode()}"
+                raise StoreError(f"{path} {what}; this rollmill reads format {FORMAT.decode()}")
+            for index in range(file.num_row_groups):
+                yield from _groups(file.read_row_group(index))
+    except (OSError, pa.ArrowException, ValueError, KeyError) as error:
+        raise StoreError(f"{path} cannot be read as an export of a buffer: {error}") from error
+
+
+def imported(path: Path, run_id: str) -> Iterator[Group]:
+    """The groups of a file for the run `run_id`, which keeps them when it goes back to a checkpoint.
+
+    Those of another run get other ids: a run's own group may have the same. Raises like `read_parquet`.
+    """
+    source = _source(path)
+    for group in read_parquet(path):
+        writer = IMPORTED if group.writer in (EXPLORER, PIPELINE) else group.writer
+        if source == run_id:
+            yield replace(group, writer=writer)
+        else:
+            prefix = f"{source[:8]}-"
+            renamed = [_renamed(experience, prefix) for experience in group.experiences]
+            yield replace(group, id=prefix + group.id, experiences=renamed, writer=writer)
+
+
+def import_pyarrow() -> None:
+    """Raises ConfigError where pyarrow is not installed."""
+    try:
+        import pyarrow  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise ConfigError("Parquet files need pyarrow: pip install 'rollmill[data]'") from error
+
+
+def _renamed(experience: Experience, prefix: str) -> Experience:
+    return replace(experience, id=prefix + experience.id, group=prefix + experience.group)
+
+
+def _source(path: Path) -> str:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        return str((pq.read_schema(path).metadata or {}).get(_RUN_KEY, b"other").decode())
+    except (OSError, pa.ArrowException) as error:
+        raise StoreError(f"{path} cannot be read as an export of a buffer: {error}") from error
+
+
+def _schema(run_id: str) -> Any:
+    import pyarrow as pa
+
+    texts = ("group", "shelf", "writer", "group_body", "experience", "task", "prompt", "response", "body")
+    fields = [pa.field(name, pa.string()) for name in texts]
+    fields += [pa.field("priority", pa.float64()), pa.field("created_at", pa.float64())]
+    fields += [pa.field("position", pa.int32()), pa.field("reward", pa.float64())]
+    fields += [pa.field(name, pa.list_(pa.field("element", getattr(pa, kind)()))) for name, kind in _ARRAYS.items()]
+    return pa.schema(fields, metadata={_FORMAT_KEY: FORMAT, _RUN_KEY: run_id.encode()})
+
+
+def _pages(groups: Iterable[Group]) -> Iterator[list[Group]]:
+    page: list[Group] = []
+    size = 0
+    for group in groups:
+        page.append(group)
+        size += sum(16 * len(each.token_ids) + 2 * len(each.response) + 1000 for each in group.experiences)
+        if size > _ROW_GROUP_BYTES:
+            yield page
+            page, size = [], 0
+    if page:
+        yield page
+
+
+def _table(groups: Sequence[Group], schema: Any) -> Any:
+    import pyarrow as pa
+
+    columns: dict[str, list[Any]] = {name: [] for name in schema.names}
+    for group in groups:
+        own = group_row(group, [])
+        inside: list[Experience | None] = [*group.experiences] or [None]  # a group without any has one row
+        for position, each in enumerate(inside):
+            columns["group"].append(own["id"])
+            columns["group_body"].append(own["body"])
+            for name in ("shelf", "writer", "priority", "created_at"):
+                columns[name].append(own[name])
+            columns["position"].append(None if each is None else position)
+            columns["body"].append(None if each is None else experience_body(each))
+            for name, attribute in (("experience", "id"), ("task", "task_id"), ("prompt",) * 2, ("response",) * 2):
+                columns[name].append(None if each is None else searchable(getattr(each, attribute)))
+            columns["reward"].append(None if each is None else each.reward)
+            for name in _ARRAYS:
+                columns[name].append(None if each is None else getattr(each, name))
+    arrays = [
+        _lists(columns[field.name], field.type)
+        if pa.types.is_list(field.type)
+        else pa.array(columns[field.name], field.type)
+        for field in schema
+    ]
+    return pa.Table.from_arrays(arrays, schema=schema)
+
+
+def _lists(values: Sequence[Any], kind: Any) -> Any:
+    """A column of arrays, from their bytes: no float passes through Python."""
+    import pyarrow as pa
+
+    offsets = np.cumsum([0, *(0 if each is None else len(each) for each in values)], dtype=np.int32)
+    present = [each for each in values if each is not None]
+    dtype = kind.value_type.to_pandas_dtype()
+    flat = np.concatenate([*present, np.zeros(0, dtype)]).astype(dtype)
+    empty = np.array([each is None for each in values])
+    return pa.ListArray.from_arrays(pa.array(offsets), pa.array(flat, kind.value_type), type=kind, mask=pa.array(empty))
+
+
+def _groups(table: Any) -> Iterator[Group]:
+    arrays = {name: _arrays(table[name].combine_chunks()) for name in _ARRAYS}
+    rows = table.select(["group", "shelf", "writer", "group_body", "priority", "created_at", "position", "body"])
+    group: Group | None = None
+    for index, row in enumerate(rows.to_pylist()):
+        if group is None or group.id != row["group"]:
+            if group is not None:
+                yield group
+            own = {name: row[name] for name in ("shelf", "writer", "priority", "created_at")}
+            group = group_from(SimpleNamespace(id=row["group"], body=row["group_body"], **own), [])
+        if row["position"] is not None:
+            group.experiences.append(
+                experience_of(row["body"], **{name: found[index] for name, found in arrays.items()})
+            )
+    if group is not None:
+        yield group
+
+
+def _arrays(column: Any) -> list[Any]:
+    flat, offsets = column.values.to_numpy(zero_copy_only=False), column.offsets.to_numpy()
+    valid = column.is_valid().to_numpy(zero_copy_only=False)
+    return [flat[offsets[i] : offsets[i + 1]].copy() if valid[i] else None for i in range(len(column))]
