@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow lint format bench bench-setup vllm-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services postgres postgres-installed lint format bench bench-setup vllm-setup gpu-check clean
 
 setup: $(STAMP)
 
@@ -20,10 +20,23 @@ quickstart: setup
 	$(BIN)/rollmill quickstart $(if $(OUT),--out $(OUT))
 
 test: setup
-	$(BIN)/python -m pytest -m 'not slow and not gpu'
+	$(BIN)/python -m pytest -m 'not slow and not gpu and not service'
 
 test-slow: setup
-	$(BIN)/python -m pytest -m slow
+	$(BIN)/python -m pytest -m 'slow and not service'
+
+# Against a PostgreSQL of its own, in a temporary folder.
+test-services: setup postgres-installed
+	$(BIN)/python -m pytest -m service
+
+# Starts such a server and prints its URL; Ctrl-C ends and removes it.
+postgres: setup postgres-installed
+	$(BIN)/python tests/postgres.py
+
+postgres-installed:
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null \
+	|| { test "$$(id -u)" = 0 && apt-get install -y postgresql; } \
+	|| { echo "PostgreSQL is not installed: apt-get install -y postgresql" >&2; exit 1; }
 
 lint: setup
 	$(BIN)/ruff check .

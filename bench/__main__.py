@@ -21,6 +21,7 @@ NAMES = (
     "overlap",
     "grade",
     "sandbox",
+    "buffer",
     "gpu_check",
 )
 

@@ -140,3 +140,13 @@ def test_gpu_check_without_a_gpu(tmp_path: Path) -> None:
         )
         assert done.returncode == code
         assert "no CUDA device" in done.stdout
+
+
+@pytest.mark.slow
+def test_buffer_against_ray_and_pickled_rows(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    line = bench(str(tmp_path), "buffer", "--batches", "2", "--rounds", "1")
+    assert line["unit"] == "experiences/s"
+    cases = json.loads((tmp_path / "buffer.json").read_text())["cases"]
+    assert len(cases) == 6
+    assert cases[-1]["bytes_each"] > 8 * 1000

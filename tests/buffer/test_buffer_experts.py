@@ -58,7 +58,7 @@ def pool(
             lambda task, place: [experience(task.id)],
         )
     shelves = [Shelves(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
-    return ExpertPool(own, shelves, pairs=pairs, rated_at_least=rated_at_least, tokenizer="abc", seed=seed)
+    return ExpertPool(own, shelves, pairs=pairs, rated_at_least=rated_at_least, tokenizer="abc", context=8, seed=seed)
 
 
 def ids(experiences: list[Experience]) -> list[str]:
@@ -142,10 +142,20 @@ def test_tokens_of_another_tokenizer_are_refused(store: Store) -> None:
         pool(store).draw(1)
 
 
+def test_what_the_model_cannot_hold_is_left_out(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+    long = expert("long")
+    long.experiences[0].token_ids = np.arange(9, dtype=np.int32)
+    long.experiences[0].action_mask = np.arange(9) > 0
+    long.experiences[0].logprobs, long.experiences[0].versions = np.zeros(9, np.float32), np.zeros(9, np.int32)
+    store.put([long, expert("short")])
+    assert set(ids(pool(store).draw(3))) == {"short"}
+    assert "group long is left out: it has 9 tokens, and the model's context holds 8" in caplog.text
+
+
 def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: Store) -> None:
     there: list[Store] = []
     shelves = Shelves("later", lambda: there[0] if there else None)
-    experts = ExpertPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", seed=0)
+    experts = ExpertPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0)
     assert experts.draw(2) == []
     store.put([expert("late")])
     there.append(store)

@@ -186,6 +186,7 @@ def test_every_command_has_its_module() -> None:
             "show",
             "grade",
             "testcases",
+            "feedback",
             "merge",
             "algorithms",
         )

@@ -57,6 +57,18 @@ RUN_ELSEWHERE = {
     "rollmill feedback runs/minimal --import-label-studio export.json": (
         "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
     ),
+    "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
+        "tests/cli/test_cli_buffer.py::test_ls_filters"
+    ),
+    "rollmill buffer show runs/mine train-000012": "tests/cli/test_cli_buffer.py::test_show_finds_a_group",
+    "rollmill buffer stats runs/mine": "tests/cli/test_cli_buffer.py::test_stats_count",
+    "rollmill buffer export runs/mine --to mine.parquet --shelf usual": (
+        "tests/cli/test_cli_buffer.py::test_export_and_import"
+    ),
+    "rollmill buffer import runs/other mine.parquet": "tests/cli/test_cli_buffer.py::test_export_and_import",
+    "rollmill buffer gc runs/mine --older-than 50 --dry-run": (
+        "tests/cli/test_cli_buffer.py::test_gc_keeps_what_a_checkpoint_may_need"
+    ),
     ".venv/bin/python docs/run_file_reference.py > docs/guide/run-file.md": (
         "tests/docs/test_docs_reference.py::test_the_reference_of_run_files_is_current"
     ),

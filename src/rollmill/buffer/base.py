@@ -47,13 +47,25 @@ class Group:
         return min((version for version in versions if version >= 0), default=-1)
 
 
+def moved(id: str, here: str, there: str) -> StoreError:
+    """What to say of a group that is put on a second shelf."""
+    return StoreError(f"group {id} is on the shelf {here} already; put it on the shelf {there} under an id of its own")
+
+
 def checked(groups: Sequence[Group]) -> Sequence[Group]:
-    """The groups. Raises StoreError naming one whose priority is not a finite number of at least 0."""
+    """The groups.
+
+    Raises:
+        StoreError: a priority is not a finite number of at least 0, or an id stands for groups on two shelves.
+    """
+    shelves: dict[str, Shelf] = {}
     for group in groups:
         if not (math.isfinite(group.priority) and group.priority >= 0):
             raise StoreError(
                 f"group {group.id} has priority {group.priority}; who sets it has to give a finite number of at least 0"
             )
+        if (shelf := shelves.setdefault(group.id, group.shelf)) is not group.shelf:
+            raise moved(group.id, shelf, group.shelf)
     return groups
 
 
@@ -66,6 +78,9 @@ class Store(Protocol):
         """Add groups, all or none. One whose id is known is left as it is, so a writer may repeat itself.
 
         Returns how many were new.
+
+        Raises:
+            StoreError: an id is known on another shelf; what becomes of a group needs an id of its own.
         """
 
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
@@ -81,7 +96,8 @@ class Store(Protocol):
     def take_partial(self, count: int, *, step: int) -> list[Group]:
         """The oldest unfinished groups that were never taken, at most `count`, to be continued in `step`.
 
-        Waits for nothing. Each is handed out once; a step that got some gets the same ones again.
+        Waits for nothing. Each is handed out once; a step that got some gets the same ones again. What is continued
+        is put under an id of its own.
         """
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,6 +15,8 @@ from rollmill.buffer.shelves import Shelves
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Source, Task
 from rollmill.tasks import Sampler
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +34,7 @@ class ExpertPool:
         pairs: hand out preference pairs rather than demonstrations.
         rated_at_least: completions with this rating count as demonstrations; None: none do.
         tokenizer: fingerprint of the policy's tokenizer; groups that were made with another are refused.
+        context: longest sequence of the policy in tokens; longer ones are left out, with a warning.
         seed: what the order within an epoch derives from.
 
     Raises:
@@ -45,10 +49,12 @@ class ExpertPool:
         pairs: bool,
         rated_at_least: float | None,
         tokenizer: str,
+        context: int,
         seed: int,
     ) -> None:
         self._tasks, self._shelves, self._pairs = tasks, shelves, pairs
         self._rated_at_least, self._tokenizer, self._seed = rated_at_least, tokenizer, seed
+        self._context = context
         self._epoch, self._drawn = 0, 0
         self._served: set[str] = set()
         self._known: list[list[str]] = [[] for _ in shelves]  # ids of groups by store, in the order they came
@@ -112,20 +118,16 @@ class ExpertPool:
 
     def _look(self, shelves: Shelves, known: list[str]) -> None:
         """Take note of what has come."""
-        for group in shelves.new(Shelf.PREFERENCE if self._pairs else Shelf.EXPERT):
-            self._check(group, shelves.name)
-            known.append(group.id)
+        found = list(shelves.new(Shelf.PREFERENCE if self._pairs else Shelf.EXPERT))
         if self._rated_at_least is not None and not self._pairs:
-            for group in shelves.new(Shelf.RATED):
-                if self._liked(group):
-                    self._check(group, shelves.name)
-                    known.append(group.id)
+            found += [group for group in shelves.new(Shelf.RATED) if self._liked(group)]
+        known += [group.id for group in found if self._fits(group, shelves.name)]
 
     def _liked(self, group: Group) -> bool:
         reward = group.experiences[0].reward
         return reward is not None and self._rated_at_least is not None and reward >= self._rated_at_least
 
-    def _check(self, group: Group, where: str) -> None:
+    def _fits(self, group: Group, where: str) -> bool:
         own = group.info.get("tokenizer", self._tokenizer)
         if own != self._tokenizer:
             raise StoreError(
@@ -133,6 +135,11 @@ class ExpertPool:
                 f"({self._tokenizer}), so its tokens mean other text; train the model it was made for, or leave the "
                 "source out of experts.sources"
             )
+        longest = max(len(each.token_ids) for each in group.experiences)
+        if longest > self._context:
+            text = "%s: group %s is left out: it has %d tokens, and the model's context holds %d"
+            log.warning(text, where, group.id, longest, self._context)
+        return longest <= self._context
 
     def _presented(self, group: Group) -> list[Experience]:
         """A group as the trainer takes it: pairs under a name of their own, everything else as demonstrations."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from urllib.parse import unquote
+
 from sqlalchemy.engine import URL
 from sqlalchemy.exc import DBAPIError
 
@@ -14,7 +16,7 @@ _PASSING = ("08", "40", "53300", "55P03", "57P01", "57P02", "57P03")
 def shown(url: URL) -> str:
     """A database's address for people: SQLite's path, or the URL without its password."""
     if url.get_backend_name() == "sqlite" and url.database:
-        return url.database.removeprefix("file:").partition("?")[0]
+        return unquote(url.database.removeprefix("file:")) if url.query else url.database
     return url.render_as_string(hide_password=True)
 
 

@@ -30,7 +30,7 @@ COMMANDS = {
     "feedback": "rollmill.cli.feedback",
 }
 """Command name -> module."""
-GROUPS = {"sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
+GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
 
 

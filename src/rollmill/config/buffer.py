@@ -16,7 +16,7 @@ class ReplayConfig(Section):
     """How many join each step, as far as there are any that may."""
     order: Literal["fifo", "uniform", "priority"] = "uniform"
     """`fifo`: the one that waited longest. `uniform`: each with the same chance. `priority`: with chances in
-    proportion to priority ** exponent * decay ** age."""
+    proportion to priority ** exponent * decay ** age, where age counts versions since the group's oldest token."""
     priority: Literal["given", "advantage"] = "given"
     """`given`: what the pipeline's operator `priority` says, else 1. `advantage`: the mean absolute advantage when the
     group was last learned from. Only with order `priority`."""
@@ -29,9 +29,9 @@ class ReplayConfig(Section):
     max_uses: int | None = Field(None, ge=2)
     """How often a group is learned from at most, the first time included. Default: no bound."""
     cooldown: int = Field(1, ge=1)
-    """Steps before a group may join again."""
+    """A group that was learned from in step s may join again from step s + cooldown on."""
     capacity: int = Field(10_000, ge=1)
-    """Only the newest N groups are chosen from."""
+    """Only the newest N groups that were learned from are chosen from."""
 
 
 class BufferConfig(Section):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmill.buffer import Store
+from rollmill.buffer import Shelf, Store
 from rollmill.buffer.build import FILE, open_run, open_store
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.parquet import read_parquet
 from rollmill.buffer.shelves import Opener, Shelves
 from rollmill.config.run import StageConfig
 
@@ -39,7 +40,7 @@ class Buffers:
 
     def of_others(self, source: Path) -> Shelves:
         """What another run, or a Parquet file, holds."""
-        store = self._kept(open_run(source))
+        store = self._kept(_read(source) if source.suffix == ".parquet" else open_run(source))
         return Shelves(str(source), lambda: store)
 
     def close(self) -> None:
@@ -54,3 +55,10 @@ class Buffers:
 
     def _later(self, database: Path) -> Opener:
         return lambda: self._kept(open_run(self._run_dir)) if database.is_file() else None
+
+
+def _read(file: Path) -> MemoryStore:
+    """A Parquet file's demonstrations, pairs and ratings."""
+    store = MemoryStore()
+    store.put([group for group in read_parquet(file) if group.shelf in (Shelf.EXPERT, Shelf.PREFERENCE, Shelf.RATED)])
+    return store

@@ -45,5 +45,6 @@ def expert_pool(
         pairs=pairs,
         rated_at_least=config.experts.rated_at_least,
         tokenizer=fingerprint(policy.tokenizer),
+        context=policy.context,
         seed=seed,
     )

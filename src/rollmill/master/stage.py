@@ -39,6 +39,7 @@ from rollmill.master.state import StageState
 from rollmill.master.supply import Facts, Supply
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy, load_teacher
+from rollmill.models.run_tokenizer import fingerprint
 from rollmill.monitor.trace import Span, Trace
 from rollmill.pipelines.build import Resources, build_pipeline
 from rollmill.recipes import Distill, RewardModel
@@ -132,7 +133,7 @@ class StageRun:
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
             store=self._store,
             ratings=ratings,
-            facts=Facts(policy.tokenizer, policy.end_id, by_id.__getitem__),
+            facts=Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__),
             trace=self._trace,
             seed=self._seed,
             uses_greedy=advantage is not None and advantage.uses_greedy,

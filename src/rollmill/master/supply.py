@@ -39,6 +39,7 @@ class Facts:
     """What the pipeline's operators may know of the model and the tasks."""
 
     tokenizer: Any
+    fingerprint: str  #: of the tokenizer
     end_id: int
     task: Callable[[str], Task]
 
@@ -143,7 +144,8 @@ class Supply:
         if oldest is not None and min(e.oldest_version for e in experiences) < oldest:
             self._expired += 1
             return False
-        groups = grouped(await self._pipeline.process(experiences, self._context(version)), first.group)
+        left = await self._pipeline.process(experiences, self._context(version))
+        groups = grouped(left, first.group, self._facts.fingerprint)
         self._store.put(groups)
         return any(group.shelf is Shelf.USUAL for group in groups)
 
@@ -239,8 +241,12 @@ class Supply:
         return future
 
 
-def grouped(experiences: Sequence[Experience], group: str) -> list[Group]:
-    """What a pipeline left of one group, and made from it, as groups on their shelves."""
+def grouped(experiences: Sequence[Experience], group: str, tokenizer: str) -> list[Group]:
+    """What a pipeline left of one group, and made from it, as groups on their shelves.
+
+    Args:
+        tokenizer: fingerprint of the one that made the tokens; what is made may be learned from by other runs.
+    """
     usual = [e for e in experiences if e.source is Source.USUAL]
     made: dict[str, list[Experience]] = {}
     for experience in experiences:
@@ -249,7 +255,11 @@ def grouped(experiences: Sequence[Experience], group: str) -> list[Group]:
             made.setdefault(experience.group if paired else experience.id, []).append(experience)
     found = [Group(group, usual, priority=_mean_priority(usual))] if usual else []
     shelves = {Source.EXPERT: Shelf.EXPERT, Source.PREFERENCE: Shelf.PREFERENCE}
-    return found + [Group(name, own, shelves[own[0].source], writer=PIPELINE) for name, own in made.items()]
+    info = {"tokenizer": tokenizer}
+    made_groups = [
+        Group(name, own, shelves[own[0].source], writer=PIPELINE, info=dict(info)) for name, own in made.items()
+    ]
+    return found + made_groups
 
 
 def _marked(experience: Experience) -> Experience:

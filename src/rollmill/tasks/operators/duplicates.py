@@ -53,7 +53,7 @@ def _same(tasks: list[Task]) -> Iterator[list[Task]]:
 def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
     """Groups around the first task of each: MinHash finds candidates, and their sequences decide."""
     try:
-        from datasketch import MinHash, MinHashLSH  # type: ignore[import-untyped]
+        from datasketch import MinHash, MinHashLSH
     except ModuleNotFoundError as error:
         raise ConfigError("deduplicate by `near` needs datasketch: pip install 'rollmill[dedup]'") from error
     index = MinHashLSH(threshold=options.threshold, num_perm=options.permutations)

@@ -1,0 +1,72 @@
+"""From the section `buffer` to a store; and the buffer of a run directory, for commands."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollmill.buffer.base import Store
+from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.sql import SqlStore
+from rollmill.config.buffer import BufferConfig, ReplayConfig
+from rollmill.core.errors import ConfigError, StoreError
+
+FILE = "buffer.sqlite"
+
+
+def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: bool) -> Store:
+    """The store of a run.
+
+    Args:
+        run_id: tells runs in one database apart.
+        persistent: the run is asynchronous or learns from groups again, so `auto` stands for a database.
+
+    Raises:
+        StoreError: the database cannot be opened.
+    """
+    if config.store == "memory" or (config.store == "auto" and not persistent and config.url is None):
+        return MemoryStore(keep=0 if config.replay is None else config.replay.capacity)
+    from rollmill.buffer.database import Database, sqlite_url
+
+    return SqlStore(Database(config.url or sqlite_url(run_dir / FILE)), run_id)
+
+
+def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
+    """The database of a run directory: that of `buffer.url` in its config.yaml, else RUN/buffer.sqlite.
+
+    Raises:
+        ConfigError: `run_dir` holds no run, or its buffer is in memory.
+        StoreError: the database cannot be opened.
+    """
+    from rollmill.buffer.database import Database, sqlite_url
+
+    config, machine = run_dir / "config.yaml", run_dir / "machine.json"
+    if not config.is_file():
+        raise ConfigError(f"{run_dir} holds no run (no config.yaml); give the directory that `rollmill run` printed")
+    urls = [section.get("url") for section in _sections(run_dir)]
+    url = next((each for each in urls if each is not None), None)
+    if url is None and not (run_dir / FILE).is_file():
+        raise ConfigError(
+            f"{run_dir} has no {FILE}: the run keeps its experiences in memory, and in RUN/rollouts (`rollmill show`); "
+            "set buffer.store: sql to keep them in a database"
+        )
+    known = json.loads(machine.read_text()) if machine.is_file() else {}
+    if "run_id" not in known:
+        raise StoreError(f"{machine} does not say the run's id, by which its rows are found; put the file back")
+    return SqlStore(Database(url or sqlite_url(run_dir / FILE), read_only=read_only), known["run_id"])
+
+
+def replay_capacity(run_dir: Path) -> int:
+    """How many groups the run's stages choose from for replay, at most; 0 where none replays."""
+    rules = [section.get("replay") for section in _sections(run_dir)]
+    standard = ReplayConfig.model_fields["capacity"].default
+    return max((rule.get("capacity", standard) for rule in rules if rule is not None), default=0)
+
+
+def _sections(run_dir: Path) -> list[dict[str, Any]]:
+    """The sections `buffer` of a resolved run file."""
+    config = yaml.safe_load((run_dir / "config.yaml").read_text())
+    return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]

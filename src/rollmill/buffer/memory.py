@@ -1,0 +1,236 @@
+"""The buffer in this process. What it holds is part of each checkpoint."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rollmill.buffer.base import EXPLORER, PIPELINE, Group, Shelf, checked, moved
+from rollmill.buffer.entries import Entry, Use, copied, decode_entry, encode_entry
+from rollmill.buffer.replay import Candidates, choose
+from rollmill.buffer.waiting import poll, this_process, too_few
+from rollmill.config.buffer import ReplayConfig
+from rollmill.core.errors import StoreError
+from rollmill.core.types import Task
+
+MEMORY = "memory"
+
+
+class MemoryStore:
+    """A Store (`buffer/base.py`) in this process, for several threads.
+
+    Args:
+        keep: how many groups that were learned from are kept for replay. Older ones, and those that were too old, are
+            forgotten once a step is over.
+    """
+
+    kind = MEMORY
+
+    def __init__(self, keep: int = 0) -> None:
+        self._keep = keep
+        self._entries: dict[int, Entry] = {}  # by number, in order
+        self._ids: dict[str, tuple[int, Shelf]] = {}  # of all groups ever put
+        self._last = 0
+        self._forgotten = 0  # groups that were too old
+        self._tasks: dict[str, Task] = {}
+        self._writer: dict[str, Any] | None = None
+        self._lock = threading.RLock()
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, groups: Sequence[Group]) -> int:
+        """See Store."""
+        now = time.time()
+        with self._lock:
+            before = self._last
+            for group in checked(groups):
+                _, shelf = self._ids.get(group.id, (0, group.shelf))
+                if shelf is not group.shelf:
+                    raise moved(group.id, shelf, group.shelf)
+            for group in groups:
+                if group.id not in self._ids:
+                    self._last += 1
+                    self._ids[group.id] = (self._last, group.shelf)
+                    kept = replace(copied(group), created_at=group.created_at or now)
+                    self._entries[self._last] = Entry(kept)
+                    self._writer = this_process(group.writer) | {"wrote_at": now, "written": self._last}
+            return self._last - before
+
+    def put_tasks(self, tasks: Sequence[Task]) -> None:
+        """See Store. They are no part of checkpoints."""
+        with self._lock:
+            self._tasks |= {task.id: copy.deepcopy(task) for task in tasks}
+
+    def remove(self, ids: Sequence[str], *, by: str) -> None:
+        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        with self._lock:
+            for entry in self._named(ids):
+                entry.removed_by = by if entry.removed_by is None else entry.removed_by
+
+    def restore(self, ids: Sequence[str]) -> None:
+        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        with self._lock:
+            for entry in self._named(ids):
+                entry.removed_by = None
+
+    # -- handing out -------------------------------------------------------------------------------------------
+
+    def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
+        """See Store. Waits for other threads only."""
+
+        def attempt() -> list[Group] | None:
+            with self._lock:
+                if before := self._handed_out(step, Shelf.USUAL, first=True):
+                    return before
+                self._forget(step - 1)
+                waiting = self._waiting(Shelf.USUAL)
+                for entry in waiting if min_version is not None else []:
+                    assert min_version is not None
+                    if 0 <= entry.group.oldest_version < min_version:
+                        entry.expired = step
+                waiting = [entry for entry in waiting if entry.waits]
+                return self._hand_out(waiting[:count], step, first=True) if len(waiting) >= count else None
+
+        found = poll(attempt, deadline_s)
+        if found is None:
+            raise too_few(count, self.waiting(), deadline_s, [self._writer] if self._writer else [])
+        return found
+
+    def take_partial(self, count: int, *, step: int) -> list[Group]:
+        """See Store."""
+        with self._lock:
+            before = self._handed_out(step, Shelf.PARTIAL, first=True)
+            return before or self._hand_out(self._waiting(Shelf.PARTIAL)[:count], step, first=True)
+
+    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
+        """See Store."""
+        with self._lock:
+            if before := self._handed_out(step, Shelf.USUAL, first=False):
+                return before
+            taken = self._taken(step)[-rule.capacity :]
+            groups = [(number, entry.group.oldest_version, entry.group.priority) for number, entry in taken]
+            uses = [(number, use.step, use.priority) for number, entry in taken for use in entry.uses]
+            history = sorted((use for use in uses if use[1] < step), key=lambda use: use[1])
+            numbers = choose(Candidates.of(groups, history), rule, step=step, version=version, seed=seed)
+            return self._hand_out([self._entries[number] for number in numbers], step, first=False)
+
+    def learned(self, groups: Sequence[Group], *, step: int) -> None:
+        """See Store."""
+        with self._lock:
+            for group in checked(groups):
+                entry = self._entries.get(self._number(group.id))
+                for use in entry.uses if entry is not None else []:
+                    if use.step == step:
+                        use.priority = group.priority
+            self._forget(step)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+        """See Store."""
+        with self._lock:
+            numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
+        for number in numbers:
+            entry = self._entries.get(number)
+            if number > after and entry is not None and entry.removed_by is None:
+                yield number, entry.handed()
+
+    def get(self, ids: Sequence[str]) -> list[Group]:
+        """See Store."""
+        with self._lock:
+            found = [self._entries.get(self._ids[id][0]) for id in ids if id in self._ids]
+            return [entry.handed() for entry in found if entry is not None and entry.removed_by is None]
+
+    def tasks(self) -> Iterator[Task]:
+        """See Store."""
+        with self._lock:
+            tasks = list(self._tasks.values())
+        return (copy.deepcopy(task) for task in tasks)
+
+    def waiting(self) -> int:
+        """See Store."""
+        with self._lock:
+            return len(self._waiting(Shelf.USUAL))
+
+    def expired(self) -> int:
+        """See Store."""
+        with self._lock:
+            return self._forgotten + sum(entry.expired is not None for entry in self._entries.values())
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def mark(self) -> dict[str, Any]:
+        """See Store. Holds all groups that are not forgotten."""
+        with self._lock:
+            entries = [encode_entry(number, entry) for number, entry in self._entries.items()]
+            return {"store": MEMORY, "last": self._last, "forgotten": self._forgotten, "groups": entries}
+
+    def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
+        """See Store. Raises StoreError where the mark is of another store."""
+        if mark is not None and mark["store"] != MEMORY:
+            raise StoreError(f"the checkpoint's buffer is in a database; set buffer.store: {mark['store']}, as before")
+        state: dict[str, Any] = {"last": 0, "forgotten": 0, "groups": []} if mark is None else mark
+        with self._lock:
+            entries = dict(decode_entry(row) for row in state["groups"])
+            for number, entry in self._entries.items():
+                if number in entries:
+                    entries[number].removed_by = entry.removed_by
+                elif number > state["last"] and entry.group.writer not in (EXPLORER, PIPELINE):
+                    entries[number] = entry
+            for entry in entries.values():
+                entry.undo(step)
+            last = state["last"]
+            self._ids = {id: known for id, known in self._ids.items() if known[0] <= last or known[0] in entries}
+            self._ids |= {entry.group.id: (number, entry.group.shelf) for number, entry in entries.items()}
+            self._entries, self._forgotten = entries, state["forgotten"]
+            self._last = max(self._last, last)
+
+    def close(self) -> None:
+        """See Store."""
+
+    # -- parts -------------------------------------------------------------------------------------------------
+
+    def _named(self, ids: Sequence[str]) -> list[Entry]:
+        if unknown := [id for id in ids if self._number(id) not in self._entries]:
+            raise StoreError(f"the buffer has no group {unknown[0]}; nothing was changed")
+        return [self._entries[self._number(id)] for id in ids]
+
+    def _number(self, id: str) -> int:
+        """A group's number, even if it is forgotten; 0 where there was none."""
+        return self._ids.get(id, (0, None))[0]
+
+    def _waiting(self, shelf: Shelf) -> list[Entry]:
+        return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]
+
+    def _taken(self, step: int) -> list[tuple[int, Entry]]:
+        """Usual groups that were first taken for steps before `step`, by number."""
+        usual = ((number, entry) for number, entry in self._entries.items() if entry.group.shelf is Shelf.USUAL)
+        return [
+            (number, entry)
+            for number, entry in usual
+            if entry.taken is not None and entry.taken < step and entry.removed_by is None
+        ]
+
+    def _handed_out(self, step: int, shelf: Shelf, *, first: bool) -> list[Group]:
+        mine = [entry for entry in self._entries.values() if entry.group.shelf is shelf]
+        found = [(use, entry) for entry in mine for use in entry.uses if use.step == step and use.first == first]
+        return [entry.handed() for _, entry in sorted(found, key=lambda pair: pair[0].position)]
+
+    def _hand_out(self, entries: Sequence[Entry], step: int, *, first: bool) -> list[Group]:
+        for position, entry in enumerate(entries):
+            entry.uses.append(Use(step, position, first))
+        return [entry.handed() for entry in entries]
+
+    def _forget(self, step: int) -> None:
+        """Drop what no step after `step` can ask for."""
+        over = [number for number, _ in self._taken(step + 1)]
+        partial = [number for number, entry in self._entries.items() if entry.group.shelf is Shelf.PARTIAL]
+        done = [number for number in partial if (self._entries[number].taken or step + 1) <= step]
+        expired = [number for number, entry in self._entries.items() if (entry.expired or step + 1) <= step]
+        self._forgotten += len(expired)
+        for number in (*over[: max(0, len(over) - self._keep)], *done, *expired):
+            del self._entries[number]

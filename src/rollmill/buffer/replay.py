@@ -1,0 +1,100 @@
+"""Which groups are learned from again: a choice on a few numbers per group, the same for every store."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollmill.buffer.base import Group
+from rollmill.config.buffer import ReplayConfig
+
+_STREAM = 0x5EB1A7
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """Groups that were taken for earlier steps, in the order they came; all arrays are [N].
+
+    `priority` is the one given, `noted` that after the last use (NaN where none was noted); `uses` counts them, and
+    `last` is the step of the last one.
+    """
+
+    number: npt.NDArray[np.int64]
+    oldest_version: npt.NDArray[np.int64]
+    priority: npt.NDArray[np.float64]
+    noted: npt.NDArray[np.float64]
+    uses: npt.NDArray[np.int64]
+    last: npt.NDArray[np.int64]
+
+    @classmethod
+    def of(cls, groups: Sequence[tuple[Any, ...]], history: Sequence[tuple[Any, ...]]) -> Candidates:
+        """From rows (number, oldest version, priority) of groups, and (number, step, priority) of uses by step."""
+        place = {row[0]: index for index, row in enumerate(groups)}
+        noted = np.full(len(groups), np.nan)
+        uses, last = np.zeros(len(groups), np.int64), np.zeros(len(groups), np.int64)
+        for number, step, priority in history:
+            if (index := place.get(number)) is not None:
+                uses[index] += 1
+                last[index] = step
+                noted[index] = noted[index] if priority is None else priority
+        columns = list(zip(*groups, strict=True)) or [(), (), ()]
+        number_, version, given = columns
+        return cls(
+            np.array(number_, np.int64), np.array(version, np.int64), np.array(given, np.float64), noted, uses, last
+        )
+
+
+def choose(candidates: Candidates, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[int]:
+    """Numbers of the groups that join `step`, a function of its arguments alone.
+
+    Orders `uniform` and `priority` draw without replacement: the next group with a chance in proportion to its weight
+    among those that are left, by the Gumbel-top-k trick (Kool et al., arXiv:1903.06059, equal to Efraimidis and
+    Spirakis, 2006). A group without policy tokens has age 0; one of weight 0 is never drawn.
+    """
+    age = np.where(candidates.oldest_version >= 0, version - candidates.oldest_version, 0)
+    may = step - candidates.last >= rule.cooldown
+    if rule.max_uses is not None:
+        may &= candidates.uses < rule.max_uses
+    if rule.max_age is not None:
+        may &= age <= rule.max_age
+    places = np.flatnonzero(may)
+    if rule.order == "fifo":
+        chosen = places[np.lexsort((candidates.number[places], candidates.last[places]))][: rule.groups]
+    else:
+        weights = np.zeros(len(places))
+        if rule.order == "priority":
+            weights = _log_weights(candidates, rule, age.astype(np.float64))[places]
+        draws = np.random.default_rng([_STREAM, seed % 2**64, step]).gumbel(size=len(places))
+        keys = weights + draws
+        order = np.argsort(-keys, kind="stable")[: rule.groups]
+        chosen = places[order[np.isfinite(keys[order])]]
+    return [int(number) for number in candidates.number[chosen]]
+
+
+def _log_weights(candidates: Candidates, rule: ReplayConfig, age: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """log of priority ** exponent * decay ** age; -inf where it is 0."""
+    priority = candidates.priority
+    if rule.priority == "advantage":
+        priority = np.where(np.isnan(candidates.noted), priority, candidates.noted)
+    weights: npt.NDArray[np.float64] = age * np.log(rule.decay)
+    if rule.exponent > 0:
+        with np.errstate(divide="ignore"):
+            weights += rule.exponent * np.log(priority)
+    return weights
+
+
+def mean_advantage(group: Group) -> float:
+    """What replay calls the priority `advantage`: the mean absolute advantage over the action tokens of a group.
+
+    0 where the trainer set none.
+    """
+    total, tokens = 0.0, 0
+    for experience in group.experiences:
+        if experience.advantage is not None:
+            total += float(np.abs(experience.advantage[experience.action_mask]).sum(dtype=np.float64))
+            tokens += experience.action_tokens
+    return total / tokens if tokens else 0.0

@@ -1,0 +1,154 @@
+"""The tables of a buffer in a database. Several runs may share them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Boolean,
+    Column,
+    Float,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+)
+
+FORMAT = 1
+"""Raised when tables change in a way that older programs would misread."""
+
+metadata = MetaData()
+
+
+class Raw(LargeBinary):
+    """Bytes that go through as they are: both drivers take and give `bytes`, which SQLAlchemy would wrap and copy."""
+
+    cache_ok = True
+
+    def bind_processor(self, dialect: Any) -> None:
+        """None: nothing to do."""
+
+    def result_processor(self, dialect: Any, coltype: Any) -> None:
+        """None: nothing to do."""
+
+
+meta = Table(
+    "rollmill_meta",
+    metadata,
+    Column("key", Text, primary_key=True),
+    Column("value", Text, nullable=False),
+)
+"""`format`: FORMAT."""
+
+runs = Table(
+    "rollmill_runs",
+    metadata,
+    Column("run", Integer, primary_key=True),
+    Column("run_id", Text, nullable=False, unique=True),
+    Column("last", BigInteger, nullable=False),  # number of the newest group; never reused
+    Column("forgotten", BigInteger, nullable=False),  # expired groups that were deleted since
+    Column("marked_at", Float(53)),
+)
+"""Every change of a run's rows locks its row here first, so numbers are handed out in the order of commits."""
+
+groups = Table(
+    "rollmill_groups",
+    metadata,
+    Column("run", Integer, primary_key=True, autoincrement=False),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("id", Text, nullable=False),
+    Column("shelf", Text, nullable=False),
+    Column("writer", Text, nullable=False),
+    Column("author", Text, nullable=False),
+    Column("task_id", Text, nullable=False),
+    Column("created_at", Float(53), nullable=False),
+    Column("priority", Float(53), nullable=False),
+    Column("oldest_version", Integer, nullable=False),
+    Column("size", Integer, nullable=False),  # experiences
+    Column("bytes", BigInteger, nullable=False),  # of their rows
+    Column("reward", Float(53)),  # mean of those that were judged
+    Column("rewards", Text, nullable=False),  # JSON list
+    Column("body", Text, nullable=False),  # JSON: author and info, exactly
+    Column("taken", Integer),  # the step it was first handed out for
+    Column("expired", Integer),  # the step for which it was too old
+    Column("removed_at", Float(53)),
+    Column("removed_by", Text),
+)
+"""One row per group: what it takes to choose one without reading its experiences."""
+
+there = groups.c.removed_at.is_(None)
+"""Of groups that nobody removed."""
+waiting = there & groups.c.taken.is_(None) & groups.c.expired.is_(None)
+"""Of groups that may be handed out for the first time."""
+Index("rollmill_groups_id", groups.c.run, groups.c.id, unique=True)
+Index("rollmill_groups_shelf", groups.c.run, groups.c.shelf, groups.c.number)
+Index(
+    "rollmill_groups_waiting",
+    groups.c.run,
+    groups.c.shelf,
+    groups.c.number,
+    sqlite_where=waiting,
+    postgresql_where=waiting,
+)
+
+Index(
+    "rollmill_groups_expired",
+    groups.c.run,
+    sqlite_where=groups.c.expired.is_not(None),
+    postgresql_where=groups.c.expired.is_not(None),
+)
+
+experiences = Table(
+    "rollmill_experiences",
+    metadata,
+    Column("run", Integer, primary_key=True, autoincrement=False),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("position", Integer, primary_key=True, autoincrement=False),
+    Column("body", Text, nullable=False),  # JSON: everything but arrays
+    Column("token_ids", Raw, nullable=False),
+    Column("logprobs", Raw, nullable=False),
+    Column("versions", Raw, nullable=False),
+    Column("action_mask", Raw, nullable=False),
+    Column("advantage", Raw),
+)
+"""One row per experience."""
+
+uses = Table(
+    "rollmill_uses",
+    metadata,
+    Column("run", Integer, primary_key=True, autoincrement=False),
+    Column("number", BigInteger, primary_key=True, autoincrement=False),
+    Column("step", Integer, primary_key=True, autoincrement=False),
+    Column("first", Boolean, nullable=False),  # handed out by `take`, not by `replay`
+    Column("position", Integer, nullable=False),  # among those of the step
+    Column("priority", Float(53)),  # after the step had learned from it
+)
+"""One row per group and step that learned from it: replay's counts, cool-downs and priorities follow from these."""
+Index("rollmill_uses_step", uses.c.run, uses.c.step)
+
+tasks = Table(
+    "rollmill_tasks",
+    metadata,
+    Column("run", Integer, primary_key=True, autoincrement=False),
+    Column("key", Text, primary_key=True),
+    Column("position", BigInteger, nullable=False),
+    Column("body", Text, nullable=False),
+)
+"""The taskset, in order."""
+Index("rollmill_tasks_position", tasks.c.run, tasks.c.position)
+
+writers = Table(
+    "rollmill_writers",
+    metadata,
+    Column("run", Integer, primary_key=True, autoincrement=False),
+    Column("kind", Text, primary_key=True),
+    Column("host", Text, primary_key=True),
+    Column("pid", Integer, primary_key=True, autoincrement=False),
+    Column("seen_at", Float(53), nullable=False),
+    Column("wrote_at", Float(53)),
+    Column("written", BigInteger, nullable=False),  # groups
+)
+"""Who writes, and when it last did: what a reader says of whom it waits for."""

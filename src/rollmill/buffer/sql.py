@@ -1,0 +1,270 @@
+"""The buffer in a database: SQLite in one file, or PostgreSQL. Other processes may read and write it meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from sqlalchemy import ColumnElement, func, select, update
+
+from rollmill.buffer import schema
+from rollmill.buffer.base import Group, Shelf, checked, moved
+from rollmill.buffer.database import Database
+from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, waiting
+from rollmill.buffer.replay import choose
+from rollmill.buffer.rows import experience_row, group_row, task_from, task_json, to_json
+from rollmill.buffer.waiting import poll, too_few
+from rollmill.config.buffer import ReplayConfig
+from rollmill.core.errors import StoreError
+from rollmill.core.types import Task
+
+Result = TypeVar("Result")
+
+SQL = "sql"
+_PAGE_GROUPS, _PAGE_BYTES = 64, 32 << 20
+
+_groups = schema.groups.c
+
+
+class SqlStore:
+    """A Store (`buffer/base.py`) of one run in a database that may hold several.
+
+    Every change is one transaction that begins by locking the run's row, and comes to the same when it is made twice.
+    All methods raise StoreError where the database cannot do it within its `outage_s`.
+    """
+
+    kind = SQL
+
+    def __init__(self, database: Database, run_id: str) -> None:
+        """Raises StoreError where a database that is only read holds nothing of the run."""
+        self.database = database
+        if database.read_only:
+            run = database.read(lambda connection: find_run(connection, run_id))
+        else:
+            run = database.write(lambda connection: make_run(connection, run_id))
+        if run is None:
+            raise StoreError(f"the buffer {database} holds nothing of this run (its id is {run_id})")
+        self.run, self.run_id = run, run_id
+
+    # -- writing -----------------------------------------------------------------------------------------------
+
+    def put(self, groups: Sequence[Group]) -> int:
+        """See Store. A call repeated after a lost connection may count groups as known that it wrote itself."""
+        now = time.time()
+        packed: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+        for group in checked(groups):
+            rows = [experience_row(experience) for experience in group.experiences]
+            packed.setdefault(group.id, (group_row(group, rows) | {"created_at": group.created_at or now}, rows))
+
+        def work(rows: Rows, last: int) -> int:
+            known = rows.shelves(list(packed))
+            new: list[dict[str, Any]] = []
+            experiences: list[dict[str, Any]] = []
+            for id, (row, inside) in packed.items():
+                if known.get(id, row["shelf"]) != row["shelf"]:
+                    raise moved(id, known[id], row["shelf"])
+                if id not in known:
+                    key = {"run": self.run, "number": last + len(new) + 1}
+                    new.append(row | key)
+                    experiences += [each | key | {"position": place} for place, each in enumerate(inside)]
+            rows.add(new, experiences, last + len(new))
+            for kind, count in Counter(row["writer"] for row in new).items():
+                rows.seen(kind, count)
+            return len(new)
+
+        return self.change(work) if packed else 0
+
+    def announce(self, kind: str) -> None:
+        """Say that a process that writes is there, so that readers know for whom they wait."""
+        self.change(lambda rows, _: rows.seen(kind, 0))
+
+    def put_tasks(self, tasks: Sequence[Task]) -> None:
+        """See Store."""
+        bodies = {to_json(task.id): task_json(task) for task in tasks}
+        self.change(lambda rows, _: rows.put_tasks(bodies))
+
+    def remove(self, ids: Sequence[str], *, by: str) -> None:
+        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        self._set(ids, schema.there, removed_at=time.time(), removed_by=by)
+
+    def restore(self, ids: Sequence[str]) -> None:
+        """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
+        self._set(ids, ~schema.there, removed_at=None, removed_by=None)
+
+    # -- handing out -------------------------------------------------------------------------------------------
+
+    def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
+        """See Store."""
+
+        def work(rows: Rows, _: int) -> list[int] | None:
+            if before := rows.handed_out(step, Shelf.USUAL, first=True):
+                return before
+            if min_version is not None:
+                rows.expire(min_version, step)
+            there = rows.connection.execute(_counted(waiting(self.run, Shelf.USUAL))).scalar_one()
+            return rows.hand_out(Shelf.USUAL, count, step) if there >= count else None
+
+        numbers = poll(lambda: self.change(work), deadline_s)
+        if numbers is None:
+            raise too_few(count, self.waiting(), deadline_s, self.writers())
+        return self.groups(numbers)
+
+    def take_partial(self, count: int, *, step: int) -> list[Group]:
+        """See Store."""
+
+        def work(rows: Rows, _: int) -> list[int]:
+            before = rows.handed_out(step, Shelf.PARTIAL, first=True)
+            return before or rows.hand_out(Shelf.PARTIAL, count, step)
+
+        return self.groups(self.change(work))
+
+    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
+        """See Store."""
+
+        def work(rows: Rows, _: int) -> list[int]:
+            if before := rows.handed_out(step, Shelf.USUAL, first=False):
+                return before
+            numbers = choose(rows.candidates(rule, step), rule, step=step, version=version, seed=seed)
+            rows.note(numbers, step, first=False)
+            return numbers
+
+        return self.groups(self.change(work))
+
+    def learned(self, groups: Sequence[Group], *, step: int) -> None:
+        """See Store."""
+        priorities = {group.id: group.priority for group in checked(groups)}
+
+        def work(rows: Rows, _: int) -> None:
+            for id, number in rows.numbers(list(priorities)).items():
+                rows.note_priority(number, step, priorities[id])
+
+        self.change(work)
+
+    # -- reading -----------------------------------------------------------------------------------------------
+
+    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+        """See Store. Holds about 32 MiB of rows at most."""
+        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.there
+        while numbers := self._page(there & (_groups.number > after)):
+            yield from zip(numbers, self.groups(numbers), strict=True)
+            after = numbers[-1]
+
+    def get(self, ids: Sequence[str]) -> list[Group]:
+        """See Store."""
+        known = self.database.read(lambda connection: Rows(connection, self.run).numbers(ids, there=True))
+        return self.groups([known[id] for id in ids if id in known])
+
+    def groups(self, numbers: Sequence[int]) -> list[Group]:
+        """Whole groups by number, in this order."""
+        found: dict[int, Group] = {}
+        for first in range(0, len(numbers), CHUNK):
+            some = numbers[first : first + CHUNK]
+            try:
+                found |= self.database.read(lambda connection, some=some: Rows(connection, self.run).groups(some))  # type: ignore[misc]
+            except (ValueError, KeyError, TypeError) as error:
+                raise StoreError(
+                    f"groups {some[0]} to {some[-1]} of the buffer {self.database} are damaged: {error}; put a copy of "
+                    "the database back, or start a new run"
+                ) from error
+        return [found[number] for number in numbers]
+
+    def tasks(self) -> Iterator[Task]:
+        """See Store."""
+        table, last = schema.tasks.c, 0
+        page = select(table.position, table.body).where(table.run == self.run).order_by(table.position).limit(CHUNK)
+        while rows := self.select(page.where(table.position > last)):
+            yield from (task_from(row.body) for row in rows)
+            last = rows[-1].position
+
+    def waiting(self) -> int:
+        """See Store."""
+        return int(self.select(_counted(waiting(self.run, Shelf.USUAL)))[0][0])
+
+    def expired(self) -> int:
+        """See Store."""
+        late = _counted((_groups.run == self.run) & _groups.expired.is_not(None)).scalar_subquery()
+        return int(self.select(select(schema.runs.c.forgotten + late).where(schema.runs.c.run == self.run))[0][0])
+
+    def writers(self) -> list[dict[str, Any]]:
+        """Who has written, the one last seen first."""
+        table = schema.writers
+        rows = self.select(select(table).where(table.c.run == self.run).order_by(table.c.seen_at.desc()))
+        return [row._asdict() for row in rows]
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def mark(self) -> dict[str, Any]:
+        """See Store. What the mark knows of survives a power failure."""
+        runs = schema.runs
+
+        def work(rows: Rows, last: int) -> int:
+            rows.connection.execute(update(runs).where(runs.c.run == self.run).values(marked_at=time.time()))
+            return last
+
+        return {"store": SQL, "last": self.change(work, synced=True)}
+
+    def rewind(self, mark: dict[str, Any] | None, *, step: int) -> None:
+        """See Store. Raises StoreError where the mark is of another store, or knows more than the database."""
+        if mark is not None and mark["store"] != SQL:
+            raise StoreError(f"the checkpoint holds the buffer itself; set buffer.store: {mark['store']}, as before")
+        marked = 0 if mark is None else int(mark["last"])
+
+        def work(rows: Rows, last: int) -> None:
+            if marked > last:
+                raise StoreError(
+                    f"the buffer {self.database} has seen {last} groups of this run, its checkpoint {marked}; put the "
+                    "database back that belongs to the run, or start a new run"
+                )
+            rows.undo_uses(step)
+            rows.drop_made_after(marked)
+
+        self.change(work)
+
+    def close(self) -> None:
+        """See Store."""
+        self.database.close()
+
+    # -- transactions ------------------------------------------------------------------------------------------
+
+    def change(self, work: Callable[[Rows, int], Result], *, synced: bool = False) -> Result:
+        """`work` with the run's rows, locked, and the newest group's number, in one transaction."""
+        write = self.database.sync if synced else self.database.write
+
+        def locked(connection: Any) -> Result:
+            rows = Rows(connection, self.run)
+            return work(rows, rows.lock())
+
+        return write(locked)
+
+    def _set(self, ids: Sequence[str], state: ColumnElement[bool], **values: Any) -> None:
+        def work(rows: Rows, _: int) -> None:
+            numbers = rows.numbers(ids)
+            if unknown := [id for id in ids if id not in numbers]:
+                raise StoreError(f"the buffer {self.database} has no group {unknown[0]}; nothing was changed")
+            for number in numbers.values():
+                one = (_groups.run == self.run) & (_groups.number == number) & state
+                rows.connection.execute(update(schema.groups).where(one).values(**values))
+
+        self.change(work)
+
+    def select(self, query: Any) -> Sequence[Any]:
+        """The rows that a query gives."""
+        return self.database.read(lambda connection: connection.execute(query).all())
+
+    def _page(self, condition: ColumnElement[bool]) -> list[int]:
+        """Numbers of the next groups: as many as fit, at least one if there is any."""
+        query = select(_groups.number, _groups.bytes).where(condition).order_by(_groups.number).limit(_PAGE_GROUPS)
+        numbers: list[int] = []
+        size = 0
+        for number, group_bytes in self.select(query):
+            if numbers and size + group_bytes > _PAGE_BYTES:
+                break
+            numbers.append(number)
+            size += group_bytes
+        return numbers
+
+
+def _counted(condition: ColumnElement[bool]) -> Any:
+    return select(func.count()).select_from(schema.groups).where(condition)

@@ -1,0 +1,219 @@
+"""`rollmill buffer`: look into the buffer of a run, take it along as Parquet, and clean it up."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollmill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollmill.buffer.base import Group, Shelf
+    from rollmill.buffer.sql import SqlStore
+
+HELP = "Look into the buffer of a run, take it along as Parquet, and clean it up."
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+OnShelf = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
+
+_COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "version", "step", "writer", "author")
+
+
+def ls(
+    run: Run,
+    shelf: OnShelf = None,
+    task: Annotated[str | None, typer.Option(help="Of this task id.")] = None,
+    author: Annotated[str | None, typer.Option(help="Feedback of this person or application.")] = None,
+    reward_at_least: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
+    reward_at_most: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
+    limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    as_json: Json = False,
+) -> None:
+    """List groups of experiences, the newest first."""
+    from rollmill.buffer.overview import Filter, newest
+    from rollmill.cli.show import _table
+
+    which = Filter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
+    with _opened(run) as store:
+        rows = newest(store, which, limit)
+    if as_json:
+        _print_json(rows)
+    elif rows:
+        _table("", _COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
+    else:
+        _say("no such groups")
+
+
+def show(
+    run: Run,
+    name: Annotated[str, typer.Argument(metavar="ID", help="Id or number of a group, or id of an experience.")],
+    as_json: Json = False,
+) -> None:
+    """Print a group: what was asked, answered and judged, and which weights produced which tokens."""
+    from rollmill.buffer.overview import find
+    from rollmill.buffer.segments import segments
+    from rollmill.monitor.codec import encode_experience
+
+    with _opened(run) as store:
+        row = find(store, name)
+        [group] = store.groups([row["number"]])
+    if as_json:
+        inside = [
+            encode_experience(each) | {"segments": [[part.start, part.end, part.version] for part in segments(each)]}
+            for each in group.experiences
+        ]
+        _print_json(row | {"info": group.info, "experiences": inside})
+        return
+    _say_group(row, group)
+    for each in group.experiences:
+        reward = "not judged" if each.reward is None else f"reward {each.reward:g}"
+        parts = "".join(
+            f", {part} {'-' if value is None else f'{value:g}'}" for part, value in each.reward_parts.items()
+        )
+        _say(f"\n== {each.id}: {reward}{parts}, {each.action_tokens} tokens, {each.stop_reason} ==")
+        found = [f"tokens {part.start} to {part.end} by version {part.version}" for part in segments(each)]
+        _say("; ".join(found) or "no tokens of a policy")
+        _say(f"-- prompt --\n{each.prompt}\n-- response --\n{each.response}")
+
+
+def stats(run: Run, as_json: Json = False) -> None:
+    """Count groups by shelf, state, writer and version; bytes; where rewards lie."""
+    from rollmill.buffer.overview import statistics
+
+    with _opened(run) as store:
+        found = statistics(store)
+    if as_json:
+        _print_json(found)
+        return
+    _say(f"{found['groups']} groups, {found['experiences']} experiences, {found['bytes'] / 2**20:.1f} MiB")
+    _say(f"{found['tasks']} tasks; {found['uses']} times a step learned from a group")
+    for key in ("state", "writer", "author", "version"):
+        if counts := found[f"by_{key}"]:
+            _say(f"{key}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
+    most = max((each["count"] for each in found["rewards"]), default=1)
+    for each in found["rewards"]:
+        name = f"{each['from']:g}" if each["from"] == each["to"] else f"{each['from']:.3g} to {each['to']:.3g}"
+        _say(f"reward {name:<16} {each['count']:>8} {'#' * round(30 * each['count'] / most)}")
+    if found["not_judged"]:
+        _say(f"not judged {found['not_judged']}")
+
+
+def export(
+    run: Run,
+    to: Annotated[Path, typer.Option("--to", metavar="FILE.parquet", help="The file; one that exists is replaced.")],
+    shelf: OnShelf = None,
+    as_json: Json = False,
+) -> None:
+    """Write groups to a Parquet file, one row per experience."""
+    from rollmill.buffer.base import Shelf
+    from rollmill.buffer.parquet import import_pyarrow, write_parquet
+
+    import_pyarrow()
+    shelves = [found] if (found := _shelf(shelf)) is not None else list(Shelf)
+    with _opened(run) as store:
+        groups = (group for each in shelves for _, group in store.read(each))
+        count = write_parquet(groups, to, run_id=store.run_id)
+    _report({"groups": count, "file": str(to)}, f"{count} groups written to {to}", as_json)
+
+
+def import_(
+    run: Run,
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `rollmill buffer export` wrote.")],
+    as_json: Json = False,
+) -> None:
+    """Add the groups of a Parquet file. The run learns from them as from its own; known ones are left as they are."""
+    from itertools import islice
+
+    from rollmill.buffer.parquet import imported
+
+    with _opened(run, read_only=False) as store:
+        groups, seen, new = imported(file, store.run_id), 0, 0
+        while page := list(islice(groups, 64)):
+            seen, new = seen + len(page), new + store.put(page)
+    _report({"groups": seen, "new": new}, f"{new} groups added, {seen - new} were there already", as_json)
+
+
+def gc(
+    run: Run,
+    older_than: Annotated[
+        int, typer.Option("--older-than", min=0, help="Drop what was learned from more than N steps ago.")
+    ] = 100,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would go.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Delete groups that were learned from long ago, expired or were removed; never what a checkpoint may need."""
+    from rollmill.buffer.build import replay_capacity
+    from rollmill.buffer.clean import collect
+    from rollmill.master.checkpoint import Checkpoints
+
+    with _opened(run, read_only=dry_run) as store:
+        oldest = min(Checkpoints(run).steps(), default=0)
+        capacity = replay_capacity(run)
+        found = collect(store, oldest_step=oldest, older_than=older_than, capacity=capacity, dry_run=dry_run)
+    counts = {name: getattr(found, name) for name in ("learned", "continued", "expired", "removed", "bytes")}
+    kinds = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "bytes")
+    verb = "would be deleted" if dry_run else "deleted"
+    text = f"{found.groups} groups {verb} ({kinds}), {found.bytes / 2**20:.1f} MiB; oldest checkpoint: step {oldest}"
+    _report(counts | {"groups": found.groups, "oldest_checkpoint": oldest}, text, as_json)
+
+
+@contextmanager
+def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
+    from rollmill.buffer.build import open_run
+
+    store = open_run(run, read_only=read_only)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _shelf(name: str | None) -> Shelf | None:
+    from rollmill.buffer.base import Shelf
+
+    try:
+        return None if name is None else Shelf(name)
+    except ValueError as error:
+        raise ConfigError(f"--shelf is {', '.join(Shelf)}, not {name!r}") from error
+
+
+def _say_group(row: dict[str, Any], group: Group) -> None:
+    origin = f"by {row['writer']}" + (f" ({group.author})" if group.author else "")
+    _say(f"group {row['id']} (number {row['number']}) of task {row['task']}: {row['shelf']}, {row['state']}, {origin}")
+    for use in row["uses"]:
+        priority = "" if use["priority"] is None else f", priority {use['priority']:g} afterwards"
+        _say(f"learned from in step {use['step']}{priority}")
+    if row["removed_by"]:
+        _say(f"removed by {row['removed_by']}")
+    if group.info:
+        _say(f"info: {json.dumps(group.info, default=str)}")
+
+
+def _report(found: dict[str, Any], text: str, as_json: bool) -> None:
+    if as_json:
+        _print_json(found)
+    else:
+        _say(text)
+
+
+def _say(text: str) -> None:
+    from rollmill.monitor.printable import printable
+
+    sys.stdout.write(printable(text) + "\n")
+
+
+def _print_json(value: Any) -> None:
+    from rollmill.monitor.files import plain
+
+    sys.stdout.write(json.dumps(plain(value), allow_nan=False) + "\n")
+
+
+COMMANDS = {"ls": ls, "show": show, "stats": stats, "export": export, "import": import_, "gc": gc}
+"""Name of a command -> function."""

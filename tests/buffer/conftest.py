@@ -1,0 +1,63 @@
+"""Stores of every kind, and a PostgreSQL server for tests marked `service`."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from postgres import Postgres, missing
+
+from rollmill.buffer.base import Store
+from rollmill.buffer.database import Database, sqlite_url
+from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.sql import SqlStore
+
+KINDS = ["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.service)]
+
+
+@pytest.fixture(scope="session")
+def pg() -> Iterator[Postgres]:
+    """A PostgreSQL server of its own."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    made = Postgres()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture(params=KINDS)
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
+    """Opens the store of one run; in a database, a second call opens it a second time."""
+    stores: list[Store] = []
+    run_id = uuid.uuid4().hex
+    memory = MemoryStore(keep=1000)
+    url = request.getfixturevalue("pg").url if request.param == "postgres" else sqlite_url(tmp_path / "b.sqlite")
+
+    def open_one() -> Store:
+        if request.param == "memory":
+            return memory
+        stores.append(SqlStore(Database(url, outage_s=5.0), run_id))
+        return stores[-1]
+
+    yield open_one
+    for store in stores:
+        store.close()
+
+
+@pytest.fixture
+def store(opened: Callable[[], Store]) -> Store:
+    """A store."""
+    return opened()
+
+
+@pytest.fixture(params=KINDS[1:])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, or of a server that others use, too."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("pg").url)
+    return f"sqlite:///{tmp_path / 'b.sqlite'}"
