@@ -39,7 +39,7 @@ class BufferConfig(Section):
 
     store: Literal["auto", "memory", "sql"] = "auto"
     """`memory`: in this process. `sql`: a database, which other processes may read and write. `auto`: memory for
-    synchronous runs without replay, else sql."""
+    synchronous runs without replay and without operators that make experiences, else sql."""
     url: str | None = None
     """SQLAlchemy URL of the database, for example `postgresql+psycopg://user@host/name` (extra `postgres`); leave the
     password to PGPASSWORD or ~/.pgpass. Default: SQLite in RUN/buffer.sqlite. Only with store `sql` or `auto`."""

@@ -28,7 +28,8 @@ class Buffers:
         """Where a stage keeps its experiences."""
         if self._read_only:
             return MemoryStore()
-        persistent = config.max_staleness > 0 or config.buffer.replay is not None
+        made = any(operator.makes_experiences for operator in config.pipeline)
+        persistent = config.max_staleness > 0 or config.buffer.replay is not None or made
         return self._kept(open_store(config.buffer, run_dir=self._run_dir, run_id=self._run_id, persistent=persistent))
 
     def of_run(self, store: Store) -> list[Shelves]:

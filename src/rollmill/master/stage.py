@@ -21,6 +21,7 @@ import torch
 from rollmill.algorithms import build_recipe
 from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
+from rollmill.buffer.sql import SQL
 from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
@@ -262,6 +263,8 @@ class StageRun:
         """Start from the first step; `stores` says where buffers were at the end of the stage before."""
         self.state.stores = stores
         self._rewind()
+        if self._store.kind == SQL:
+            self._store.put_tasks(self.tasks.training.tasks)
         self._mark_boundary()
 
     def _rewind(self) -> None:

@@ -12,6 +12,7 @@ class OperatorSection(Part):
     """An operator chosen by name; its other keys are its options."""
 
     adds_to_rewards: ClassVar[bool] = False  #: shapes rewards: what it adds is a part of its own
+    makes_experiences: ClassVar[bool] = False  #: what it makes is kept for as long as the run
     rewrites_rewards: ClassVar[bool] = False  #: afterwards a reward is no longer the weighted sum of its parts
 
     @property

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -12,6 +12,8 @@ from rollmill.config.rewards import CodeReward, RewardSection
 
 class Demonstrations(Successes):
     """Successes become expert experiences, which `mix`, `chord` and `sft` imitate."""
+
+    makes_experiences: ClassVar[bool] = True
 
     name: Literal["demonstrations"] = "demonstrations"
     choose: Literal["best", "shortest", "first"] = "best"
@@ -31,6 +33,8 @@ class Demonstrations(Successes):
 
 class Pairs(Successes):
     """Pairs of a group's completions, of which one is preferred, for `dpo` and reward models."""
+
+    makes_experiences: ClassVar[bool] = True
 
     name: Literal["pairs"] = "pairs"
     by: Literal["reward", "length"] = "reward"
@@ -52,6 +56,8 @@ class Pairs(Successes):
 
 class Reflection(Successes):
     """A failed attempt, a second thought and a correct solution become one expert experience; the attempt is masked."""
+
+    makes_experiences: ClassVar[bool] = True
 
     name: Literal["reflection"] = "reflection"
     cue: str = Field("\n\nWait, that is not right. Let me try again.\n\n", min_length=1)
