@@ -31,11 +31,11 @@ REWARD = ROOT / "bench" / "ours" / "wrong_reward.py"
 RIGHT = {"name": "exact", "after": "#"}
 WRONG = {"name": "python", "function": f"{REWARD}:wrong_in_a_fifth", "run_in": "thread"}
 SIDES: dict[str, dict[str, Any]] = {
-    "wrong reward, verified": {
+    "verified": {
         "rewards": [WRONG, RIGHT | {"weight": 0}],
         "pipeline": [{"name": "verify", "rewards": [RIGHT]}],
     },
-    "wrong reward alone": {"rewards": [WRONG, RIGHT | {"weight": 0}]},
+    "not verified": {"rewards": [WRONG, RIGHT | {"weight": 0}]},
     "right reward": {"rewards": [RIGHT]},
 }
 IMAGE = ROOT / "docs" / "images" / "verify.svg"
@@ -57,13 +57,12 @@ def main(arguments: list[str], only_json: bool) -> None:
             note(f"  seed {seed}, {name}: {curve}")
             curves[name].append(curve)
             raw.append(Measured(f"{name} seed {seed}", {}, [{"rollouts": x, "accuracy": y} for x, y in curve]))
-    lines = [Curve(name, number, list(each)) for number, (name, own) in enumerate(curves.items()) for each in own]
-    args.svg.write_text(svg("completions rolled out", "accuracy of sampled completions", lines))
+    args.svg.write_text(chart(curves))
     verified, alone, right = curves.values()
     extra = {"right": [round(wrong_share(curve), 4) for curve in right]}
     mean = Case(
         "mean share of wrong answers while training",
-        "wrong reward alone",
+        "not verified",
         "share",
         [wrong_share(curve) for curve in verified],
         [wrong_share(curve) for curve in alone],
@@ -72,13 +71,20 @@ def main(arguments: list[str], only_json: bool) -> None:
     )
     last = Case(
         "share of wrong answers at the end",
-        "wrong reward alone",
+        "not verified",
         "share",
         [1 - curve[-1][1] for curve in verified],
         [1 - curve[-1][1] for curve in alone],
         False,
     )
     finish("verify", [mean, last], headline=[mean], versions={}, only_json=only_json, raw=raw)
+
+
+def chart(curves: dict[str, list[Points]]) -> str:
+    """The accuracies of all runs as SVG, what is verified on top."""
+    numbered = [(number, name) for number, name in enumerate(curves)]
+    lines = [Curve(name, number, each) for number, name in reversed(numbered) for each in curves[name]]
+    return svg("completions rolled out", "accuracy of sampled completions", lines)
 
 
 def wrong_share(curve: Points) -> float:

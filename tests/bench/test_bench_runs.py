@@ -54,6 +54,13 @@ def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
+    line = bench(str(tmp_path), "verify", "--seeds", "0", "--steps", "5", "--svg", str(tmp_path / "curves.svg"))
+    assert (line["peer_name"], line["unit"]) == ("not verified", "share")
+    assert (tmp_path / "curves.svg").read_text().count("<path") > 3
+
+
+@pytest.mark.slow
 def test_sampling(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sampling", "--rows", "8", "--vocab", "4096", "--rounds", "1")
     assert line["unit"] == "ms"
