@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import tiny_run
+from toys import toy_checkpoint
 
+from rollmill.buffer import Shelf, open_run
+from rollmill.buffer.base import IMPORTED
+from rollmill.buffer.database import Database, sqlite_url
+from rollmill.buffer.sql import SqlStore
 from rollmill.core.errors import PipelineError, StoreError
 from rollmill.master import run
+from rollmill.master.launch import resume
 from rollmill.master.pacing import Pacing
 from rollmill.monitor import read_metrics
 from rollmill.monitor.rollouts import load_experiences
@@ -92,7 +99,7 @@ def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Pat
 
 
 def test_a_pipeline_that_drops_everything_ends_the_run_and_names_the_operator(tmp_path: Path) -> None:
-    with pytest.raises(PipelineError, match=r"nothing was left of 9 groups .*`nothing` dropped 36 .*\(36 all of it\)"):
+    with pytest.raises(PipelineError, match=r"nothing was left of 12 groups .*`nothing` dropped 48 .*\(48 all of it\)"):
         started(tmp_path, steps=2, rollout={"refills": 2}, pipeline=[{"name": "nothing"}])
 
 
@@ -122,8 +129,31 @@ def test_replayed_groups_join_later_steps_within_their_rules(tmp_path: Path, sto
     assert [e.logprobs.tolist() for e in same[0]] == [e.logprobs.tolist() for e in same[1]]
 
 
+def test_imported_groups_are_learned_from_in_place_of_rollouts_and_nothing_gets_stale(tmp_path: Path) -> None:
+    first = started(tmp_path, steps=3, buffer={"store": "sql"})
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "config.yaml").write_text((tmp_path / "run.yaml").read_text())
+    (other / "machine.json").write_text(json.dumps({"threads": 1, "precision": "fp32", "run_id": "other"}))
+    store = SqlStore(Database(sqlite_url(other / "buffer.sqlite")), "other")
+    for number, group in list(open_run(first).read(Shelf.USUAL))[:6]:
+        named = [replace(each, group=f"theirs-{number}") for each in group.experiences]
+        store.put([replace(group, id=f"theirs-{number}", experiences=named, writer=IMPORTED)])
+    store.close()
+    resume(other, view=PlainView(io.StringIO()))
+    found = groups_of(other)
+    assert [name for names in found.values() for name in names] == [
+        *(f"theirs-{number}" for number in range(1, 7)),
+        *(f"train-{number:06d}" for number in range(6)),
+    ]
+    own = [e for step in (2, 3) for e in load_experiences(other, step=step) if e.group.startswith("train-")]
+    assert {(e.oldest_version) for e in own if e.group <= "train-000001"} == {1}
+    assert {(e.oldest_version) for e in own if e.group > "train-000001"} == {2}
+
+
 def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
-    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "rewards": None, "rollout": None, "taskset": None}
+    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "rewards": None, "rollout": None}
+    sft |= {"taskset": None, "model": {"path": str(toy_checkpoint(tmp_path / "model", "qwen3")), "new": None}}
     with pytest.raises(StoreError, match=r"nothing to learn from in experts.sources \(run\)"):
         started(tmp_path, steps=1, experts={"sources": ["run"]}, **sft)
 

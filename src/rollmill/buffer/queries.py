@@ -35,14 +35,14 @@ class Rows:
 
     def numbers(self, ids: Sequence[str], *, there: bool = False) -> dict[str, int]:
         """Numbers of the groups that exist; with `there` only of those that were not removed."""
-        return {row.id: row.number for row in self._known(ids)}
+        return {row.id: row.number for row in self._known(ids) if not there or row.removed_at is None}
 
     def shelves(self, ids: Sequence[str]) -> dict[str, str]:
         """Shelves of the groups that exist."""
         return {row.id: row.shelf for row in self._known(ids)}
 
     def _known(self, ids: Sequence[str]) -> list[Any]:
-        columns = select(_groups.id, _groups.number, _groups.shelf).where(_groups.run == self.run)
+        columns = select(_groups.id, _groups.number, _groups.shelf, _groups.removed_at).where(_groups.run == self.run)
         chunks = [ids[first : first + CHUNK] for first in range(0, len(ids), CHUNK)]
         return [row for some in chunks for row in self._execute(columns.where(_groups.id.in_(some)))]
 

@@ -49,8 +49,8 @@ class GroupQueue:
             done.set_result(experiences)
             self.put(f"task {experiences[0].task_id}", done)
 
-    async def get(self, groups: int, deadline_s: float) -> list[Experience]:
-        """The experiences of the oldest groups, once all of them are finished.
+    async def get(self, groups: int, deadline_s: float) -> list[list[Experience]]:
+        """The experiences of the oldest groups, group by group, once all of them are finished.
 
         Raises:
             DeadlineError: some group is still unfinished after `deadline_s` seconds; nothing is taken.
@@ -60,7 +60,7 @@ class GroupQueue:
         for _, future in wanted:
             self._groups.popleft()
             self._unjudged.pop(future, None)
-        return [experience for _, future in wanted for experience in future.result()]
+        return [future.result() for _, future in wanted]
 
     def futures(self) -> list[asyncio.Future[list[Experience]]]:
         """All groups, finished or not, oldest first."""

@@ -45,8 +45,8 @@ class Buffers:
         return Shelves(str(source), lambda: store)
 
     def close(self) -> None:
-        """Close everything that was opened."""
-        for store in self._open:
+        """Close everything, last what was opened first: who writes tidies up behind those who read."""
+        for store in reversed(self._open):
             store.close()
         self._open.clear()
 

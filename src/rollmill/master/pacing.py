@@ -17,9 +17,14 @@ class Pacing:
     max_staleness: int
     total: int  #: tasks the stage needs at all
     submitted: int = 0
+    given: int = 0  #: groups that came from elsewhere (imports) and are learned from like submitted ones
     dropped: int = 0  #: submitted tasks of which the pipeline left nothing: others are submitted in their place
+
+    @property
+    def live(self) -> int:
+        """Groups that were, are or will be learned from."""
+        return self.submitted - self.dropped + self.given
 
     def may_start(self, version: int) -> bool:
         """Whether one more rollout may start now."""
-        live = self.submitted - self.dropped
-        return live < self.total and live // self.batch <= version + self.max_staleness
+        return self.live < self.total and self.live // self.batch <= version + self.max_staleness

@@ -17,6 +17,7 @@ class StageState:
     dropped: int = 0  #: of these, tasks whose experiences the pipeline dropped
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
+    kept: int = 0  #: of these, tasks whose experiences went to the buffer
     pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
     stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: where buffers are, by their kind
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from

@@ -77,14 +77,16 @@ class Supply:
         self._pacing = Pacing(batch, config.max_staleness, config.steps * batch)
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
         self._raw: list[list[float]] = []  # rewards by group, since the last step
+        self._kept = 0  # groups of this stage that the pipeline left something of
         self._expired, self._replayed = 0, 0
         self._taken: list[Group] = []
 
     async def roll_out(self, done: int) -> None:
         """Start what the pacing rule admits after `done` training steps of the stage, and wait for its tokens."""
+        self._pacing.given = self._config.rollout.batch * done + self._store.waiting() - self._kept
         while self._pacing.may_start(done):
             number = self._pacing.submitted
-            task = self._sampler.next((number - self._pacing.dropped) // self._pacing.batch)
+            task = self._sampler.next(self._pacing.live // self._pacing.batch)
             group = f"{self._config.name}-{number:06d}"
             self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
             self._pacing.submitted += 1
@@ -118,14 +120,14 @@ class Supply:
             PipelineError: operators leave nothing of too many groups; names those that dropped most.
         """
         rollout, wasted = self._config.rollout, 0
-        while self._store.waiting() < rollout.batch:
+        while (missing := rollout.batch - self._store.waiting()) > 0:
             if not len(self._queue):
                 with self._trace.during("rollout"):
                     await self.roll_out(done)
-            experiences = await self._queue.get(1, rollout.deadline_s)
-            if not await self._verify(experiences, version):
-                wasted += 1
-                self._pacing.dropped += 1
+            for experiences in await self._queue.get(missing, rollout.deadline_s):
+                if not await self._verify(experiences, version):
+                    wasted += 1
+                    self._pacing.dropped += 1
             if wasted > rollout.refills * rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
         fresh = self._store.take(
@@ -147,7 +149,9 @@ class Supply:
         left = await self._pipeline.process(experiences, self._context(version))
         groups = grouped(left, first.group, self._facts.fingerprint)
         self._store.put(groups)
-        return any(group.shelf is Shelf.USUAL for group in groups)
+        kept = any(group.shelf is Shelf.USUAL for group in groups)
+        self._kept += kept
+        return kept
 
     def _context(self, version: int) -> Context:
         facts = self._facts
@@ -206,7 +210,7 @@ class Supply:
 
     def mark(self, state: StageState) -> None:
         """Note a step boundary in the stage's state."""
-        state.submitted, state.dropped = self._pacing.submitted, self._pacing.dropped
+        state.submitted, state.dropped, state.kept = self._pacing.submitted, self._pacing.dropped, self._kept
         state.tasks = self._sampler.state_dict()
         state.pipeline = self._pipeline.state_dict()
         self._groups_at_boundary = self._queue.futures()
@@ -219,7 +223,7 @@ class Supply:
 
     def restore(self, state: StageState) -> None:
         """Go on from a checkpoint."""
-        self._pacing.submitted, self._pacing.dropped = state.submitted, state.dropped
+        self._pacing.submitted, self._pacing.dropped, self._kept = state.submitted, state.dropped, state.kept
         assert state.tasks is not None
         self._sampler.load_state_dict(state.tasks)
         self._pipeline.load_state_dict(state.pipeline)

@@ -3,8 +3,8 @@
 L = 1/sum_i T_i sum_i sum_t -min(rho A_i, clip(rho, .8, 1.28) A_i)
 
 The penalty is on where `overlong_buffer` is given (published: a fifth of max_new_tokens). It is taken off the reward
-before advantages are formed. Groups whose rewards are all equal are left out of the denominator: the part of dynamic
-sampling that needs no new rollouts.
+before advantages are formed. Groups whose rewards are all equal are left out of the denominator. For dynamic sampling,
+which rolls out others in their place, add the operator `group_variance` to `pipeline`.
 """
 
 from __future__ import annotations
