@@ -239,3 +239,26 @@ def test_the_timeline_adds_up() -> None:
         ("rollout", pytest.approx(200 / 3), 2.0),
         ("train", pytest.approx(100 / 3), 1.0),
     ]
+
+
+def test_what_the_pipeline_did_is_drawn(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    for step in range(1, 4):
+        log.append(
+            {
+                "step": step,
+                "loss": 0.1,
+                "raw/groups": 9.0 + step,
+                "pipeline/group_variance/dropped": 8.0 * step,
+                "pipeline/verify/dropped": 0.0,
+                "pipeline/verify/changed": 3.0,
+                "replay/groups": 2.0,
+            }
+        )
+    log.close()
+    text = " ".join(Page(write_report(tmp_path).read_text()).text)
+    assert "Groups rolled out" in text
+    assert "group_variance/dropped" in text
+    assert "verify/changed" in text
+    assert "verify/dropped" not in text
+    assert "Age of replayed groups" not in text

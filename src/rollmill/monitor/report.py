@@ -150,9 +150,33 @@ def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list
         _extremes("Staleness", "Versions between rollout and update", "staleness", steps),
         _single("Throughput", "Tokens per second", "tokens_per_second", steps),
     ]
-    sections = (("Learning", learning), ("Optimisation", optimisation), ("Policy and speed", policy))
+    data = _data(keys, steps)
+    sections = (("Learning", learning), ("Data", data), ("Optimisation", optimisation), ("Policy and speed", policy))
     drawn = [(title, [chart for chart in some if chart is not None]) for title, some in sections]
     return [(title, some) for title, some in drawn if some]
+
+
+def _data(keys: Sequence[str], steps: Sequence[Row]) -> list[Chart | None]:
+    """What came before the trainer: pipeline, replay, the order of tasks."""
+    dropped = [key for key in keys if key.startswith("pipeline/") and key.endswith("/dropped")]
+    changed = [key for key in keys if key.startswith("pipeline/") and key.endswith(("/changed", "/added"))]
+    moved = [[key for key in some if any(row.get(key) for row in steps)] for some in (dropped, changed)]
+    tasks = [key for key in keys if key.startswith("tasks/")]
+    return [
+        _single("Groups rolled out", "Per step, those that the pipeline drops included", "raw/groups", steps),
+        _lines("Dropped", "Completions, by operator", moved[0], steps),
+        _lines("Changed and added", "Experiences, by operator", moved[1], steps),
+        _single("Replayed groups", "Per step", "replay/groups", steps),
+        _single("Age of replayed groups", "Mean versions since their oldest token", "replay/age", steps),
+        _several("Tasks", "What the order of tasks knows", tasks, steps),
+    ]
+
+
+def _lines(title: str, caption: str, keys: Sequence[str], rows: Sequence[Row]) -> Chart | None:
+    if not keys:
+        return None
+    lines = [Line(key, key.split("/", 1)[1], smooth=True) for key in keys]
+    return charts.draw(title if len(keys) > 1 else f"{title}: {lines[0].name}", caption, lines, rows, 0.0)
 
 
 def _mean(of: str, spread: str = "") -> Line:
