@@ -76,6 +76,23 @@ def test_ppo_learns_with_a_critic(server: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: Path) -> None:
+    rows = run(server, tmp_path, "data.yaml", "out")
+    before, *_, after = greedy(rows)
+    assert before < 0.8
+    assert after > before + 0.15
+    repair = [row for row in rows if row["stage"] == "repair" and "version" in row]
+    assert len(repair) == 20
+    assert all(row["completions"] == 128 for row in repair), "no batch is short"
+    assert sum(row["pipeline/group_variance/dropped"] for row in repair) > 0
+    assert all(row["pipeline/group_variance/dropped"] == 8 * (row["raw/groups"] - 16) for row in repair)
+    assert sum(row["pipeline/verify/confirmed"] for row in repair) > 0
+    assert sum(row["pipeline/verify/changed"] for row in repair) == 0, "both rules say the same"
+    assert [row["replay/groups"] for row in repair] == [0] + [4] * 19
+    assert repair[-1]["tasks/large/share"] == pytest.approx(0.75, abs=0.01)
+
+
+@pytest.mark.slow
 def test_dpo_prefers_right_carries(server: Forks, tmp_path: Path) -> None:
     rows = run(server, tmp_path, "dpo.yaml", "out")
     before, *_, after = greedy(rows)
