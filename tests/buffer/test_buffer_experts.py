@@ -18,7 +18,7 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.shelves import Shelves
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.order import ShuffledOrder
+from rollmill.config.order import CurriculumOrder, ShuffledOrder
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Source, Task
 from rollmill.tasks import Taskset, build_sampler
@@ -187,3 +187,15 @@ def test_the_last_rating_that_was_not_undone_counts(store: Store) -> None:
     assert ratings.applied([completion])[0].reward == 0.25
     store.remove(["first"], by="ann")
     assert ratings.applied([completion])[0].reward == 1.0
+
+
+def test_an_order_that_goes_by_steps_is_told_them() -> None:
+    """A curriculum by difficulty also orders demonstrations, and its warm-up ends."""
+    rows = [Task(f"task-{n}", "p", response="r", metadata={"difficulty": n / 5}) for n in range(6)]
+    order = CurriculumOrder(by="difficulty", warmup=2, bound=0.7)
+    sampler = build_sampler(Taskset("s", rows, []), order, 0, batch=4, observed=False)
+    tasks = TaskExperts(sampler, lambda task, place: [experience(task.id)])
+    experts = ExpertPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
+    drawn = [ids(experts.draw(3, step=step)) for step in range(4)]
+    assert sorted(drawn[0] + drawn[1]) == [f"task-{n}" for n in range(6)]
+    assert {*drawn[2], *drawn[3]} == {"task-4", "task-5"}

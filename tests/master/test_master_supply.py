@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny import tiny_run
+from tiny import outcome, tiny_run
 from toys import toy_checkpoint
 
 from rollmill.buffer import Shelf, open_run
@@ -19,8 +19,7 @@ from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
 from rollmill.core.errors import PipelineError, StoreError
-from rollmill.master import run
-from rollmill.master.launch import resume
+from rollmill.master import resume, run
 from rollmill.master.pacing import Pacing
 from rollmill.monitor import read_metrics
 from rollmill.monitor.rollouts import load_experiences
@@ -29,6 +28,7 @@ from rollmill.monitor.view import PlainView
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 
 OPERATORS = """
+import asyncio, os, signal
 import rollmill
 
 @rollmill.operator
@@ -58,6 +58,19 @@ class Halves:
         return {"seen": self.seen}
     def load_state_dict(self, state):
         self.seen = state["seen"]
+
+@rollmill.operator
+async def plus_one(batch, *, interrupt_at: str = "", once: str = ""):
+    for experience in batch.experiences:
+        experience.reward += 1
+        experience.reward_parts["exact"] += 1
+        experience.info["seen"] = experience.info.get("seen", 0) + 1
+        experience.versions[experience.action_mask] += 0
+        batch.change(experience, "plus one")
+    if interrupt_at in batch.groups() and not os.path.exists(once):
+        open(once, "w").close()
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
 
 @rollmill.operator
 def broken(batch):
@@ -96,6 +109,20 @@ def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Pat
     out = started(tmp_path, steps=4, max_staleness=2, pipeline=[{"name": "Halves"}])
     assert [len(names) for names in groups_of(out).values()] == [4] * 4
     assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
+
+
+def test_what_the_pipeline_did_in_a_step_that_was_interrupted_is_not_done_twice(tmp_path: Path) -> None:
+    """With max_staleness 1 the checkpoint holds groups that the interrupted step has sent through the pipeline."""
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "once").touch()
+    operator = {"name": "plus_one", "interrupt_at": "train-000006", "once": str(tmp_path / "once")}
+    whole = started(tmp_path / "whole", steps=3, max_staleness=1, pipeline=[operator])
+    (tmp_path / "once").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        started(tmp_path, steps=3, max_staleness=1, pipeline=[operator])
+    resume(tmp_path / "out", view=PlainView(io.StringIO()))
+    assert all(each.info["seen"] == 1 for step in (1, 2, 3) for each in load_experiences(tmp_path / "out", step))
+    assert outcome(tmp_path / "out")["rollouts"] == outcome(whole)["rollouts"]
 
 
 def test_a_pipeline_that_drops_everything_ends_the_run_and_names_the_operator(tmp_path: Path) -> None:

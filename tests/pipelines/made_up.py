@@ -88,6 +88,7 @@ def context(**changes: Any) -> Context:
         tokenizer=tokenizer(),
         end_id=tokenizer().eos_token_id,
         max_new_tokens=100,
+        deadline_s=60.0,
         task=TASKS.__getitem__,
         observe=lambda task, successes: None,
     )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_up import group, ids, process, rewards, rollout
 
-from rollmill.core import Experience, Task
+from rollmill.core import Experience, StopReason, Task
 
 EXACT = {"name": "exact", "after": "is"}
 SLOW = "import time\ndef slow(task, completion):\n    time.sleep(60)\n    return 0.0\n"
@@ -79,6 +79,15 @@ def test_a_part_that_does_not_count_yet_is_repaired_and_still_does_not_count() -
     ]
     [judged], _ = process(verify(part="exact"), [rollout(None, parts={"exact": None})])
     assert (judged.reward, judged.reward_parts) == (1.0, {"exact": 1.0})
+
+
+def test_a_masked_completion_is_still_judged_by_the_policy_that_wrote_it() -> None:
+    """Its reward is in the baseline of the group."""
+    for after, expected in ((0, 0.0), (3, 0.0), (4, 1.0)):
+        cut = rollout(1.0, text="it is 13", stop=StopReason.LENGTH, version=3)
+        check = {"name": "verify", "rewards": [{"name": "exact", "after": "is ", "after_steps": after}]}
+        found, _ = process(["truncated", check], [cut])
+        assert (rewards(found), found[0].action_tokens) == ([expected], 0)
 
 
 def test_a_program_that_is_too_slow_is_refuted() -> None:

@@ -143,6 +143,27 @@ WRONG = {
         "[group_variance]\nrollout: {group_size: 1}\nalgorithm: {name: reinforce}",
         "pipeline.0.name: `group_variance` compares the completions of a group",
     ),
+    "one completion to tell apart": (
+        "[diversity]\nrollout: {group_size: 1}\nalgorithm: {name: reinforce}",
+        "pipeline.0.name: `diversity` compares the completions of a group",
+    ),
+    "duplicates of one completion": (
+        "[duplicates]\nrollout: {group_size: 1}\nalgorithm: {name: reinforce}",
+        "pipeline.0.name: `duplicates` compares the completions of a group",
+    ),
+    "a weight inside test_cases": (
+        "[{name: test_cases, code: {name: code, weight: 0.5}}]",
+        "pipeline.0: code.weight is not honoured here: tests are passed or failed; remove it",
+    ),
+    "a part that does not count yet": (
+        "[{name: verify, part: format, rewards: [{name: exact}]}]\n"
+        "stages: [{name: a, rewards: [{name: exact}, {name: format, pattern: a, after_steps: 9}]}]",
+        "pipeline.0.part: reward `format` counts after 9 steps",
+    ),
+    "a rate of what a check leaves": (
+        "[{name: check, reward: {name: exact}}, success_rate]",
+        "pipeline.1.name: `check` comes first",
+    ),
     "priorities that nobody reads": ("[priority]", "pipeline.0.name: priorities matter only with buffer.replay"),
     "a rate of what is left": (
         "[{name: reward_filter, at_least: 1}, success_rate]",

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_up import context, group, ids, pipeline, rollout
 
-from rollmill.core.errors import PipelineError
+from rollmill.core.errors import DeadlineError, PipelineError
 from rollmill.pipelines import Batch, Pipeline
 
 
@@ -39,6 +39,31 @@ def test_an_id_is_added_once() -> None:
     batch = Batch(group([1.0]), context())
     with pytest.raises(ValueError, match="g0/0 is added twice"):
         batch.add(rollout(index=0), "made")
+
+
+def test_what_is_added_has_arrays_of_one_length() -> None:
+    batch, wrong = Batch(group([1.0]), context()), rollout(index=1, length=3)
+    wrong.action_mask = wrong.action_mask[:-1]
+    with pytest.raises(ValueError, match=r"g0/1 has arrays of different lengths \(token_ids 17, action_mask 16, "):
+        batch.add(wrong, "made")
+
+
+def test_an_operator_that_never_ends_is_named() -> None:
+    async def asks_a_server(batch: Batch) -> None:
+        await asyncio.Event().wait()
+
+    made = Pipeline([("asks_a_server", asks_a_server)])
+    with pytest.raises(DeadlineError, match=r"the pipeline waited .* for operator `asks_a_server` on task t0, which"):
+        asyncio.run(made.process(group([1.0]), context(deadline_s=0.02)))
+
+
+def test_an_operator_s_own_timeout_is_its_error() -> None:
+    async def impatient(batch: Batch) -> None:
+        async with asyncio.timeout(0.01):
+            await asyncio.Event().wait()
+
+    with pytest.raises(PipelineError, match=r"operator `impatient` failed .*TimeoutError"):
+        run(Pipeline([("impatient", impatient)]), group([1.0]))
 
 
 def test_an_experience_changed_twice_counts_as_one() -> None:

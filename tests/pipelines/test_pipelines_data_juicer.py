@@ -43,14 +43,14 @@ def test_mappers_make_expert_texts_and_leave_the_completion_alone() -> None:
     mapper = {"whitespace_normalization_mapper": {}}
     with pytest.raises(ConfigError, match=r"`whitespace_normalization_mapper` changes text.*say mapped: expert"):
         pipeline(juicer(mapper))
-    experiences = group([1.0, 1.0], text=["it\u3000is 12", "it is 12"])
+    experiences = group([1.0, 1.0, 0.0], text=["it\u3000is 12", "it is 12", "it\u3000is 13"])  # a failure is no example
     tokens = [each.token_ids.tolist() for each in experiences]
     found, report = process(juicer(mapper, mapped="expert"), experiences)
     made: list[Experience] = [each for each in found if each.source is Source.EXPERT]
-    assert [each.token_ids.tolist() for each in found[:2]] == tokens
+    assert [each.token_ids.tolist() for each in found[:3]] == tokens
     assert [(each.id, each.response) for each in made] == [("g0/0/data_juicer", "it is 12")]
     assert tokenizer().decode(made[0].token_ids[made[0].action_mask]) == "it is 12" + tokenizer().eos_token
-    assert (report.kept, report.added) == (2, 1)
+    assert (report.kept, report.added) == (3, 1)
 
 
 @installed

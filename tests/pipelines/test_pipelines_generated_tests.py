@@ -86,3 +86,14 @@ def test_tasks_without_a_generator_are_left_alone() -> None:
     assert rewards(run(made, group([1.0] * 4, text=[*RIGHT, WRONG]), task)) == [1.0] * 4
     assert made.state_dict() == {"test_cases": {"tasks": []}}
     made.close()
+
+
+def test_programs_that_take_too_long_make_no_tests_and_do_not_end_the_run() -> None:
+    slow = [f"import time\ntime.sleep({n}5)\nprint(5)" for n in range(3)]
+    code = {"name": "code", "time_limit_s": 60}
+    made = pipeline(OPTIONS | {"code": code})
+    found = asyncio.run(made.process(group([1.0] * 3, text=slow), context(task=lambda _: TASK, deadline_s=2.0)))
+    assert rewards(found) == [1.0] * 3
+    assert made.take_reports()["test_cases"].changes == {"tests too slow": 1}
+    assert made.state_dict()["test_cases"]["tasks"] == [["t0", [], []]]
+    made.close()

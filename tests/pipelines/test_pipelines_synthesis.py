@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from made_up import TASKS, context, group, ids, pipeline, process, rollout, tokenizer
+from made_up import PROMPT, TASKS, context, group, ids, pipeline, process, rollout, tokenizer
 
-from rollmill.core import Experience, Source, StopReason
+from rollmill.core import Experience, Source, StopReason, Task
 
 
 def new(experiences: list[Experience]) -> list[Experience]:
@@ -131,6 +131,13 @@ def test_a_reflection_without_a_sibling_takes_the_task_s_solution() -> None:
     unsolved = {name: replace(task, response=None) for name, task in TASKS.items()}
     assert new(process("reflection", group([0.0]), task=unsolved.__getitem__)[0]) == []
     assert new(process("reflection", group([1.0, 1.0]))[0]) == []
+
+
+def test_a_reflection_without_any_solution_says_so() -> None:
+    for options in ({"solution": "group"}, {"solution": "task"}):
+        task = Task("t0", PROMPT)
+        found, report = process({"name": "reflection", **options}, group([0.0, 0.0]), task=lambda _, task=task: task)
+        assert (len(found), report.changes) == (2, {"no solution": 1})
 
 
 def test_a_reflection_that_the_policy_could_not_write_is_left_out() -> None:

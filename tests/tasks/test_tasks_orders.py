@@ -79,6 +79,23 @@ def test_priors_may_come_from_a_column() -> None:
         sampler_of(taskset_of(2, rate=[0.5, "high"]), {"name": "prioritised", "prior_column": "rate"})
 
 
+def test_a_prior_that_is_no_rate_is_refused() -> None:
+    tasks = taskset_of(2, percent=[20, 80])
+    with pytest.raises(
+        TasksetError, match=r"prior_column: success rates are from 0 to 1, and percent .* from 20 to 80"
+    ):
+        sampler_of(tasks, {"name": "prioritised", "prior_column": "percent"})
+
+
+def test_a_column_may_have_any_name() -> None:
+    """Of what a state holds, `epoch` is a number that a column of this name would have taken the place of."""
+    order = {"name": "easy_to_hard", "column": "epoch"}
+    sampler, again = (sampler_of(taskset_of(3, epoch=[3, 1, 2]), order) for _ in range(2))
+    assert numbers(sampler, 4) == [1, 2, 0, 1]
+    again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+    assert (numbers(again, 2), again.epoch) == ([2, 0], 1)
+
+
 def test_no_task_comes_twice_in_a_batch() -> None:
     sampler = sampler_of(taskset_of(10), {"name": "prioritised", **KNOWN}, batch=5)
     see(sampler, [1.0] * 9 + [0.0])
@@ -346,7 +363,7 @@ def test_a_state_of_something_else_is_refused(order: Any, taskset: Taskset, mess
 
 def test_other_difficulties_are_refused() -> None:
     state = sampler_of(taskset_of(3, difficulty=[1, 2, 3]), "easy_to_hard").state_dict()
-    with pytest.raises(TasksetError, match=r"taskset t changed since the checkpoint \(difficulty was"):
+    with pytest.raises(TasksetError, match=r"taskset t changed since the checkpoint \(column difficulty was"):
         sampler_of(taskset_of(3, difficulty=[1, 2, 4]), "easy_to_hard").load_state_dict(state)
 
 

@@ -190,6 +190,20 @@ def test_tasks_that_overlap_with_held_out_ones_are_dropped(folder: Path) -> None
     assert taskset.reports[0].dropped == {"t:0": "6 words of a held-out prompt", "t:1": "held out"}
 
 
+def test_the_same_question_about_another_picture_is_not_held_out(folder: Path) -> None:
+    pil = pytest.importorskip("PIL.Image")
+    for name, colour in (("held", "red"), ("mine", "blue")):
+        pil.new("RGB", (4, 4), colour).save(folder / f"{name}.png")
+    held = [{"prompt": STORY, "images": ["held.png"]}]
+    Path("held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in held))
+    rows = [
+        {"prompt": text, "images": [f"{name}.png"]} for text in (STORY, "So: " + STORY) for name in ("mine", "held")
+    ]
+    taskset = loaded(rows, {"name": "decontaminate", "ngram": 6, "against": [{"path": "held.jsonl"}]})
+    assert [task.id for task in taskset.tasks] == ["t:0", "t:2"]
+    assert taskset.reports[0].dropped == {"t:1": "held out", "t:3": "6 words of a held-out prompt"}
+
+
 def run_file(folder: Path, pipeline: list[Any], evaluation: dict[str, Any] | None) -> Path:
     for name in ("t", "held"):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_of(STORY, f"{name}?")))
@@ -236,6 +250,11 @@ def test_held_out_tasks_are_those_of_the_evaluation(folder: Path) -> None:
             [{"name": "sample", "n": 3, "ngram": 4}],
             None,
             "`ngram` is honoured by operator `deduplicate` and `decontamin",
+        ),
+        (
+            ["sort"],
+            None,
+            "taskset.pipeline.0: order `shuffled` takes no notice of how the tasks are sorted; give order: s",
         ),
         (["dedupe"], None, "taskset.pipeline.0.name: `dedupe` is not known; did you mean `deduplicate`?"),
         ([{"n": 3}], None, "taskset.pipeline.0.name: is required"),
@@ -331,6 +350,17 @@ def users(monkeypatch: pytest.MonkeyPatch) -> None:
         """Loses a task."""
         batch.arrange(batch.tasks[::-1][1:])
 
+    @rollmill.task_operator
+    def renames(batch: TaskBatch) -> None:
+        """Gives a task the id of another."""
+        batch.tasks[0].id = batch.tasks[-1].id
+
+    @rollmill.task_operator
+    def drops_twice(batch: TaskBatch) -> None:
+        """Drops a task that is gone."""
+        for task in [*batch.tasks, *batch.tasks]:
+            batch.drop(task, "no good")
+
 
 def test_a_users_operator(users: None, folder: Path) -> None:
     taskset = loaded(rows_of("a", "quiet", "b"), {"name": "shout", "mark": "?!"}, "deduplicate")
@@ -344,6 +374,12 @@ def test_a_users_operator(users: None, folder: Path) -> None:
 def test_what_a_users_operator_does_wrong_is_named(users: None, folder: Path) -> None:
     with pytest.raises(TasksetError, match="taskset t: operator `backwards` raised ValueError: arrange takes the same"):
         loaded(rows_of("a", "b"), "backwards")
+    with pytest.raises(TasksetError, match="operator `renames` raised ValueError: it changed the id of a task"):
+        loaded(rows_of("a", "b"), "renames")
+    with pytest.raises(
+        TasksetError, match=r"operator `drops_twice` raised .*: task t:0 is dropped, and it is not there"
+    ):
+        loaded(rows_of("a", "b"), "drops_twice")
     run = run_file(folder, [{"name": "shout", "marc": "x"}], None)
     with pytest.raises(ConfigError, match=r"taskset.pipeline.0.marc: unknown key; did you mean `mark`\?"):
         load_run(run)

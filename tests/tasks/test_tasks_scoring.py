@@ -43,7 +43,8 @@ def run(model: Path, tmp_path: Path) -> Path:
 
 
 def score(run: Path, out: Path, *more: str) -> int:
-    return main(["tasks", "score", str(run), "--out", str(out), "--samples", "4", *more])
+    samples = () if "judge" in more else ("--samples", "4")
+    return main(["tasks", "score", str(run), "--out", str(out), *samples, *more])
 
 
 def test_success_rates_of_the_policy(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,6 +103,7 @@ def test_a_file_of_something_else_is_left_alone(
         ({}, ["--by", "judge"], "stage train has no reward that asks a language model; give --endpoint and --model"),
         ({}, ["--endpoint", "http://localhost:1/v1"], "--endpoint and --model are honoured with --by judge"),
         ({}, ["--by", "judge", "--model", "m"], "--endpoint and --model: give either endpoint"),
+        ({}, ["--by", "judge", "--samples", "2"], "--samples is honoured with --by policy; remove it"),
         ({}, ["--stage", "x"], "no stage `x` in"),
     ],
 )
@@ -116,6 +118,21 @@ def test_wrong_ways_to_score(
     base: dict[str, Any] = {"stages": None, "taskset": TASKS, "evaluation": None, "model": {"path": str(model)}}
     assert score(tiny_run(tmp_path, **(base | changes)), tmp_path / "out.jsonl", *options) == 2
     assert message in capsys.readouterr().err
+
+
+def test_tasks_that_no_reward_applies_to_are_named_and_the_others_rated(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text("def mine(task, completion):\n    return None if task.id == 'rows:3' else 1.0\n")
+    rewards = [{"name": "python", "function": f"{tmp_path / 'mine.py'}:mine", "run_in": "thread"}]
+    base: dict[str, Any] = {"stages": None, "taskset": TASKS, "evaluation": None, "model": {"path": str(model)}}
+    out = tmp_path / "rated.jsonl"
+    assert score(tiny_run(tmp_path, **base, rewards=rewards), out) == 0
+    captured = capsys.readouterr()
+    assert f"{out}: 9 of 10 tasks rated" in captured.out
+    assert "no verdict for 1 tasks (rows:3); run the command again" in captured.out
+    assert captured.err.splitlines()[-1] == "9 of 10 tasks rated"
+    assert "rows:3" not in [row["id"] for row in read(out)]
 
 
 def test_difficulty_as_a_judge_sees_it(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

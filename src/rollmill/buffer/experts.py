@@ -59,8 +59,11 @@ class ExpertPool:
         self._served: set[str] = set()
         self._known: list[list[str]] = [[] for _ in shelves]  # ids of groups by store, in the order they came
 
-    def draw(self, count: int) -> list[Experience]:
-        """The next `count` demonstrations, or pairs (two experiences each); none where there is nothing at all."""
+    def draw(self, count: int, *, step: int = 0) -> list[Experience]:
+        """The next `count` demonstrations, or pairs (two experiences each); none where there is nothing at all.
+
+        `step` is the training step (of the stage, from 0) that asks.
+        """
         found: list[Experience] = []
         taken, idle = 0, 0
         while taken < count and idle < 2:  # twice nothing: neither left in this epoch, nor in a new one
@@ -68,7 +71,7 @@ class ExpertPool:
             taken, idle = taken + len(own), 0 if own else idle + 1
             found += [each for group in own for each in self._presented(group)]
             if taken < count and self._tasks is not None:
-                found += self._from_tasks(taken, count)
+                found += self._from_tasks(taken, count, step)
                 taken = count
             elif not own:
                 self._turn()
@@ -85,11 +88,11 @@ class ExpertPool:
         if self._tasks is not None and state["tasks"] is not None:
             self._tasks.sampler.load_state_dict(state["tasks"])
 
-    def _from_tasks(self, first: int, count: int) -> list[Experience]:
+    def _from_tasks(self, first: int, count: int, step: int) -> list[Experience]:
         assert self._tasks is not None
         sampler, found = self._tasks.sampler, list[Experience]()
         for place in range(first, count):
-            before, task = sampler.epoch, sampler.next()
+            before, task = sampler.epoch, sampler.next(step)
             if sampler.epoch != before:
                 self._turn()
             found += self._tasks.render(task, place)

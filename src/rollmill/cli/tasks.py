@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from rollmill.tasks import Taskset
 
 HELP = "Look at a run's tasks, and rate how difficult they are."
-_BARS, _WIDTH = 10, 40
+_BARS, _WIDTH, _SAMPLES = 10, 40, 8
 
 Config = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
 Overrides = Annotated[
@@ -33,7 +33,7 @@ def score(
     by: Annotated[
         Literal["policy", "judge"], typer.Option(help="Success rate of the model, or a judge's guess.")
     ] = "policy",
-    samples: Annotated[int, typer.Option(min=1, help="Completions per task, by policy.")] = 8,
+    samples: Annotated[int | None, typer.Option(min=1, help="Completions per task, by policy (default: 8).")] = None,
     endpoint: Annotated[str | None, typer.Option(help="Server of the judge (default: the run's own judge).")] = None,
     model: Annotated[str | None, typer.Option(help="The judge's name at the endpoint.")] = None,
     stage: Stage = None,
@@ -49,6 +49,8 @@ def score(
 
     if by == "policy" and (endpoint is not None or model is not None):
         raise ConfigError("--endpoint and --model are honoured with --by judge; add it, or remove them")
+    if by == "judge" and samples is not None:
+        raise ConfigError("--samples is honoured with --by policy; remove it (a judge's `votes` are in its reward)")
     judge = _judge(endpoint, model)
     loaded = load_run(config, overrides or [])
     chosen = stage_of(loaded, stage)
@@ -57,13 +59,14 @@ def score(
         print(f"{rated} of {tasks} tasks rated", file=sys.stderr)
 
     if by == "policy":
-        found = score_by_policy(loaded, chosen, out, samples, progress)
+        found = score_by_policy(loaded, chosen, out, samples or _SAMPLES, progress)
     else:
         found = score_by_judge(chosen, judge, out, progress)
     print(f"{out}: {found.rated} of {found.tasks} tasks rated")
     if found.without:
         names = ", ".join(found.without[:5]) + (" ..." if len(found.without) > 5 else "")
-        print(f"no verdict for {len(found.without)} tasks ({names}); run the command again to ask once more")
+        advice = "run the command again to rate them, or see why no reward applies"
+        print(f"no verdict for {len(found.without)} tasks ({names}); {advice}")
 
 
 def show(
@@ -116,16 +119,12 @@ def _shown(taskset: Taskset, column: str) -> dict[str, Any]:
             "seen": report.seen,
             "kept": report.kept,
             "changed": dict(report.changes),
-            "dropped": _counts(list(report.dropped.values())),
+            "dropped": dict(Counter(report.dropped.values())),
         }
         for report in taskset.reports
     ]
     whole = {"tasks": len(taskset.tasks), "rejected": len(taskset.rejected), "sets": sets, "pipeline": reports}
     return whole | {"column": column, "without": len(numbers) - len(known), "histogram": _histogram(known)}
-
-
-def _counts(words: Sequence[str]) -> dict[str, int]:
-    return {word: words.count(word) for word in dict.fromkeys(words)}
 
 
 def _histogram(numbers: list[float]) -> list[tuple[float, float, int]]:

@@ -13,10 +13,11 @@ from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOption
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.order import SequentialOrder, UsersOrder
 from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
 from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
-from rollmill.config.task_operators import DecontaminateTasks
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath
 from rollmill.recipes import Distill
@@ -193,8 +194,26 @@ def _tasksets(stage: StageConfig) -> Iterator[Finding]:
                     if at == ("taskset",):
                         text = "what is held out? Give `against`, or an evaluation"
                     yield (*place, "pipeline", index), text
+            if at == ("taskset",):
+                yield from _sorted_for_nothing(taskset, section, place)
             if section.sources() != ["mix"]:
                 yield from _rows(section, place)
+
+
+def _sorted_for_nothing(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Finding]:
+    """`sort` decides only where tasks are handed out as they stand, or an operator behind it keeps the first ones."""
+    orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
+    if any(isinstance(order, SequentialOrder | UsersOrder) for order in orders):
+        return
+    for index, operator in enumerate(section.pipeline):
+        behind = section.pipeline[index + 1 :]
+        if isinstance(operator, SortTasks) and not any(_goes_by_place(each) for each in behind):
+            text = f"order `{orders[0].name}` takes no notice of how the tasks are sorted; give order: sequential or"
+            yield (*at, "pipeline", index), f"{text} easy_to_hard, or remove this"
+
+
+def _goes_by_place(operator: TaskOperatorSection) -> bool:
+    return isinstance(operator, DeduplicateTasks) or type(operator).function is not None
 
 
 def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:

@@ -7,15 +7,21 @@ from collections.abc import Iterator
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.contradictions import Finding, judged_by
 from rollmill.config.operators import (
+    Check,
+    Diversity,
+    Duplicates,
     GroupVariance,
     InvalidReward,
     LengthShaping,
     Measured,
+    NearDuplicates,
     OperatorSection,
     OverlongPenalty,
     Pairs,
     Priority,
+    Reflection,
     SuccessRate,
+    Truncated,
     Verify,
 )
 from rollmill.config.rewards import CodeReward
@@ -24,6 +30,26 @@ from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 
 _DROP = ("reward_filter", "length_filter", "group_variance", "duplicates", "near_duplicates")
+
+
+def _drops(operator: OperatorSection) -> bool:
+    """Whether it takes out completions that were judged."""
+    match operator:
+        case Check() | Verify():
+            return operator.otherwise == "drop"
+        case Truncated():
+            return operator.then == "drop"
+    return operator.name in _DROP
+
+
+def _compares(operator: OperatorSection) -> bool:
+    """Whether it does nothing, or drops everything, where a group is a single completion."""
+    match operator:
+        case Duplicates() | NearDuplicates():
+            return operator.within == "group"
+        case Reflection():
+            return operator.solution == "group"
+    return isinstance(operator, GroupVariance | LengthShaping | Diversity | Pairs)
 
 
 def pipeline_contradictions(stage: StageConfig) -> Iterator[Finding]:
@@ -57,14 +83,18 @@ def _part(stage: StageConfig, operator: Measured, at: KeyPath) -> Iterator[Findi
         known = f"there are {', '.join(names)}" if names else "there is none at all"
         yield (*at, "part"), f"no reward `{name}`; {known}"
     elif isinstance(operator, Verify):
-        weight = stage.rewards[names.index(name)].weight
+        reward = stage.rewards[names.index(name)]
+        weight = reward.weight
+        if reward.after_steps:
+            text = f"reward `{name}` counts after {reward.after_steps} steps, and `verify` cannot tell before and after"
+            yield (*at, "part"), f"{text}; verify the sum, or remove after_steps"
         if weight != operator.weight:
             text = f"reward `{name}` has weight {weight:g}, and `verify` would take it for {operator.weight:g}"
             yield (*at, "weight"), f"{text}; give weight: {weight:g}"
 
 
 def _compared(stage: StageConfig, operator: OperatorSection, at: KeyPath) -> Iterator[Finding]:
-    if isinstance(operator, GroupVariance | LengthShaping | Pairs) and stage.rollout.group_size == 1:
+    if _compares(operator) and stage.rollout.group_size == 1:
         text = f"`{operator.name}` compares the completions of a group, and rollout.group_size is 1"
         yield (*at, "name"), f"{text}; raise that, or remove this"
 
@@ -107,7 +137,7 @@ def _priority(stage: StageConfig, at: KeyPath) -> Iterator[Finding]:
 
 def _late(stage: StageConfig, index: int, at: KeyPath) -> Iterator[Finding]:
     """Success rates of what filters left over are too high or too low."""
-    before = [each.name for each in stage.pipeline[:index] if each.name in _DROP]
+    before = [each.name for each in stage.pipeline[:index] if _drops(each)]
     if before:
         text = f"`{before[0]}` comes first, so the rate is that of the completions it leaves"
         yield (*at, "name"), f"{text}; put `success_rate` before it"

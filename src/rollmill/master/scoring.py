@@ -16,7 +16,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.rewards import JudgeSection
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import ConfigError, DeadlineError, RewardError
+from rollmill.core.errors import ConfigError, DeadlineError
 from rollmill.core.types import Task
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
@@ -40,13 +40,33 @@ Progress = Callable[[int, int], None]
 """Is told how many tasks are rated, and how many there are."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Scored:
-    """What came of it: tasks in the taskset, in the file now, and those for which the judge had no verdict."""
+    """What came of it: tasks in the taskset, in the file now, and those for which there was no verdict."""
 
     tasks: int
     rated: int
     without: list[str]
+
+
+class _Tally:
+    """Writes ratings, wave by wave, and says how many tasks are rated."""
+
+    def __init__(self, file: ScoreFile, tasks: int, rated: int, progress: Progress) -> None:
+        self._file, self._progress = file, progress
+        self._found = Scored(tasks, rated, [])
+
+    def add(self, ratings: Sequence[tuple[Task, Rating | None]]) -> None:
+        """Take in a wave; None: there was no verdict on the task."""
+        rated = [(task, rating) for task, rating in ratings if rating is not None]
+        self._file.add(rated)
+        self._found.without.extend(task.id for task, rating in ratings if rating is None)
+        self._found.rated += len(rated)
+        self._progress(self._found.rated, self._found.tasks)
+
+    def scored(self) -> Scored:
+        """What came of it all."""
+        return self._found
 
 
 def stage_of(loaded: LoadedRun, name: str | None) -> StageConfig:
@@ -83,12 +103,9 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
     alone = stage.model_copy(update={"evaluation": None})
     tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), None).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
-
-    def told() -> None:
-        progress(_rated(file, tasks), len(tasks))
-
-    asyncio.run(_roll_out(loaded, stage, policy, todo, samples, threshold, file, told))
-    return Scored(len(tasks), _rated(file, tasks), [])
+    tally = _Tally(file, len(tasks), len(tasks) - len(todo), progress)
+    asyncio.run(_roll_out(loaded, stage, policy, todo, samples, threshold, tally))
+    return tally.scored()
 
 
 def _how(loaded: LoadedRun, stage: StageConfig, samples: int, threshold: float) -> dict[str, Any]:
@@ -103,10 +120,6 @@ def _how(loaded: LoadedRun, stage: StageConfig, samples: int, threshold: float) 
         "rewards": hashlib.sha256(rewards.encode()).hexdigest()[:8],
         **stage.rollout.model_dump(mode="json", include=set(SamplingConfig.model_fields)),
     }
-
-
-def _rated(file: ScoreFile, tasks: Sequence[Task]) -> int:
-    return sum(file.has(task) for task in tasks)
 
 
 def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, progress: Progress) -> Scored:
@@ -129,22 +142,19 @@ def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, pr
     resources = Resources(stage.judging.workers)
     try:
         rater = DifficultyJudge(config, resources)
-        without = asyncio.run(_rate(rater, todo, file, lambda: progress(_rated(file, tasks), len(tasks))))
+        tally = _Tally(file, len(tasks), len(tasks) - len(todo), progress)
+        asyncio.run(_rate(rater, todo, tally))
     finally:
         resources.close()
-    return Scored(len(tasks), _rated(file, tasks), without)
+    return tally.scored()
 
 
-async def _rate(rater: DifficultyJudge, tasks: Sequence[Task], file: ScoreFile, told: Callable[[], None]) -> list[str]:
-    without: list[str] = []
+async def _rate(rater: DifficultyJudge, tasks: Sequence[Task], tally: _Tally) -> None:
     for start in range(0, len(tasks), _AT_ONCE):
         wave = tasks[start : start + _AT_ONCE]
         found = await asyncio.gather(*(rater.rate(task) for task in wave))
-        pairs = list(zip(wave, found, strict=True))
-        file.add([(task, {"difficulty": value}) for task, value in pairs if value is not None])
-        without += [task.id for task, value in pairs if value is None]
-        told()
-    return without
+        ratings = [None if value is None else {"difficulty": value} for value in found]
+        tally.add(list(zip(wave, ratings, strict=True)))
 
 
 async def _roll_out(
@@ -154,8 +164,7 @@ async def _roll_out(
     tasks: Sequence[tuple[int, Task]],
     samples: int,
     threshold: float,
-    file: ScoreFile,
-    told: Callable[[], None],
+    tally: _Tally,
 ) -> None:
     rollout, seed = stage.rollout, loaded.config.seed
     engine = _engine(stage, policy)
@@ -163,12 +172,12 @@ async def _roll_out(
     explorer = Explorer(engine, judge, policy.tokenizer)
     size = max(1, rollout.max_sequences // samples)
 
-    async def rating(number: int, task: Task) -> Rating:
+    async def rating(number: int, task: Task) -> Rating | None:
         stream = fold(seed, SCORING_STREAM, number)
         group = await explorer.rollout(task, rollout, n=samples, seed=stream, group=f"score/{task.id}")
         rewards = [each.reward for each in group if each.reward is not None]
         if not rewards:
-            raise RewardError(f"task {task.id}: no reward applies to its completions; correct `rewards` or its answer")
+            return None
         rate = sum(reward >= threshold for reward in rewards) / len(rewards)
         return {"success_rate": rate, "difficulty": 1 - rate, "mean_reward": sum(rewards) / len(rewards)}
 
@@ -181,8 +190,7 @@ async def _roll_out(
             except TimeoutError:
                 advice = "Raise rollout.deadline_s, or lower --samples or rollout.max_new_tokens."
                 raise DeadlineError("scoring", f"{len(wave)} tasks' completions", rollout.deadline_s, advice) from None
-            file.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
-            told()
+            tally.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
     finally:
         await engine.close()
         judge.close()

@@ -189,7 +189,7 @@ class StageRun:
 
     def _demonstrations(self, count: int) -> list[Experience]:
         assert self._experts is not None
-        found = self._experts.draw(count)
+        found = self._experts.draw(count, step=self.state.step)
         if not found and self._supply is None:
             names = ", ".join(self.config.experts.sources)
             raise StoreError(

@@ -9,6 +9,7 @@ pipeline leaves nothing, another task is rolled out, so a batch is never short.
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -146,7 +147,8 @@ class Supply:
         if oldest is not None and min(e.oldest_version for e in experiences) < oldest:
             self._expired += 1
             return False
-        left = await self._pipeline.process(experiences, self._context(version))
+        raw = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
+        left = await self._pipeline.process(raw, self._context(version))
         groups = grouped(left, first.group, self._facts.fingerprint)
         self._store.put(groups)
         kept = any(group.shelf is Shelf.USUAL for group in groups)
@@ -161,6 +163,7 @@ class Supply:
             tokenizer=facts.tokenizer,
             end_id=facts.end_id,
             max_new_tokens=self._config.rollout.max_new_tokens,
+            deadline_s=self._config.rollout.deadline_s,
             task=facts.task,
             observe=self._sampler.observe,
         )
@@ -264,6 +267,13 @@ def grouped(experiences: Sequence[Experience], group: str, tokenizer: str) -> li
         Group(name, own, shelves[own[0].source], writer=PIPELINE, info=dict(info)) for name, own in made.items()
     ]
     return found + made_groups
+
+
+def _copied(experience: Experience) -> Experience:
+    """A copy for operators to change: a checkpoint made while a step is under way holds what the explorer made."""
+    arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
+    parts, info = dict(experience.reward_parts), copy.deepcopy(experience.info)
+    return replace(experience, **arrays, reward_parts=parts, info=info)
 
 
 def _marked(experience: Experience) -> Experience:

@@ -19,6 +19,7 @@ class Context:
     tokenizer: Any
     end_id: int  #: what demonstrations end with
     max_new_tokens: int
+    deadline_s: float  #: how long an operator may take for one batch
     task: Callable[[str], Task]  #: by id; KeyError where the taskset has none
     observe: Callable[[str, Sequence[float]], None]  #: tells the sampler the success (0 to 1) of a task's completions
 
@@ -107,8 +108,13 @@ class Batch:
     def add(self, experience: Experience, why: str) -> None:
         """Put a new experience in: an expert one, one of a pair (a group of two), or a usual one.
 
-        Raises ValueError where its id is known: a store would take it for the same experience.
+        Raises ValueError where its id is known (a store would take it for the same experience), or where its arrays
+        are not of one length.
         """
+        arrays = (experience.token_ids, experience.action_mask, experience.logprobs, experience.versions)
+        if len({len(array) for array in arrays}) > 1:
+            lengths = "token_ids {}, action_mask {}, logprobs {}, versions {}".format(*map(len, arrays))
+            raise ValueError(f"experience {experience.id} has arrays of different lengths ({lengths})")
         if experience.id in self._experiences:
             raise ValueError(f"experience {experience.id} is added twice; ids have to be new")
         self._experiences[experience.id] = experience

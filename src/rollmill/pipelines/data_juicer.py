@@ -13,14 +13,14 @@ from rollmill.config.operators import DataJuicer
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Experience, Source, StopReason, Turn
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.reading import ended, prompt_length, usual
+from rollmill.pipelines.reading import ended, prompt_length, succeeded, usual
 
 _OWN = frozenset({"skip_op_error", "text_key"})
 """Options of all operators that are ours to set."""
 
 
 class DataJuicerOperators:
-    """Runs filters, which drop completions, and mappers, whose texts become expert experiences.
+    """Runs filters, which drop completions, and mappers, whose texts of successes become expert experiences.
 
     A mapper's text goes on to the operators behind it; a completion that one of these refuses is dropped, whatever the
     mappers made of it.
@@ -46,8 +46,10 @@ class DataJuicerOperators:
                 left = [each for each, kept in zip(left, found, strict=True) if kept]
             else:
                 texts |= {each.id: str(text) for each, text in zip(left, found, strict=True)}
-        for experience in left:
-            if self._options.mapped == "expert" and texts[experience.id] != experience.response:
+        options = self._options
+        for experience in left if options.mapped == "expert" else []:
+            changed = texts[experience.id] != experience.response
+            if changed and succeeded(experience, options.part, options.threshold):
                 self._add(batch, experience, texts[experience.id])
 
     def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:

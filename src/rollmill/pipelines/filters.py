@@ -124,7 +124,7 @@ def mask(experience: Experience) -> None:
 
     `info["masked"]` keeps the version of its oldest token.
     """
-    experience.info["masked"] = experience.oldest_version
+    experience.info.setdefault("masked", experience.oldest_version)
     experience.action_mask = np.zeros_like(experience.action_mask)
     experience.logprobs = np.zeros_like(experience.logprobs)
     experience.versions = np.full_like(experience.versions, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,10 +70,15 @@ class TestMaker:
             return
         problem = Problem(generator, known.programs, name)
         code_options = self._options.code
-        made = await generate_tests(
-            problem, self._sandbox, self._demands, rules_of(code_options), limits_of(code_options)
-        )
-        known.tests, known.programs = made.tests, []
+        rules, limits = rules_of(code_options), limits_of(code_options)
+        known.tests, known.programs = [], []
+        try:
+            async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs do not end a run
+                made = await generate_tests(problem, self._sandbox, self._demands, rules, limits)
+        except TimeoutError:
+            batch.note("tests too slow")
+            return
+        known.tests = made.tests
         batch.note("tests made" if made.tests else "no sound tests")
 
     async def _test(

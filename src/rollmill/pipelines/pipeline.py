@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rollmill.core.errors import PipelineError, RollmillError
+from rollmill.core.errors import DeadlineError, PipelineError, RollmillError
 from rollmill.core.types import Experience
 from rollmill.pipelines.batch import Batch, Context, Report
 
@@ -36,6 +37,7 @@ class Pipeline:
 
         Raises:
             PipelineError: an operator raised; names it and the first experience's task.
+            DeadlineError: an operator took longer than `context.deadline_s`.
         """
         current = list(experiences)
         for name, operator in self._operators.items():
@@ -45,7 +47,7 @@ class Pipeline:
             try:
                 done = operator(batch)
                 if inspect.isawaitable(done):
-                    done = await done
+                    done = await _in_time(done, name, current[0].task_id, context.deadline_s)
                 if done is not None:
                     raise TypeError(f"returned a {type(done).__name__}; an operator changes its batch, returns nothing")
             except RollmillError:
@@ -86,6 +88,19 @@ class Pipeline:
             for operator in self._operators.values():
                 if hasattr(operator, "close"):
                     stack.callback(operator.close)
+
+
+async def _in_time(work: Awaitable[Any], operator: str, task: str, deadline_s: float) -> Any:
+    """The result of an operator that is awaited. Raises DeadlineError."""
+    limit = asyncio.timeout(deadline_s)
+    try:
+        async with limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():  # the operator's own
+            raise
+        advice = "Look for what the operator waits for, or raise rollout.deadline_s."
+        raise DeadlineError("the pipeline", f"operator `{operator}` on task {task}", deadline_s, advice) from None
 
 
 def _copied(name: str, operator: Any) -> Any:

@@ -62,14 +62,20 @@ def prompt_length(experience: Experience) -> int:
 
 
 def completion_of(experience: Experience, index: int = 0) -> Completion:
-    """An experience as rewards see it. All turns after the prompt count as the completion's tokens."""
+    """An experience as rewards see it. All turns after the prompt count as the completion's tokens.
+
+    A masked one keeps the version of its oldest token, by which rewards with `after_steps` go.
+    """
     start = prompt_length(experience)
     rest = slice(start, None)
+    versions = experience.versions[rest]
+    if not experience.action_tokens:
+        versions = np.full_like(versions, experience.info.get("masked", 0))
     return Completion(
         prompt_ids=experience.token_ids[:start],
         token_ids=experience.token_ids[rest],
         logprobs=experience.logprobs[rest],
-        versions=experience.versions[rest],
+        versions=versions,
         kept_logmass=np.zeros(len(experience.token_ids) - start, np.float32),
         text=experience.response,
         stop_reason=experience.stop_reason,

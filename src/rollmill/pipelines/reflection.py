@@ -24,9 +24,13 @@ def reflection(options: Reflection) -> Operator:
         for group in batch.groups().values():
             failures = [each for each in group if succeeded(each, options.part, options.threshold) is False]
             found = _solution(options, batch, group) if failures else None
+            if found is None:
+                if failures:
+                    batch.note("no solution")
+                continue
             made = 0
             for attempt in failures:
-                if found is None or made == options.count:
+                if made == options.count:
                     break
                 experience = _reflected(options, batch, attempt, *found)
                 if experience is None:

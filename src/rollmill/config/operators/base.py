@@ -39,3 +39,10 @@ class Successes(Measured):
 
     threshold: float = 1.0
     """A completion is a success when its reward (or the part) is at least this."""
+
+
+def unweighted(reward: RewardSection, key: str, why: str) -> None:
+    """Raises ValueError where a reward that stands alone has keys that say how it counts among others."""
+    for name in ("weight", "gate", "after_steps"):
+        if getattr(reward, name) != RewardSection.model_fields[name].default:
+            raise ValueError(f"{key}.{name} is not honoured here: {why}; remove it")

@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, OperatorSection
+from rollmill.config.operators.base import Measured, OperatorSection, unweighted
 from rollmill.config.rewards import RewardConfig, RewardSection
 
 At = tuple[str | int, ...]
@@ -74,7 +74,5 @@ class Check(OperatorSection):
     @model_validator(mode="after")
     def _honoured(self) -> Self:
         self.only_with(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
-        for key in ("weight", "gate", "after_steps"):
-            if getattr(self.reward, key) != RewardSection.model_fields[key].default:
-                raise ValueError(f"reward.{key} is not honoured here: the reward is compared with at_least as it is")
+        unweighted(self.reward, "reward", "the reward is compared with at_least as it is")
         return self

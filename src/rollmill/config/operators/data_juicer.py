@@ -6,10 +6,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import OperatorSection
+from rollmill.config.operators.base import Successes
 
 
-class DataJuicer(OperatorSection):
+class DataJuicer(Successes):
     """Runs operators of Data-Juicer (the package py-data-juicer) over the text of completions."""
 
     name: Literal["data_juicer"] = "data_juicer"
@@ -19,8 +19,8 @@ class DataJuicer(OperatorSection):
     text: Literal["response", "prompt", "both"] = "response"
     """What the operators read."""
     mapped: Literal["refuse", "expert"] = "refuse"
-    """What mappers, which change text, may do: nothing, or make expert experiences of the texts they changed. The
-    completion itself keeps its tokens."""
+    """What mappers, which change text, may do: nothing, or make expert experiences of the texts they changed, where
+    the completion is a success (`part`, `threshold`). The completion itself keeps its tokens."""
 
     @model_validator(mode="after")
     def _named(self) -> Self:
@@ -29,4 +29,5 @@ class DataJuicer(OperatorSection):
                 raise ValueError("each entry of process is one operator, as in {words_num_filter: {min_num: 10}}")
         if self.mapped == "expert" and self.text != "response":
             raise ValueError("mapped: expert needs text: response, which is what changes")
+        self.only_with(("part", "threshold"), self.mapped == "expert", "with mapped: expert")
         return self

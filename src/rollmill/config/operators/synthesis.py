@@ -6,7 +6,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, Successes
+from rollmill.config.operators.base import Measured, Successes, unweighted
 from rollmill.config.rewards import CodeReward, RewardSection
 
 
@@ -106,6 +106,7 @@ class GeneratedTests(Measured):
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
+        unweighted(self.code, "code", "tests are passed or failed")
         for key in ("agree", "solve"):
             if getattr(self, key) > self.submissions:
                 raise ValueError(f"{key} ({getattr(self, key)}) is above submissions ({self.submissions}); lower it")

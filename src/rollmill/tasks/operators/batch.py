@@ -44,6 +44,12 @@ class TaskBatch:
     def __init__(self, tasks: Sequence[Task], report: TaskReport) -> None:
         self.report = report
         self._tasks = list(tasks)
+        self._ids = {task.id for task in tasks}
+
+    def check(self) -> None:
+        """Raises ValueError where an operator gave a task another id: reports, states and ratings go by ids."""
+        if {task.id for task in self._tasks} != self._ids:
+            raise ValueError("it changed the id of a task; write what you need into task.metadata")
 
     @property
     def tasks(self) -> list[Task]:
@@ -51,7 +57,9 @@ class TaskBatch:
         return [task for task in self._tasks if task.id not in self.report.dropped]
 
     def drop(self, task: Task, why: str) -> None:
-        """Take a task out."""
+        """Take a task out. Raises ValueError for one that is not there."""
+        if task.id in self.report.dropped or task.id not in self._ids:
+            raise ValueError(f"task {task.id} is dropped, and it is not there")
         self.report.dropped[task.id] = why
 
     def change(self, task: Task, why: str) -> None:

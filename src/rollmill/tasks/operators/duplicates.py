@@ -9,9 +9,8 @@ from typing import Any
 from rollmill.config.task_operators import DeduplicateTasks
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
-from rollmill.tasks.images import image_refs
 from rollmill.tasks.operators.batch import TaskBatch
-from rollmill.tasks.operators.texts import normalised, prompt_of, sequences, words
+from rollmill.tasks.operators.texts import normalised, pictures_of, prompt_of, sequences, words
 
 
 def deduplicate(options: DeduplicateTasks) -> Callable[[TaskBatch], None]:
@@ -39,14 +38,10 @@ def _answer(task: Task) -> str:
     return json.dumps(task.answer, sort_keys=True, default=str)
 
 
-def _pictures(task: Task) -> tuple[str, ...]:
-    return tuple(image.sha256 for image in image_refs(task.metadata))
-
-
 def _same(tasks: list[Task]) -> Iterator[list[Task]]:
     groups: dict[Any, list[Task]] = {}
     for task in tasks:
-        groups.setdefault((normalised(prompt_of(task)), _pictures(task)), []).append(task)
+        groups.setdefault((normalised(prompt_of(task)), pictures_of(task)), []).append(task)
     yield from groups.values()
 
 
@@ -62,11 +57,12 @@ def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
     for task in tasks:
         shingles = set(sequences(words(normalised(prompt_of(task))), options.ngram))
         sketch = MinHash(num_perm=options.permutations, seed=1)
-        sketch.update_batch([shingle.encode() for shingle in shingles])
+        sketch.update_batch([shingle.encode(errors="surrogatepass") for shingle in shingles])
         candidates = sorted(
             number
             for number in index.query(sketch)
-            if _jaccard(kept[number], shingles) >= options.threshold and _pictures(groups[number][0]) == _pictures(task)
+            if _jaccard(kept[number], shingles) >= options.threshold
+            and pictures_of(groups[number][0]) == pictures_of(task)
         )
         if candidates:
             groups[candidates[0]].append(task)

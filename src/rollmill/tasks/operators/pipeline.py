@@ -52,6 +52,7 @@ def prepare(
         batch = TaskBatch(current, report)
         try:
             _operator(section, read)(batch)
+            batch.check()
         except RollmillError:
             raise
         except Exception as error:  # a user's code may raise anything

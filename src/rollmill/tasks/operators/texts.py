@@ -1,4 +1,4 @@
-"""The texts of a task, and texts as words."""
+"""The texts and pictures of a task, and texts as words."""
 
 from __future__ import annotations
 
@@ -8,11 +8,21 @@ from collections.abc import Iterator
 import regex
 
 from rollmill.core.types import Task
+from rollmill.tasks.images import image_refs
 
 _WORD = regex.compile(
     r"[\p{Han}\p{Hiragana}\p{Katakana}]|[[\p{L}\p{M}\p{N}_]--[\p{Han}\p{Hiragana}\p{Katakana}]]+|[^\s\p{L}\p{M}\p{N}_]",
     regex.V1,
 )
+
+
+Pictures = tuple[str, ...]
+"""Digests of a task's pictures."""
+
+
+def pictures_of(task: Task) -> Pictures:
+    """The pictures that a task asks about; tasks with different ones are different."""
+    return tuple(image.sha256 for image in image_refs(task.metadata))
 
 
 def prompt_of(task: Task) -> str:

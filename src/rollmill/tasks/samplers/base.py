@@ -105,7 +105,7 @@ class Sampler(ABC):
                 f"{task.id}); name another column, or give them one by the operator `difficulty` of taskset.pipeline"
             )
         found = np.array(values, np.float64)
-        self._identity[column] = hashlib.sha256(found.tobytes()).hexdigest()[:16]
+        self._identity[f"column {column}"] = hashlib.sha256(found.tobytes()).hexdigest()[:16]
         return found
 
 

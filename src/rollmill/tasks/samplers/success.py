@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.config.order import TrackedOrder
+from rollmill.core.errors import TasksetError
 from rollmill.tasks.samplers.base import Floats, Ints, packed, unpacked
 
 _LEAST = 0.01
@@ -15,10 +16,19 @@ _LEAST = 0.01
 
 
 def success_of(order: TrackedOrder, size: int, column: Callable[[str, str], Floats]) -> Success:
-    """What an order tracks; `column` gives the numbers of a column, for a key of the run file."""
+    """What an order tracks; `column` gives the numbers of a column, for a key of the run file.
+
+    Raises TasksetError where `prior_column` has numbers that are no success rates.
+    """
     priors = np.full(size, order.prior)
     if order.prior_column is not None:
-        priors = column(order.prior_column, "order.prior_column").clip(_LEAST, 1 - _LEAST)
+        priors = column(order.prior_column, "order.prior_column")
+        if priors.min() < 0 or priors.max() > 1:
+            raise TasksetError(
+                f"order.prior_column: success rates are from 0 to 1, and {order.prior_column} has numbers from "
+                f"{priors.min():g} to {priors.max():g}; name another column"
+            )
+        priors = priors.clip(_LEAST, 1 - _LEAST)
     return Success(priors, order.prior_weight, order.discount)
 
 
