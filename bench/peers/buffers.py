@@ -18,7 +18,7 @@ import numpy as np
 
 from bench.worker import Channel, serve, versions
 from rollmill.buffer.base import Group
-from rollmill.buffer.rows import experience_row
+from rollmill.buffer.rows import experiences_row
 from rollmill.core.types import Experience, Turn
 
 GROUP, BATCH, TOKENS, PROMPT = 8, 256, 1000, 100
@@ -54,8 +54,8 @@ def _experience(group: str, index: int, draw: np.random.Generator) -> Experience
 
 def row_bytes(batch: list[Group]) -> bytes:
     """What our rows of a batch hold, end to end."""
-    values = [value for group in batch for each in group.experiences for value in experience_row(each).values()]
-    return b"".join(value.encode() if isinstance(value, str) else value for value in values if value is not None)
+    values = [value for group in batch for value in experiences_row(group.experiences).values()]
+    return b"".join(value.encode() if isinstance(value, str) else value for value in values)
 
 
 @contextmanager

@@ -148,10 +148,21 @@ def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
         list(sqlite(path).read(Shelf.USUAL))
 
 
-def test_a_damaged_row_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE rollmill_experiences SET body = substr(body, 1, 20)",
+        "UPDATE rollmill_experiences SET body = '[]'",
+        "UPDATE rollmill_experiences SET logprobs = substr(logprobs, 5)",
+        "UPDATE rollmill_experiences SET versions = substr(versions, 9)",
+        "UPDATE rollmill_experiences SET lengths = substr(lengths, 5)",
+        "DELETE FROM rollmill_experiences",
+    ],
+)
+def test_a_damaged_row_is_noticed(tmp_path: Path, damage: str) -> None:
     store = sqlite(tmp_path / "b.sqlite")
     store.put([group("g0")])
-    change = text("UPDATE rollmill_experiences SET body = substr(body, 1, 20)")
+    change = text(damage)
     store.database.write(lambda connection: connection.execute(change))
     with pytest.raises(StoreError, match=r"groups 1 to 1 of the buffer .*b.sqlite are damaged"):
         list(store.read(Shelf.USUAL))

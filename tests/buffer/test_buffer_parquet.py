@@ -13,8 +13,9 @@ from hypothesis.extra import numpy as arrays
 
 from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, Group, Shelf
 from rollmill.buffer.parquet import imported, read_parquet, write_parquet
-from rollmill.buffer.rows import experience_from, experience_row
+from rollmill.buffer.rows import experiences_from, experiences_row
 from rollmill.core.errors import ConfigError, RollmillError, StoreError
+from rollmill.core.types import Experience
 
 RUN = "0123456789abcdef"
 
@@ -90,8 +91,22 @@ def test_what_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         list(read_parquet(other))
 
 
-@given(st.data(), st.integers(0, 40))
-def test_rows_keep_every_bit(data: st.DataObject, size: int) -> None:
+@given(st.data(), st.lists(st.integers(0, 40), max_size=5))
+def test_rows_keep_every_bit(data: st.DataObject, sizes: list[int]) -> None:
+    made = [_drawn(data, size) for size in sizes]
+    found = experiences_from(_Row(experiences_row(made)))
+    assert len(found) == len(made)
+    assert all(map(same, found, made))
+
+
+def test_experiences_of_a_row_can_be_changed_each_by_itself() -> None:
+    first, second = experiences_from(_Row(experiences_row([experience(), experience()])))
+    for name in ("token_ids", "logprobs", "versions", "action_mask"):
+        getattr(first, name)[:] = 1
+    assert same(second, experience())
+
+
+def _drawn(data: st.DataObject, size: int) -> Experience:
     made = experience(tokens=size)
     made.token_ids = data.draw(arrays.arrays("int32", size))
     made.versions = data.draw(arrays.arrays("int32", size, elements=st.sampled_from([-1, 0, 1, 2**31 - 1, -(2**31)])))
@@ -101,7 +116,7 @@ def test_rows_keep_every_bit(data: st.DataObject, size: int) -> None:
     made.advantage = data.draw(st.none() | st.just(made.logprobs[::-1].copy()))
     made.info = data.draw(st.dictionaries(st.text(), st.floats() | st.text() | st.integers() | st.none()))
     made.response = data.draw(st.text(st.characters()))
-    assert same(experience_from(_Row(experience_row(made))), made)
+    return made
 
 
 class _Row:

@@ -14,14 +14,14 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 from rollmill.buffer import schema
+from rollmill.buffer.log import COPIED_BYTES, MOST_BYTES, Log
 from rollmill.buffer.trouble import failure, passes, shown
 from rollmill.core.errors import StoreError
 
 Result = TypeVar("Result")
 
-PAGE_BYTES = 8192
-WAL_PAGES = 8192
-"""How many pages the write-ahead log collects before they are copied into the database (64 MiB)."""
+PAGE_BYTES = 32768
+"""Large pages, since rows are about 100 KB: fewer of them to write and to check."""
 BUSY_S = 30.0
 _LOCK = 0x726F6C6C  # "roll": PostgreSQL's advisory lock while tables are made
 _NOTICE_SILENCE = {"connect_timeout": 10, "keepalives_idle": 20, "keepalives_interval": 5, "keepalives_count": 4}
@@ -42,6 +42,7 @@ class Database:
         self.outage_s = outage_s
         self.read_only = read_only
         self.engine = _engine(self.url, read_only)
+        self._log = Log(self.engine) if self.is_sqlite and not read_only else None
         try:
             if not read_only:
                 self.write(_make_tables)
@@ -91,6 +92,8 @@ class Database:
 
     def close(self) -> None:
         """Close all connections."""
+        if self._log is not None:
+            self._log.close()
         self.engine.dispose()
 
     def _persist(self, work: Callable[[Connection], Result], *, write: bool, synced: bool = False) -> Result:
@@ -100,7 +103,10 @@ class Database:
                 with self.engine.connect() as connection:
                     connection = connection.execution_options(rollmill_write=write, rollmill_synced=synced)
                     with connection.begin():
-                        return work(connection)
+                        result = work(connection)
+                if write and self._log is not None:
+                    self._log.written()
+                return result
             except SQLAlchemyError as error:
                 if not passes(error):
                     raise failure(self.url, error) from error
@@ -158,8 +164,8 @@ def _configure(connection: Any, _: Any) -> None:
         f"busy_timeout={int(BUSY_S * 1000)}",
         "journal_mode=WAL",
         "synchronous=NORMAL",
-        f"wal_autocheckpoint={WAL_PAGES}",
-        "cache_size=-65536",
+        f"wal_autocheckpoint={MOST_BYTES // PAGE_BYTES}",
+        f"journal_size_limit={COPIED_BYTES}",
         "temp_store=MEMORY",
     ):
         cursor.execute(f"PRAGMA {pragma}")
@@ -194,6 +200,9 @@ def _make_tables(connection: Connection) -> None:
         connection.execute(text(f"SELECT pg_advisory_xact_lock({_LOCK})"))
     if not connection.dialect.has_table(connection, schema.meta.name):
         schema.metadata.create_all(connection)
+        if connection.dialect.name == "postgresql":  # which would try to compress them, in vain and slowly
+            columns = ", ".join(f"ALTER {name} SET STORAGE EXTERNAL" for name in ("token_ids", "logprobs"))
+            connection.execute(text(f"ALTER TABLE {schema.experiences.name} {columns}"))
         connection.execute(schema.meta.insert().values(key="format", value=str(schema.FORMAT)))
 
 

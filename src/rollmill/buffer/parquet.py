@@ -148,7 +148,7 @@ def _table(groups: Sequence[Group], schema: Any) -> Any:
 
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
     for group in groups:
-        own = group_row(group, [])
+        own = group_row(group, {})
         inside: list[Experience | None] = [*group.experiences] or [None]  # a group without any has one row
         for position, each in enumerate(inside):
             columns["group"].append(own["id"])

@@ -11,7 +11,7 @@ from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, 
 from rollmill.buffer import schema
 from rollmill.buffer.base import EXPLORER, PIPELINE, Group, Shelf
 from rollmill.buffer.replay import Candidates
-from rollmill.buffer.rows import experience_from, group_from
+from rollmill.buffer.rows import Row, experiences_from, group_from
 from rollmill.buffer.waiting import this_process
 from rollmill.config.buffer import ReplayConfig
 
@@ -46,13 +46,12 @@ class Rows:
         chunks = [ids[first : first + CHUNK] for first in range(0, len(ids), CHUNK)]
         return [row for some in chunks for row in self._execute(columns.where(_groups.id.in_(some)))]
 
-    def add(self, groups: Sequence[dict[str, Any]], experiences: Sequence[dict[str, Any]], last: int) -> None:
-        """Insert rows of new groups; `last` is the newest one's number."""
+    def add(self, groups: Sequence[Row], experiences: Sequence[Row], last: int) -> None:
+        """Insert rows of new groups, two for each; `last` is the newest one's number."""
         if groups:
             self._execute(insert(schema.groups), groups)
-            self._execute(update(schema.runs).where(_runs.run == self.run).values(last=last))
-        if experiences:
             self._execute(insert(schema.experiences), experiences)
+            self._execute(update(schema.runs).where(_runs.run == self.run).values(last=last))
 
     def handed_out(self, step: int, shelf: Shelf, *, first: bool) -> list[int]:
         """What was handed out for a step, for the first time or again, in order."""
@@ -146,10 +145,7 @@ class Rows:
     def groups(self, numbers: Sequence[int]) -> dict[int, Group]:
         """Whole groups by number, with the priority after their last use."""
         mine = (_experiences.run == self.run) & _experiences.number.in_(numbers)
-        inside: dict[int, list[Any]] = {number: [] for number in numbers}
-        ordered = select(schema.experiences).where(mine).order_by(_experiences.number, _experiences.position)
-        for row in self._execute(ordered):
-            inside[row.number].append(experience_from(row))
+        inside = {row.number: experiences_from(row) for row in self._execute(select(schema.experiences).where(mine))}
         found = self._execute(select(schema.groups).where(_groups.run == self.run, _groups.number.in_(numbers)))
         groups = {row.number: group_from(row, inside[row.number]) for row in found}
         noted = (_uses.run == self.run) & _uses.number.in_(numbers) & _uses.priority.is_not(None)

@@ -1,55 +1,63 @@
-"""Groups, experiences and tasks as rows of tables: arrays as bytes, everything else as JSON in ASCII."""
+"""Groups, their experiences and tasks as rows of tables: arrays as bytes, everything else as JSON in ASCII."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
 from rollmill.buffer.base import Group, Shelf
 from rollmill.buffer.runlength import (
+    pack_flags,
     pack_floats,
     pack_ints,
-    pack_runs,
+    pack_lengths,
+    pack_versions,
     unpack_flags,
     unpack_floats,
     unpack_ints,
-    unpack_runs,
+    unpack_lengths,
+    unpack_versions,
 )
 from rollmill.core.types import Experience, Source, StopReason, Task, Turn
 from rollmill.monitor.files import plain
 
 Row = dict[str, Any]
-ARRAYS = ("token_ids", "logprobs", "versions", "action_mask", "advantage")
+_ARRAYS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes, Sequence[int]], list[Any]]]] = {
+    "token_ids": (pack_ints, unpack_ints),
+    "logprobs": (pack_floats, unpack_floats),
+    "versions": (pack_versions, unpack_versions),
+    "action_mask": (pack_flags, unpack_flags),
+    "advantage": (pack_floats, unpack_floats),
+}
 _JSON = json.JSONEncoder(default=plain, separators=(",", ":"))
-_PLAIN = tuple(field.name for field in fields(Experience) if field.name not in (*ARRAYS, "turns"))
+_PLAIN = tuple(field.name for field in fields(Experience) if field.name not in (*_ARRAYS, "turns"))
 
 
-def experience_row(experience: Experience) -> Row:
-    """An experience's columns: `body` and one per array."""
-    advantage = experience.advantage
-    return {
-        "body": experience_body(experience),
-        "token_ids": pack_ints(experience.token_ids),
-        "logprobs": pack_floats(experience.logprobs),
-        "versions": pack_runs(experience.versions),
-        "action_mask": pack_runs(experience.action_mask),
-        "advantage": None if advantage is None else pack_floats(advantage),
-    }
+def experiences_row(experiences: Sequence[Experience]) -> Row:
+    """Columns of a group's experiences: `body`, a JSON list, and one per array with those of all, end to end."""
+    columns = {name: [getattr(each, name) for each in experiences] for name in _ARRAYS}
+    packed = {name: pack(columns[name]) for name, (pack, _) in _ARRAYS.items()}
+    body = f"[{','.join(map(experience_body, experiences))}]"
+    return {"body": body, "lengths": pack_lengths(columns.values()), **packed}
 
 
-def experience_from(row: Any) -> Experience:
-    """The experience that `experience_row` made the columns of `row` from."""
-    return experience_of(
-        row.body,
-        token_ids=unpack_ints(row.token_ids),
-        logprobs=unpack_floats(row.logprobs),
-        versions=unpack_runs(row.versions),
-        action_mask=unpack_flags(row.action_mask),
-        advantage=None if row.advantage is None else unpack_floats(row.advantage),
-    )
+def experiences_from(row: Any) -> list[Experience]:
+    """The experiences that `experiences_row` made the columns of `row` from.
+
+    Raises:
+        ValueError, KeyError, TypeError: the row is damaged.
+    """
+    lengths = unpack_lengths(row.lengths, len(_ARRAYS))
+    columns = [
+        unpack(getattr(row, name), sizes) for (name, (_, unpack)), sizes in zip(_ARRAYS.items(), lengths, strict=True)
+    ]
+    return [
+        _experience(values, dict(zip(_ARRAYS, arrays, strict=True)))
+        for values, *arrays in zip(json.loads(row.body), *columns, strict=True)
+    ]
 
 
 def experience_body(experience: Experience) -> str:
@@ -61,7 +69,10 @@ def experience_body(experience: Experience) -> str:
 
 def experience_of(body: str, **arrays: Any) -> Experience:
     """The experience with these arrays that `experience_body` made `body` from."""
-    values = json.loads(body)
+    return _experience(json.loads(body), arrays)
+
+
+def _experience(values: dict[str, Any], arrays: dict[str, Any]) -> Experience:
     texts = (values["prompt"], values["response"])
     turns = [
         Turn(role, start, end, text if isinstance(text, str) else texts[text])
@@ -71,8 +82,8 @@ def experience_of(body: str, **arrays: Any) -> Experience:
     return Experience(**values, turns=turns, **arrays)
 
 
-def group_row(group: Group, rows: Sequence[Row]) -> Row:
-    """A group's columns, but for where it stands; `rows` are those of its experiences."""
+def group_row(group: Group, inside: Row) -> Row:
+    """A group's columns, but for where it stands; `inside` are those of its experiences."""
     rewards = [experience.reward for experience in group.experiences]
     judged = [reward for reward in rewards if reward is not None and math.isfinite(reward)]
     return {
@@ -84,8 +95,8 @@ def group_row(group: Group, rows: Sequence[Row]) -> Row:
         "created_at": group.created_at,
         "priority": float(group.priority),
         "oldest_version": group.oldest_version,
-        "size": len(rows),
-        "bytes": sum(len(value) for row in rows for value in row.values() if value is not None),
+        "size": len(group.experiences),
+        "bytes": sum(map(len, inside.values())),
         "reward": float(sum(judged) / len(judged)) if judged else None,
         "rewards": to_json(rewards),
         "body": to_json({"author": group.author, "info": group.info}),

@@ -106,15 +106,15 @@ experiences = Table(
     metadata,
     Column("run", Integer, primary_key=True, autoincrement=False),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
-    Column("position", Integer, primary_key=True, autoincrement=False),
-    Column("body", Text, nullable=False),  # JSON: everything but arrays
+    Column("body", Text, nullable=False),  # JSON: everything but arrays, in a list
+    Column("lengths", Raw, nullable=False),  # of the arrays
     Column("token_ids", Raw, nullable=False),
     Column("logprobs", Raw, nullable=False),
     Column("versions", Raw, nullable=False),
     Column("action_mask", Raw, nullable=False),
-    Column("advantage", Raw),
+    Column("advantage", Raw, nullable=False),
 )
-"""One row per experience."""
+"""One row per group: its experiences. Apart from `groups`, so that choosing one need not read past them."""
 
 uses = Table(
     "rollmill_uses",

@@ -14,7 +14,7 @@ from rollmill.buffer.base import Group, Shelf, checked, moved
 from rollmill.buffer.database import Database
 from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, waiting
 from rollmill.buffer.replay import choose
-from rollmill.buffer.rows import experience_row, group_row, task_from, task_json, to_json
+from rollmill.buffer.rows import Row, experiences_row, group_row, task_from, task_json, to_json
 from rollmill.buffer.waiting import poll, too_few
 from rollmill.config.buffer import ReplayConfig
 from rollmill.core.errors import StoreError
@@ -53,22 +53,22 @@ class SqlStore:
     def put(self, groups: Sequence[Group]) -> int:
         """See Store. A call repeated after a lost connection may count groups as known that it wrote itself."""
         now = time.time()
-        packed: dict[str, tuple[dict[str, Any], list[dict[str, Any]]]] = {}
+        packed: dict[str, tuple[Row, Row]] = {}
         for group in checked(groups):
-            rows = [experience_row(experience) for experience in group.experiences]
-            packed.setdefault(group.id, (group_row(group, rows) | {"created_at": group.created_at or now}, rows))
+            inside = experiences_row(group.experiences)
+            packed.setdefault(group.id, (group_row(group, inside) | {"created_at": group.created_at or now}, inside))
 
         def work(rows: Rows, last: int) -> int:
             known = rows.shelves(list(packed))
-            new: list[dict[str, Any]] = []
-            experiences: list[dict[str, Any]] = []
+            new: list[Row] = []
+            experiences: list[Row] = []
             for id, (row, inside) in packed.items():
                 if known.get(id, row["shelf"]) != row["shelf"]:
                     raise moved(id, known[id], row["shelf"])
                 if id not in known:
                     key = {"run": self.run, "number": last + len(new) + 1}
                     new.append(row | key)
-                    experiences += [each | key | {"position": place} for place, each in enumerate(inside)]
+                    experiences.append(inside | key)
             rows.add(new, experiences, last + len(new))
             for kind, count in Counter(row["writer"] for row in new).items():
                 rows.seen(kind, count)
