@@ -24,6 +24,8 @@ rollout: {batch: 3, group_size: 2, max_new_tokens: 4}
 stages:
   - name: both
     steps: 2
+    pipeline: [{name: invalid_reward}]
+    buffer: {replay: {groups: 1}}
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
   - {name: critic, steps: 1, algorithm: {name: ppo}}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}
@@ -123,4 +125,5 @@ def _placeholder(name: str) -> set[str]:
     """`seconds/train` may be described as `seconds/PHASE`."""
     head, _, tail = name.partition("/")
     _, _, last = tail.rpartition("/")
-    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")} | {f"{head}/REWARD/{last}"}
+    words = {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")}
+    return words | {f"{head}/REWARD/{last}", f"{head}/NAME/{last}"}
