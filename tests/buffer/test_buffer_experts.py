@@ -104,6 +104,19 @@ def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: Store) 
     assert set(ids(experts.draw(2))) == {"a"}
 
 
+def test_what_was_undone_before_anybody_looked_counts_once_it_is_redone(store: Store) -> None:
+    store.put([rated("first", "g/0", 1.0, at=1.0), rated("second", "g/0", 0.0, at=2.0)])
+    store.remove(["first"], by="ann")  # a rating takes the place of the one before
+    experts, ratings = pool(store), Ratings([Shelves("run", lambda: store)])
+    completion = experience("g/0", Source.USUAL, 0.5)
+    assert experts.draw(1) == []
+    assert ratings.applied([completion])[0].reward == 0.0
+    store.remove(["second"], by="ann")
+    store.restore(["first"])
+    assert ids(experts.draw(1)) == ["first/0"]
+    assert ratings.applied([completion])[0].reward == 1.0
+
+
 def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: Store) -> None:
     store.put([expert("mine")])
     experts = pool(store, tasks=3)

@@ -81,6 +81,7 @@ def test_numbers_of_numpy_are_numbers(store: Store) -> None:
 
 def test_too_old_groups_are_counted_and_never_handed_out(store: Store) -> None:
     store.put([group("old", version=1), group("new", version=3), group("old too", version=0)])
+    assert (store.waiting(), store.waiting(min_version=2), store.waiting(min_version=4)) == (3, 1, 0)
     assert ids(store.take(1, step=4, deadline_s=0, min_version=2)) == ["new"]
     assert (store.expired(), store.waiting()) == (2, 0)
     with pytest.raises(DeadlineError):
@@ -155,6 +156,15 @@ def test_a_rewind_to_the_start_keeps_feedback_and_imports(store: Store) -> None:
     assert [each.id for _, each in store.read(Shelf.RATED)] == ["edit"]
 
 
+def test_replay_looks_back_as_far_as_it_is_told(store: Store) -> None:
+    store.put([group(f"g{number}") for number in range(4)])
+    for step in range(1, 5):
+        store.take(1, step=step, deadline_s=0)
+    rule = ReplayConfig(groups=4, order="fifo")
+    assert ids(store.replay(rule, step=5, version=4, seed=0, since=2)) == ["g2", "g3"]
+    assert ids(store.replay(rule, step=6, version=5, seed=0)) == ["g0", "g1", "g2", "g3"]
+
+
 def test_a_rewind_undoes_what_was_too_old_for_later_steps(store: Store) -> None:
     store.put([group("a", version=0), group("b", version=5), group("c", version=0)])
     mark = store.mark()
@@ -175,6 +185,8 @@ def test_removed_groups_are_gone_until_they_are_restored(store: Store) -> None:
     store.remove(["a"], by="Bob")
     assert store.waiting() == 1
     assert list(store.read(Shelf.EXPERT)) == []
+    assert [each.id for _, each in store.read(Shelf.EXPERT, removed=True)] == ["e"]
+    assert ids(store.get(["a", "b", "e"])) == ["b"]
     assert store.put([group("a")]) == 0
     store.restore(["a", "e"])
     assert ids(store.take(2, step=1, deadline_s=0)) == ["a", "b"]

@@ -10,23 +10,41 @@ from typing import Any
 
 import pytest
 from forks import Forks, send
+from postgres import Postgres
 from tiny import GRPO, SFT, outcome, tiny_run
 
 REPLAY = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 3, "decay": 0.8}
 REFILLED = {"pipeline": [{"name": "group_variance"}], "buffer": {"replay": REPLAY}, "taskset": {"order": "prioritised"}}
+MADE = [{"name": "group_variance"}, {"name": "demonstrations", "part": "format", "per_task": 1}, {"name": "duplicates"}]
+MIX = {"algorithm": {"name": "mix"}, "trainer": {"lr": 1e-3}, "steps": 6}
 VARIANTS: dict[str, dict[str, Any]] = {
     "grpo": {},
     "one_step_off": {"stages": [SFT, GRPO | {"max_staleness": 1}]},
     "asynchronous": {"stages": [SFT, GRPO | {"max_staleness": 3}]},
     "mix": {"stages": [SFT, GRPO | {"algorithm": {"name": "mix", "kl": 0.01}}]},
     "refilled": {"stages": [SFT, GRPO | {"max_staleness": 1} | REFILLED]},
+    "experts": {
+        "stages": [SFT, MIX | {"name": "mix", "max_staleness": 3, "pipeline": MADE} | {"buffer": {"replay": REPLAY}}]
+    },
+    "memory": {
+        "stages": [SFT, MIX | {"name": "mix", "max_staleness": 1, "pipeline": MADE}],
+        "buffer": {"store": "memory", "replay": REPLAY},
+    },
+    "stores": {
+        "stages": [
+            SFT,
+            GRPO | {"steps": 5, "pipeline": MADE, "max_staleness": 1},
+            MIX | {"name": "mix", "experts": {"sources": ["run"]}, "buffer": {"store": "memory"}},
+            GRPO | {"name": "again", "steps": 4, "buffer": {"replay": REPLAY}},
+        ],
+    },
     "dapo": {"stages": [SFT, GRPO | {"algorithm": {"name": "dapo"}, "trainer": {"lr": 1e-3, "updates_per_batch": 2}}]},
 }
 
 
-def undisturbed(server: Forks, folder: Path, variant: str) -> dict[str, Any]:
+def undisturbed(server: Forks, folder: Path, changes: dict[str, Any]) -> dict[str, Any]:
     """Write the run file and run it to its end."""
-    tiny_run(folder, **VARIANTS[variant])
+    tiny_run(folder, **changes)
     ended = server.run("run", "run.yaml", "--out", "whole", folder=folder)
     assert ended.code == 0, ended.err
     found = outcome(folder / "whole")
@@ -59,8 +77,9 @@ def _kill(server: Forks, run: Path, dice: random.Random) -> bool:
     return send(server.pid)
 
 
-def check(server: Forks, folder: Path, variant: str, kills: int, seed: int) -> None:
-    expected, dice = undisturbed(server, folder, variant), random.Random(f"{variant}:{seed}")
+def check(server: Forks, folder: Path, variant: str, kills: int, seed: int, **changes: Any) -> None:
+    expected = undisturbed(server, folder, VARIANTS[variant] | changes)
+    dice = random.Random(f"{variant}:{seed}")
     total = runs = 0
     while total < kills:
         runs += 1
@@ -82,6 +101,13 @@ def test_thirty_kills_change_nothing(server: Forks, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("variant", ["one_step_off", "asynchronous", "mix", "refilled", "dapo"])
+@pytest.mark.parametrize("variant", [each for each in VARIANTS if each != "grpo"])
 def test_kills_change_nothing_in_other_modes(server: Forks, tmp_path: Path, variant: str) -> None:
     check(server, tmp_path, variant, kills=6, seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.service
+@pytest.mark.timeout(600)
+def test_kills_change_nothing_in_a_database_on_a_server(server: Forks, tmp_path: Path, pg: Postgres) -> None:
+    check(server, tmp_path, "refilled", kills=6, seed=4, buffer={"url": pg.url})

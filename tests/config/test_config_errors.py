@@ -19,6 +19,16 @@ NO_REWARDS = GOOD.replace("rewards: [{name: math}]\n", "")
 STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3}\n"
 
 CASES = {
+    "refills that nobody needs": (GOOD + "rollout: {refills: 3}", "run.yaml:4: rollout.refills: not honoured without"),
+    "two databases": (
+        GOOD + "stages:\n  - {name: a, buffer: {url: 'postgresql://x/y'}}\n  - {name: b, max_staleness: 1}\n",
+        "run.yaml:6: stages.1.buffer.url: a run has one database, and an earlier stage has another one",
+    ),
+    "what is made out of reach": (
+        GOOD + "stages:\n  - {name: a, buffer: {store: memory}, pipeline: [{name: demonstrations}]}\n"
+        "  - {name: b, max_staleness: 1}\n",
+        "run.yaml:5: stages.0.buffer.store: what `demonstrations` makes would stay out of reach of later stages",
+    ),
     # unknown keys
     "typo at the top": (GOOD + "seeed: 1", "run.yaml:4: seeed: unknown key; did you mean `seed`?"),
     "typo in a section": (GOOD + "rollout:\n  bach: 1", "run.yaml:5: rollout.bach: unknown key; did you mean `batch`?"),

@@ -24,8 +24,8 @@ rollout: {batch: 3, group_size: 2, max_new_tokens: 4}
 stages:
   - name: both
     steps: 2
-    pipeline: [{name: scale, factor: 2}]
-    buffer: {max_age: 9, replay: {groups: 1}}
+    pipeline: [{name: invalid_reward}]
+    buffer: {replay: {groups: 1}}
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
   - {name: critic, steps: 1, algorithm: {name: ppo}}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}

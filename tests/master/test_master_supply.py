@@ -12,13 +12,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny import outcome, tiny_run
-from toys import toy_checkpoint
 
 from rollmill.buffer import Shelf, open_run
 from rollmill.buffer.base import IMPORTED
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
-from rollmill.core.errors import PipelineError, StoreError
+from rollmill.core.errors import DeadlineError, PipelineError, StoreError
 from rollmill.master import resume, run
 from rollmill.master.pacing import Pacing
 from rollmill.monitor import read_metrics
@@ -71,6 +70,11 @@ async def plus_one(batch, *, interrupt_at: str = "", once: str = ""):
         open(once, "w").close()
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(60)
+
+@rollmill.operator
+async def hanging(batch):
+    import asyncio
+    await asyncio.sleep(1000)
 
 @rollmill.operator
 def broken(batch):
@@ -135,6 +139,11 @@ def test_an_operator_that_raises_is_named_with_the_task(tmp_path: Path) -> None:
         started(tmp_path, steps=1, pipeline=[{"name": "broken"}])
 
 
+def test_an_operator_that_hangs_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
+    with pytest.raises(DeadlineError, match=r"the trainer .*the operators of `pipeline` \(hanging\), for train-000000"):
+        started(tmp_path, steps=1, rollout={"deadline_s": 2}, pipeline=[{"name": "hanging"}])
+
+
 @pytest.mark.parametrize("store", ["auto", "memory"])
 def test_replayed_groups_join_later_steps_within_their_rules(tmp_path: Path, store: str) -> None:
     replay = {"groups": 2, "order": "priority", "priority": "advantage", "max_uses": 2, "cooldown": 2, "max_age": 3}
@@ -179,10 +188,10 @@ def test_imported_groups_are_learned_from_in_place_of_rollouts_and_nothing_gets_
 
 
 def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
-    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "rewards": None, "rollout": None}
-    sft |= {"taskset": None, "model": {"path": str(toy_checkpoint(tmp_path / "model", "qwen3")), "new": None}}
-    with pytest.raises(StoreError, match=r"nothing to learn from in experts.sources \(run\)"):
-        started(tmp_path, steps=1, experts={"sources": ["run"]}, **sft)
+    sft: dict[str, Any] = {"algorithm": {"name": "sft", "batch": 4}, "steps": 1}
+    told = sft | {"name": "told", "experts": {"sources": ["run"]}}
+    with pytest.raises(StoreError, match=r"stage told: nothing to learn from in experts.sources \(run\)"):
+        started(tmp_path, stages=[sft | {"name": "warm"}, told], algorithm=None, rewards=None, rollout=None)
 
 
 @given(
@@ -193,21 +202,20 @@ def test_demonstrations_need_something_to_imitate(tmp_path: Path) -> None:
 )
 def test_pacing_makes_up_for_what_is_dropped(batch: int, max_staleness: int, steps: int, drops: list[bool]) -> None:
     """Every step gets its batch; nothing is admitted that is older than the bound when its turn comes."""
-    pacing = Pacing(batch, max_staleness, steps * batch)
+    pacing = Pacing(batch, max_staleness, steps)
     queue: list[int] = []  # versions groups were started at
-    turn, kept_all = 0, 0
+    turn, submitted, dropped = 0, 0, 0
     for version in range(steps):
         kept: list[int] = []
         while len(kept) < batch:
-            while pacing.may_start(version):
+            while pacing.may_start(version, len(kept) + len(queue)):
                 queue.append(version)
-                pacing.submitted += 1
+                submitted += 1
             began = queue.pop(0)
             turn += 1
             if drops[turn % len(drops)] and turn % 7:
-                pacing.dropped += 1
+                dropped += 1
             else:
                 kept.append(began)
         assert all(version - began <= max_staleness for began in kept)
-        kept_all += len(kept)
-    assert kept_all == steps * batch == pacing.submitted - pacing.dropped
+    assert steps * batch == submitted - dropped

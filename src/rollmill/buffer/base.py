@@ -43,8 +43,13 @@ class Group:
     @property
     def oldest_version(self) -> int:
         """Version of the oldest policy token; -1 where no policy produced any."""
-        versions = [experience.oldest_version for experience in self.experiences]
-        return min((version for version in versions if version >= 0), default=-1)
+        return oldest_version(self.experiences)
+
+
+def oldest_version(experiences: Sequence[Experience]) -> int:
+    """Version of the oldest policy token of several experiences; -1 where no policy produced any."""
+    versions = [experience.oldest_version for experience in experiences]
+    return min((version for version in versions if version >= 0), default=-1)
 
 
 def moved(id: str, here: str, there: str) -> StoreError:
@@ -100,14 +105,19 @@ class Store(Protocol):
         is put under an id of its own.
         """
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
-        """Groups taken for earlier steps that join `step`; weights are at `version`. The same step gets the same."""
+    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
+        """Groups taken for earlier steps, but after `since`, that join `step`; weights are at `version`. The same step
+        gets the same.
+        """
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
         """Note the priorities that groups have after `step` learned from them."""
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
-        """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
+    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
+        """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing.
+
+        With `removed`, those are among them that were removed, for they may be restored.
+        """
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Groups by id, in this order; those that are unknown or removed are left out."""
@@ -124,8 +134,8 @@ class Store(Protocol):
     def tasks(self) -> Iterator[Task]:
         """The tasks that were put, in order."""
 
-    def waiting(self) -> int:
-        """How many usual groups were never taken."""
+    def waiting(self, *, min_version: int | None = None) -> int:
+        """How many usual groups were never taken, and may be with this `min_version`."""
 
     def expired(self) -> int:
         """How many usual groups were dropped because they were older than a `min_version`."""

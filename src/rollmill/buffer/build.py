@@ -27,7 +27,7 @@ def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: 
     Raises:
         StoreError: the database cannot be opened.
     """
-    if config.store == "memory" or (config.store == "auto" and not persistent and config.url is None):
+    if not config.in_database(persistent):
         return MemoryStore(keep=0 if config.replay is None else config.replay.capacity)
     from rollmill.buffer.database import Database, sqlite_url
 
@@ -39,15 +39,14 @@ def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
 
     Raises:
         ConfigError: `run_dir` holds no run, or its buffer is in memory.
-        StoreError: the database cannot be opened.
+        StoreError: the database cannot be opened; AbsentError where it holds nothing of the run.
     """
     from rollmill.buffer.database import Database, sqlite_url
 
     config, machine = run_dir / "config.yaml", run_dir / "machine.json"
     if not config.is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml); give the directory that `rollmill run` printed")
-    urls = [section.get("url") for section in _sections(run_dir)]
-    url = next((each for each in urls if each is not None), None)
+    url = url_of(run_dir)
     if url is None and not (run_dir / FILE).is_file():
         raise ConfigError(
             f"{run_dir} has no {FILE}: the run keeps its experiences in memory, and in RUN/rollouts (`rollmill show`); "
@@ -56,7 +55,18 @@ def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
     known = json.loads(machine.read_text()) if machine.is_file() else {}
     if "run_id" not in known:
         raise StoreError(f"{machine} does not say the run's id, by which its rows are found; put the file back")
-    return SqlStore(Database(url or sqlite_url(run_dir / FILE), read_only=read_only), known["run_id"])
+    database = Database(url or sqlite_url(run_dir / FILE), read_only=read_only)
+    try:
+        return SqlStore(database, known["run_id"])
+    except BaseException:
+        database.close()
+        raise
+
+
+def url_of(run_dir: Path) -> str | None:
+    """The `buffer.url` of a run directory; None: RUN/buffer.sqlite."""
+    urls = (section.get("url") for section in _sections(run_dir))
+    return next((each for each in urls if each is not None), None)
 
 
 def replay_capacity(run_dir: Path) -> int:

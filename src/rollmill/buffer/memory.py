@@ -88,10 +88,8 @@ class MemoryStore:
                     return before
                 self._forget(step - 1)
                 waiting = self._waiting(Shelf.USUAL)
-                for entry in waiting if min_version is not None else []:
-                    assert min_version is not None
-                    if 0 <= entry.group.oldest_version < min_version:
-                        entry.expired = step
+                for entry in waiting:
+                    entry.expired = step if _older(entry.group, min_version) else None
                 waiting = [entry for entry in waiting if entry.waits]
                 return self._hand_out(waiting[:count], step, first=True) if len(waiting) >= count else None
 
@@ -106,12 +104,12 @@ class MemoryStore:
             before = self._handed_out(step, Shelf.PARTIAL, first=True)
             return before or self._hand_out(self._waiting(Shelf.PARTIAL)[:count], step, first=True)
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
+    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
         """See Store."""
         with self._lock:
             if before := self._handed_out(step, Shelf.USUAL, first=False):
                 return before
-            taken = self._taken(step)[-rule.capacity :]
+            taken = self._taken(step, since)[-rule.capacity :]
             groups = [(number, entry.group.oldest_version, entry.group.priority) for number, entry in taken]
             uses = [(number, use.step, use.priority) for number, entry in taken for use in entry.uses]
             history = sorted((use for use in uses if use[1] < step), key=lambda use: use[1])
@@ -130,13 +128,13 @@ class MemoryStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
         """See Store."""
         with self._lock:
             numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
         for number in numbers:
             entry = self._entries.get(number)
-            if number > after and entry is not None and entry.removed_by is None:
+            if number > after and entry is not None and (removed or entry.removed_by is None):
                 yield number, entry.handed()
 
     def get(self, ids: Sequence[str]) -> list[Group]:
@@ -151,10 +149,10 @@ class MemoryStore:
             tasks = list(self._tasks.values())
         return (copy.deepcopy(task) for task in tasks)
 
-    def waiting(self) -> int:
+    def waiting(self, *, min_version: int | None = None) -> int:
         """See Store."""
         with self._lock:
-            return len(self._waiting(Shelf.USUAL))
+            return sum(not _older(entry.group, min_version) for entry in self._waiting(Shelf.USUAL))
 
     def expired(self) -> int:
         """See Store."""
@@ -206,13 +204,13 @@ class MemoryStore:
     def _waiting(self, shelf: Shelf) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]
 
-    def _taken(self, step: int) -> list[tuple[int, Entry]]:
-        """Usual groups that were first taken for steps before `step`, by number."""
+    def _taken(self, step: int, since: int = 0) -> list[tuple[int, Entry]]:
+        """Usual groups that were first taken for steps before `step` and after `since`, by number."""
         usual = ((number, entry) for number, entry in self._entries.items() if entry.group.shelf is Shelf.USUAL)
         return [
             (number, entry)
             for number, entry in usual
-            if entry.taken is not None and entry.taken < step and entry.removed_by is None
+            if entry.taken is not None and since < entry.taken < step and entry.removed_by is None
         ]
 
     def _handed_out(self, step: int, shelf: Shelf, *, first: bool) -> list[Group]:
@@ -234,3 +232,7 @@ class MemoryStore:
         self._forgotten += len(expired)
         for number in (*over[: max(0, len(over) - self._keep)], *done, *expired):
             del self._entries[number]
+
+
+def _older(group: Group, min_version: int | None) -> bool:
+    return min_version is not None and 0 <= group.oldest_version < min_version

@@ -86,12 +86,13 @@ class Rows:
 
     def expire(self, min_version: int, step: int) -> None:
         """Waiting usual groups with tokens older than `min_version` are never handed out."""
-        old = waiting(self.run, Shelf.USUAL) & _groups.oldest_version.between(0, min_version - 1)
+        old = waiting(self.run, Shelf.USUAL) & older(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
 
-    def candidates(self, rule: ReplayConfig, step: int) -> Candidates:
+    def candidates(self, rule: ReplayConfig, step: int, since: int) -> Candidates:
         """What replay may choose from, by capacity alone."""
-        taken = (_groups.run == self.run) & (_groups.shelf == str(Shelf.USUAL)) & schema.there & (_groups.taken < step)
+        mine = (_groups.run == self.run) & (_groups.shelf == str(Shelf.USUAL)) & schema.there
+        taken = mine & (_groups.taken > since) & (_groups.taken < step)
         columns = select(_groups.number, _groups.oldest_version, _groups.priority).where(taken)
         rows = self._execute(columns.order_by(_groups.number.desc()).limit(rule.capacity)).all()[::-1]
         since = rows[0].number if rows else 0
@@ -158,6 +159,11 @@ class Rows:
 def waiting(run: int, shelf: Shelf) -> ColumnElement[bool]:
     """Of groups of a shelf that may be handed out for the first time."""
     return (_groups.run == run) & (_groups.shelf == str(shelf)) & schema.waiting
+
+
+def older(min_version: int) -> ColumnElement[bool]:
+    """Of groups with a token older than `min_version`."""
+    return _groups.oldest_version.between(0, min_version - 1)
 
 
 def find_run(connection: Connection, run_id: str) -> int | None:

@@ -12,12 +12,12 @@ from sqlalchemy import ColumnElement, func, select, update
 from rollmill.buffer import schema
 from rollmill.buffer.base import Group, Shelf, checked, moved
 from rollmill.buffer.database import Database
-from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, waiting
+from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, older, waiting
 from rollmill.buffer.replay import choose
 from rollmill.buffer.rows import Row, experiences_row, group_row, task_from, task_json, to_json
 from rollmill.buffer.waiting import poll, too_few
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import StoreError
+from rollmill.core.errors import AbsentError, StoreError
 from rollmill.core.types import Task
 
 Result = TypeVar("Result")
@@ -38,14 +38,14 @@ class SqlStore:
     kind = SQL
 
     def __init__(self, database: Database, run_id: str) -> None:
-        """Raises StoreError where a database that is only read holds nothing of the run."""
+        """Raises AbsentError where a database that is only read holds nothing of the run."""
         self.database = database
         if database.read_only:
             run = database.read(lambda connection: find_run(connection, run_id))
         else:
             run = database.write(lambda connection: make_run(connection, run_id))
         if run is None:
-            raise StoreError(f"the buffer {database} holds nothing of this run (its id is {run_id})")
+            raise AbsentError(f"the buffer {database} holds nothing of this run (its id is {run_id})")
         self.run, self.run_id = run, run_id
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -120,13 +120,13 @@ class SqlStore:
 
         return self.groups(self.change(work))
 
-    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[Group]:
+    def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
         """See Store."""
 
         def work(rows: Rows, _: int) -> list[int]:
             if before := rows.handed_out(step, Shelf.USUAL, first=False):
                 return before
-            numbers = choose(rows.candidates(rule, step), rule, step=step, version=version, seed=seed)
+            numbers = choose(rows.candidates(rule, step, since), rule, step=step, version=version, seed=seed)
             rows.note(numbers, step, first=False)
             return numbers
 
@@ -144,10 +144,11 @@ class SqlStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
         """See Store. Holds about 32 MiB of rows at most."""
-        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.there
-        while numbers := self._page(there & (_groups.number > after)):
+        wanted = (_groups.run == self.run) & (_groups.shelf == str(shelf))
+        wanted = wanted if removed else wanted & schema.there
+        while numbers := self._page(wanted & (_groups.number > after)):
             yield from zip(numbers, self.groups(numbers), strict=True)
             after = numbers[-1]
 
@@ -178,9 +179,11 @@ class SqlStore:
             yield from (task_from(row.body) for row in rows)
             last = rows[-1].position
 
-    def waiting(self) -> int:
+    def waiting(self, *, min_version: int | None = None) -> int:
         """See Store."""
-        return int(self.select(_counted(waiting(self.run, Shelf.USUAL)))[0][0])
+        there = waiting(self.run, Shelf.USUAL)
+        there = there if min_version is None else there & ~older(min_version)
+        return int(self.select(_counted(there))[0][0])
 
     def expired(self) -> int:
         """See Store."""

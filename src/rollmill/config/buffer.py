@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -44,9 +45,13 @@ class BufferConfig(Section):
     """SQLAlchemy URL of the database, for example `postgresql+psycopg://user@host/name` (extra `postgres`); leave the
     password to PGPASSWORD or ~/.pgpass. Default: SQLite in RUN/buffer.sqlite. Only with store `sql` or `auto`."""
     max_age: int | None = Field(None, ge=0)
-    """Fresh groups whose oldest token is more versions old are dropped, and others are rolled out in their place.
-    Default: no bound but max_staleness."""
+    """Waiting groups whose oldest token is more versions old are never learned from. Those of the run itself are
+    within `max_staleness`; this is for imported ones. Default: no bound."""
     replay: ReplayConfig | None = None
+
+    def in_database(self, persistent: bool) -> bool:
+        """Whether the store is a database; what `auto` stands for depends on whether the run is persistent."""
+        return self.store == "sql" or (self.store == "auto" and (persistent or self.url is not None))
 
 
 class ExpertsConfig(Section):
@@ -57,3 +62,8 @@ class ExpertsConfig(Section):
     pipeline makes. Else what another run holds of these: its directory, or a Parquet file (`buffer export`)."""
     rated_at_least: float | None = 1.0
     """Completions that a person rated at least this much (0 to 1) are imitated, too; null: none."""
+
+    @property
+    def others(self) -> list[Path]:
+        """Run directories and Parquet files among the sources."""
+        return [Path(source) for source in self.sources if source not in ("taskset", "run")]

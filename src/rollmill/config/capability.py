@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.contradictions import contradictions, model_contradictions
+from rollmill.config.contradictions import buffer_contradictions, contradictions, model_contradictions
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.resolve import STAGE_KEYS, Resolved
@@ -24,6 +24,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
         if find(resolved.root, path):
             found.append(Problem(*locate(resolved.root, path), text))
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in buffer_contradictions(resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
         wrong = (*contradictions(stage), *pipeline_contradictions(stage))
@@ -82,8 +84,8 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what lies between explorer and trainer."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
-    if not stage.pipeline and buffer.max_age is None:
-        keys["rollout", "refills"] = "not honoured without a pipeline or buffer.max_age: no group is dropped; remove it"
+    if not stage.pipeline:
+        keys["rollout", "refills"] = "not honoured without a pipeline, which drops groups; remove it"
     if not (algorithm.uses_experts or algorithm.uses_pairs):
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text

@@ -96,6 +96,26 @@ def _buffer(stage: StageConfig) -> Iterator[Finding]:
             yield ("buffer", "replay", "max_uses"), f"{text} ({replay.max_age}); change one of them"
 
 
+def buffer_contradictions(stages: Sequence[StageConfig]) -> Iterator[Finding]:
+    """Key paths of the run: stages whose buffers would not see what belongs to the run."""
+    database: int | None = None
+    for index, stage in enumerate(stages):
+        at = ("stages", index, "buffer") if len(stages) > 1 else ("buffer",)
+        if not stage.algorithm.uses_rollouts:
+            continue
+        if not stage.buffer.in_database(stage.persistent):
+            made = [operator.name for operator in stage.pipeline if operator.makes_experiences]
+            if made and any(later.buffer.in_database(later.persistent) for later in stages[index + 1 :]):
+                text = f"what `{made[0]}` makes would stay out of reach of later stages, whose buffer is a database"
+                yield (*at, "store"), f"{text}; use `sql` here, too"
+            continue
+        first = stages[index if database is None else database]
+        if first.buffer.url != stage.buffer.url:
+            text = "a run has one database, and an earlier stage has another one: feedback would miss one of them"
+            yield (*at, "url"), f"{text}; write `buffer.url` once, for the whole file"
+        database = index if database is None else database
+
+
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []

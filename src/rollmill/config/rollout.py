@@ -43,4 +43,4 @@ class RolloutConfig(SamplingConfig):
     """Longest wait for one batch of completions and their rewards."""
     refills: int = Field(10, ge=1)
     """How many batches' worth of groups the pipeline may drop in one step before the run ends with an error. For every
-    dropped group another task is rolled out. Only with `pipeline` or buffer.max_age."""
+    dropped group another task is rolled out. Only with `pipeline`."""

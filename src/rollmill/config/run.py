@@ -117,6 +117,12 @@ class StageConfig(Section):
         return self.algorithm.uses_rollouts or "taskset" in self.experts.sources
 
     @property
+    def persistent(self) -> bool:
+        """Whether it is asynchronous, learns from groups again, or makes experiences for later use."""
+        made = any(operator.makes_experiences for operator in self.pipeline)
+        return self.max_staleness > 0 or self.buffer.replay is not None or made
+
+    @property
     def tasks_from(self) -> TasksetConfig:
         """The taskset of a stage that needs one."""
         assert self.taskset is not None

@@ -7,9 +7,7 @@ import socket
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import yaml
-
-from rollmill.buffer.build import FILE
+from rollmill.buffer.build import FILE, url_of
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
 from rollmill.core.errors import ConfigError, StoreError
@@ -30,9 +28,7 @@ def open_desk(run_dir: Path) -> Desk:
         StoreError: the database cannot be opened.
     """
     config, machine = check_run_dir(run_dir) / "config.yaml", run_dir / "machine.json"
-    settings = (yaml.safe_load(config.read_text()) if config.is_file() else None) or {}
-    urls = [(part.get("buffer") or {}).get("url") for part in (settings, *(settings.get("stages") or []))]
-    url = next((url for url in urls if url is not None), None)
+    url = url_of(run_dir) if config.is_file() else None
     run_id = json.loads(machine.read_text()).get("run_id") if machine.is_file() else None
     if run_id is None:
         raise StoreError(f"{machine} does not say the run's id, by which its rows are found; start or resume the run")

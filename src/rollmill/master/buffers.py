@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from pathlib import Path
 
 from rollmill.buffer import Shelf, Store
-from rollmill.buffer.build import FILE, open_run, open_store
+from rollmill.buffer.build import FILE, open_run, open_store, url_of
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.parquet import read_parquet
-from rollmill.buffer.shelves import Opener, Shelves
+from rollmill.buffer.shelves import Shelves
 from rollmill.config.run import StageConfig
+from rollmill.core.errors import AbsentError
 
 
 class Buffers:
@@ -17,45 +20,69 @@ class Buffers:
 
     Args:
         run_id: what a database that several runs share knows the run by.
-        read_only: the run is looked at, not continued: nothing is kept.
+        read_only: the run is looked at, not continued: nothing is opened, and nothing is kept.
     """
 
     def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False) -> None:
         self._run_dir, self._run_id, self._read_only = run_dir, run_id, read_only
-        self._open: list[Store] = []
+        self._open: dict[str, Store] = {}  # by what was asked for
+
+    def open_all(self, stages: Sequence[StageConfig]) -> None:
+        """Open what the stages will ask for, so that what is missing shows before the first has run."""
+        for stage in stages:
+            self.of_stage(stage)
+            if stage.algorithm.uses_experts or stage.algorithm.uses_pairs:
+                for source in stage.experts.others:
+                    self.of_others(source)
 
     def of_stage(self, config: StageConfig) -> Store:
         """Where a stage keeps its experiences."""
-        if self._read_only:
-            return MemoryStore()
-        made = any(operator.makes_experiences for operator in config.pipeline)
-        persistent = config.max_staleness > 0 or config.buffer.replay is not None or made
-        return self._kept(open_store(config.buffer, run_dir=self._run_dir, run_id=self._run_id, persistent=persistent))
+        options, persistent = config.buffer, config.persistent
+        if self._read_only or not options.in_database(persistent):
+            return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
+
+        def opened() -> Store:
+            return open_store(options, run_dir=self._run_dir, run_id=self._run_id, persistent=persistent)
+
+        return self._kept(f"the run's {options.url}", opened)
 
     def of_run(self, store: Store) -> list[Shelves]:
         """What has been put on the run's shelves: in the stage's own store, and by feedback beside it."""
         own = Shelves("this run", lambda: store)
         if not isinstance(store, MemoryStore):
             return [own]
-        return [own, Shelves("the run's feedback", self._later(self._run_dir / FILE))]
+        return [own, Shelves("the run's feedback", self._feedback)]
 
     def of_others(self, source: Path) -> Shelves:
         """What another run, or a Parquet file, holds."""
-        store = self._kept(_read(source) if source.suffix == ".parquet" else open_run(source))
+        if self._read_only:
+            return Shelves(str(source), MemoryStore)
+        store = self._kept(str(source), lambda: _read(source) if source.suffix == ".parquet" else open_run(source))
         return Shelves(str(source), lambda: store)
 
     def close(self) -> None:
-        """Close everything, last what was opened first: who writes tidies up behind those who read."""
-        for store in reversed(self._open):
+        """Close everything that was opened; who writes last, since only that one tidies up beside a SQLite file."""
+        for store in reversed(self._open.values()):
             store.close()
         self._open.clear()
 
-    def _kept(self, store: Store) -> Store:
-        self._open.append(store)
-        return store
+    def _kept(self, name: str, opened: Callable[[], Store]) -> Store:
+        if name not in self._open:
+            self._open[name] = opened()
+        return self._open[name]
 
-    def _later(self, database: Path) -> Opener:
-        return lambda: self._kept(open_run(self._run_dir)) if database.is_file() else None
+    def _feedback(self) -> Store | None:
+        """Where feedback is put on a run that keeps nothing there itself; None while nobody has said anything."""
+        if not (self._has_url or (self._run_dir / FILE).is_file()):
+            return None
+        try:
+            return self._kept("feedback", lambda: open_run(self._run_dir))
+        except AbsentError:
+            return None
+
+    @cached_property
+    def _has_url(self) -> bool:
+        return url_of(self._run_dir) is not None
 
 
 def _read(file: Path) -> MemoryStore:

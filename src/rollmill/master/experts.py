@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from rollmill.buffer import ExpertPool, Store
 from rollmill.buffer.experts import TaskExperts
-from rollmill.buffer.shelves import Shelves
 from rollmill.config.run import StageConfig
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
@@ -33,12 +30,8 @@ def expert_pool(
     if worked is not None:
         stream, batch = fold(seed, EXPERT_STREAM), config.rollout.batch
         tasks = TaskExperts(build_sampler(worked, config.tasks_from.order, stream, batch=batch, observed=False), render)
-    shelves: list[Shelves] = []
-    for source in config.experts.sources:
-        if source == "run":
-            shelves += buffers.of_run(store)
-        elif source != "taskset":
-            shelves.append(buffers.of_others(Path(source)))
+    shelves = buffers.of_run(store) if "run" in config.experts.sources else []
+    shelves += [buffers.of_others(source) for source in config.experts.others]
     return ExpertPool(
         tasks,
         shelves,

@@ -152,6 +152,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
         buffers=buffers,
     )
     try:
+        buffers.open_all(loaded.stages)
         monitor.message(setup.describe(run_dir))
         if resumed:
             monitor.resume_at(steps[-1] if steps else 0)
@@ -215,7 +216,7 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     machine = _machine(run_dir, loaded, policy)
     torch.set_num_threads(machine["threads"])
     save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
-    return _Setup(policy, tasks, machine["precision"], machine["threads"], machine.get("run_id", ""), judges)
+    return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 
 
 def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
@@ -231,6 +232,9 @@ def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]
     path = run_dir / MACHINE
     if path.is_file():
         stored: dict[str, Any] = json.loads(path.read_text())
+        if "run_id" not in stored:  # an older version made the run
+            stored["run_id"] = uuid.uuid4().hex
+            atomic_write(path, (json.dumps(stored) + "\n").encode())
         return stored
     wanted = {stage.trainer.precision for stage in loaded.stages}
     if len(wanted) > 1:

@@ -5,26 +5,28 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Pacing:
     """Admission of rollouts (AReaL, arXiv:2505.24298): one may start only if
     floor(submitted / batch) <= version + max_staleness.
 
-    `batch` counts tasks per training step; `version` the trainer's steps of this stage.
+    What counts as submitted is what has a place in a step: groups that were learned from or may still be. Those that
+    the pipeline dropped have none, and groups that others have put into the buffer have one.
     """
 
-    batch: int
+    batch: int  #: groups per training step
     max_staleness: int
-    total: int  #: tasks the stage needs at all
-    submitted: int = 0
-    given: int = 0  #: groups that came from elsewhere (imports) and are learned from like submitted ones
-    dropped: int = 0  #: submitted tasks of which the pipeline left nothing: others are submitted in their place
+    steps: int  #: training steps of the stage
 
-    @property
-    def live(self) -> int:
-        """Groups that were, are or will be learned from."""
-        return self.submitted - self.dropped + self.given
+    def step_of(self, done: int, ahead: int) -> int:
+        """The step (of the stage, from 0) that the next group is for.
 
-    def may_start(self, version: int) -> bool:
+        Args:
+            done: training steps of the stage that are over: the `version` of the rule.
+            ahead: groups that come before it in the next steps.
+        """
+        return done + ahead // self.batch
+
+    def may_start(self, done: int, ahead: int) -> bool:
         """Whether one more rollout may start now."""
-        return self.live < self.total and self.live // self.batch <= version + self.max_staleness
+        return self.step_of(done, ahead) < min(done + self.max_staleness + 1, self.steps)

@@ -116,7 +116,6 @@ class StageRun:
             if config.evaluation is not None:
                 examiner = Explorer(self._engine, self._judge, policy.tokenizer)
                 self.evaluator = Evaluator(examiner, tasks.held_out, config.evaluation, config.rollout, seed)
-        self._mark_boundary()
 
     def _build_judge(self, rewards: Sequence[RewardConfig]) -> Judge:
         policy = self._policy
@@ -136,6 +135,7 @@ class StageRun:
             ratings=ratings,
             facts=Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__),
             trace=self._trace,
+            first_version=self._first_version,
             seed=self._seed,
             uses_greedy=advantage is not None and advantage.uses_greedy,
         )
@@ -166,14 +166,14 @@ class StageRun:
             assert isinstance(algorithm, DemonstrationOptions)
             return self._demonstrations(algorithm.batch)
         with self._trace.during("rollout"):
-            await supply.roll_out(self.state.step)
+            await supply.roll_out(self.version)
         others = supply.again(self.version)
         if isinstance(algorithm, Mixed):
             usual = self.config.rollout.batch * self.config.rollout.group_size
             others = others + self._demonstrations(math.ceil(algorithm.expert_ratio * usual))
         await self._infer(supply, others)
         with self._trace.during("reward"):
-            return await supply.collect(self.state.step, self.version) + others
+            return await supply.collect(self.version) + others
 
     async def _infer(self, supply: Supply, others: list[Experience]) -> None:
         """The trainer's passes over the next batch that need no rewards."""

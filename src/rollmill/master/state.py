@@ -14,10 +14,8 @@ class StageState:
 
     step: int = 0  #: training steps done in this stage
     submitted: int = 0  #: tasks handed to the explorer
-    dropped: int = 0  #: of these, tasks whose experiences the pipeline dropped
     tasks: dict[str, Any] | None = None  #: the sampler's state
     experts: dict[str, Any] | None = None  #: the demonstration sampler's state
-    kept: int = 0  #: of these, tasks whose experiences went to the buffer
     pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
     stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: where buffers are, by their kind
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from

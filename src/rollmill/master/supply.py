@@ -12,13 +12,14 @@ import asyncio
 import copy
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
 from rollmill.buffer import Group, GroupQueue, Shelf, Store
-from rollmill.buffer.base import PIPELINE
+from rollmill.buffer.base import PIPELINE, oldest_version
 from rollmill.buffer.ratings import Ratings
+from rollmill.buffer.replay import mean_advantage
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError, PipelineError
 from rollmill.core.types import Experience, Source, Task
@@ -31,6 +32,8 @@ from rollmill.monitor.codec import decode_experience, encode_experience
 from rollmill.monitor.trace import Trace
 from rollmill.pipelines import Context, Pipeline
 from rollmill.tasks import Sampler
+
+Result = TypeVar("Result")
 
 REPLAY_STREAM = 0x4E
 
@@ -50,6 +53,7 @@ class Supply:
 
     Args:
         drain: waits until the engine has no completion under way.
+        first_version: of the weights when the stage began.
         seed: what completions' seeds and replay derive from.
         uses_greedy: the algorithm compares with one greedy completion per task.
     """
@@ -66,43 +70,46 @@ class Supply:
         ratings: Ratings,
         facts: Facts,
         trace: Trace,
+        first_version: int,
         seed: int,
         uses_greedy: bool,
     ) -> None:
-        self._config, self._facts, self._trace, self._seed = config, facts, trace, seed
+        self._config, self._facts, self._trace = config, facts, trace
+        self._first_version, self._seed = first_version, seed
         self._sampler, self._drain = sampler, drain
         self._pipeline, self._store, self._ratings = pipeline, store, ratings
         self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
         self._queue = GroupQueue()
-        batch = config.rollout.batch
-        self._pacing = Pacing(batch, config.max_staleness, config.steps * batch)
+        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
+        self._submitted = 0
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
         self._raw: list[list[float]] = []  # rewards by group, since the last step
-        self._kept = 0  # groups of this stage that the pipeline left something of
-        self._expired, self._replayed = 0, 0
+        self._late, self._replayed = 0, 0
         self._taken: list[Group] = []
 
-    async def roll_out(self, done: int) -> None:
-        """Start what the pacing rule admits after `done` training steps of the stage, and wait for its tokens."""
-        self._pacing.given = self._config.rollout.batch * done + self._store.waiting() - self._kept
-        while self._pacing.may_start(done):
-            number = self._pacing.submitted
-            task = self._sampler.next(self._pacing.live // self._pacing.batch)
+    async def roll_out(self, version: int) -> None:
+        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens."""
+        done, waiting = version - self._first_version, self._waiting(version)
+        while self._pacing.may_start(done, ahead := waiting + len(self._queue)):
+            number, self._submitted = self._submitted, self._submitted + 1
+            task = self._sampler.next(self._pacing.step_of(done, ahead))
             group = f"{self._config.name}-{number:06d}"
             self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
-            self._pacing.submitted += 1
         await asyncio.sleep(0)  # lets what was admitted reach the engine
         deadline = self._config.rollout.deadline_s
         await within(self._drain(), deadline, "the master", "the engine to finish its completions")
 
     def again(self, version: int) -> list[Experience]:
-        """Older experiences that join the step after `version`, with the rewards people have given them since."""
+        """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards
+        people have given them since.
+        """
         rule = self._config.buffer.replay
         self._taken = []
         if rule is None:
             return []
         seed = fold(self._seed, REPLAY_STREAM)
-        for group in self._store.replay(rule, step=version + 1, version=version, seed=seed):
+        since = self._first_version  # earlier stages may have had other rewards
+        for group in self._store.replay(rule, step=version + 1, version=version, seed=seed, since=since):
             marked = [_marked(each) for each in self._ratings.applied(group.experiences)]
             self._taken.append(replace(group, experiences=marked))
         self._replayed = len(self._taken)
@@ -114,21 +121,23 @@ class Supply:
             return None
         return self._queue.peek(self._config.rollout.batch)
 
-    async def collect(self, done: int, version: int) -> list[Experience]:
+    async def collect(self, version: int) -> list[Experience]:
         """The verified experiences of one batch of groups, once they are judged.
 
         Raises:
             PipelineError: operators leave nothing of too many groups; names those that dropped most.
         """
         rollout, wasted = self._config.rollout, 0
-        while (missing := rollout.batch - self._store.waiting()) > 0:
+        while (missing := rollout.batch - self._waiting(version)) > 0:
             if not len(self._queue):
                 with self._trace.during("rollout"):
-                    await self.roll_out(done)
+                    await self.roll_out(version)
             for experiences in await self._queue.get(missing, rollout.deadline_s):
-                if not await self._verify(experiences, version):
-                    wasted += 1
-                    self._pacing.dropped += 1
+                self._observe(experiences)
+                if self._is_late(experiences, version):
+                    self._late += 1
+                else:
+                    wasted += not await self._verify(experiences, version)
             if wasted > rollout.refills * rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
         fresh = self._store.take(
@@ -137,23 +146,27 @@ class Supply:
         self._taken += fresh
         return [experience for group in fresh for experience in group.experiences]
 
-    async def _verify(self, experiences: list[Experience], version: int) -> bool:
-        """One group through the pipeline into the store; whether anything of it is left to learn from."""
-        first, rewards = experiences[0], [e.reward for e in experiences if e.reward is not None]
+    def _waiting(self, version: int) -> int:
+        return self._store.waiting(min_version=self._oldest(version))
+
+    def _observe(self, experiences: Sequence[Experience]) -> None:
+        """Take note of the rewards of a group."""
+        rewards = [each.reward for each in experiences if each.reward is not None]
         self._raw.append(rewards)
         if rewards and not self._observed:
-            self._sampler.observe(first.task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
-        oldest = self._oldest(version)
-        if oldest is not None and min(e.oldest_version for e in experiences) < oldest:
-            self._expired += 1
-            return False
-        raw = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
-        left = await self._pipeline.process(raw, self._context(version))
-        groups = grouped(left, first.group, self._facts.fingerprint)
+            self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
+
+    def _is_late(self, experiences: Sequence[Experience], version: int) -> bool:
+        """Whether a group is staler than the stage allows: others were put into the buffer before it meanwhile."""
+        return 0 <= oldest_version(experiences) < version - self._config.max_staleness
+
+    async def _verify(self, experiences: Sequence[Experience], version: int) -> bool:
+        """One group through the pipeline into the store; whether anything of it is left to learn from."""
+        own = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
+        left = await self._pipeline.process(own, self._context(version))
+        groups = grouped(left, experiences[0].group, self._facts.fingerprint)
         self._store.put(groups)
-        kept = any(group.shelf is Shelf.USUAL for group in groups)
-        self._kept += kept
-        return kept
+        return any(group.shelf is Shelf.USUAL for group in groups)
 
     def _context(self, version: int) -> Context:
         facts = self._facts
@@ -178,7 +191,6 @@ class Supply:
             if report.dropped:
                 why = ", ".join(f"{count} {reason}" for reason, count in report.reasons.items())
                 said.append(f"`{name}` dropped {report.dropped} completions ({why})")
-        said += [f"{self._expired} groups were older than buffer.max_age"] if self._expired else []
         return (
             f"stage {self._config.name}: nothing was left of {wasted} groups in one step: {'; '.join(said)}. Loosen "
             f"these, give other tasks, or raise rollout.refills ({self._config.rollout.refills})"
@@ -189,7 +201,7 @@ class Supply:
         rule = self._config.buffer.replay
         if rule is not None and rule.priority == "advantage":
             for group in self._taken:
-                group.priority = _mean_advantage(group.experiences)
+                group.priority = mean_advantage(group)
             self._store.learned(self._taken, step=version)
         self._taken = []
 
@@ -198,22 +210,20 @@ class Supply:
         found = dict(self._sampler.metrics())
         if len(self._pipeline):
             rewards = [reward for group in self._raw for reward in group]
-            found |= {"raw/groups": float(len(self._raw))}
+            found |= {"raw/groups": float(len(self._raw)), "raw/late": float(self._late)}
             found |= {"raw/reward": float(np.mean(rewards))} if rewards else {}
             for name, report in self._pipeline.take_reports().items():
                 found |= {f"pipeline/{name}/{key}": float(value) for key, value in report.numbers().items()}
         if self._config.buffer.replay is not None:
             found["replay/groups"] = self._replayed
-        if self._config.buffer.max_age is not None:
-            found["raw/expired"] = self._expired
-        self._raw, self._expired = [], 0
+        self._raw, self._late = [], 0
         return found
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self, state: StageState) -> None:
         """Note a step boundary in the stage's state."""
-        state.submitted, state.dropped, state.kept = self._pacing.submitted, self._pacing.dropped, self._kept
+        state.submitted = self._submitted
         state.tasks = self._sampler.state_dict()
         state.pipeline = self._pipeline.state_dict()
         self._groups_at_boundary = self._queue.futures()
@@ -226,7 +236,7 @@ class Supply:
 
     def restore(self, state: StageState) -> None:
         """Go on from a checkpoint."""
-        self._pacing.submitted, self._pacing.dropped, self._kept = state.submitted, state.dropped, state.kept
+        self._submitted = state.submitted
         assert state.tasks is not None
         self._sampler.load_state_dict(state.tasks)
         self._pipeline.load_state_dict(state.pipeline)
@@ -285,18 +295,11 @@ def _mean_priority(experiences: Sequence[Experience]) -> float:
     return float(np.mean([e.info.get("priority", 1.0) for e in experiences]))
 
 
-def _mean_advantage(experiences: Sequence[Experience]) -> float:
-    """Mean absolute advantage over the tokens of a group."""
-    values = [np.abs(e.advantage[e.action_mask]) for e in experiences if e.advantage is not None]
-    joined = np.concatenate(values) if values else np.zeros(0)
-    return float(joined.mean()) if joined.size else 0.0
-
-
-async def within(work: Any, seconds: float, waiter: str, owner: str) -> None:
-    """Await `work`. Raises DeadlineError after `seconds`, naming who waited for whom."""
+async def within(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
+    """What `work` gives. Raises DeadlineError after `seconds`, naming who waited for whom."""
     try:
         async with asyncio.timeout(seconds):
-            await work
+            return await work
     except TimeoutError:
         advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
         raise DeadlineError(waiter, owner, seconds, advice) from None
