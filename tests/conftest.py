@@ -1,4 +1,4 @@
-"""Shared fixtures: one thread, and the folder with real data."""
+"""Shared fixtures: one thread, the folder with real data, databases."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import torch
 from forks import Forks, forks
 from hypothesis import HealthCheck, settings
+from postgres import Postgres, missing
 
 torch.set_num_threads(1)
 settings.register_profile("any machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -34,3 +35,24 @@ def server() -> Iterator[Forks]:
     """Runs the command line in processes of its own."""
     with forks() as running:
         yield running
+
+
+@pytest.fixture(scope="session")
+def pg() -> Iterator[Postgres]:
+    """A PostgreSQL server of its own."""
+    if (reason := missing()) is not None:
+        pytest.skip(reason)
+    made = Postgres()
+    try:
+        made.start()
+        yield made
+    finally:
+        made.remove()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.service)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, or of a server that others use, too."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("pg").url)
+    return f"sqlite:///{tmp_path / 'b.sqlite'}"

@@ -1,4 +1,4 @@
-"""Stores of every kind, and a PostgreSQL server for tests marked `service`."""
+"""Stores of every kind."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from postgres import Postgres, missing
 
 from rollmill.buffer.base import Store
 from rollmill.buffer.database import Database, sqlite_url
@@ -15,19 +14,6 @@ from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 
 KINDS = ["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.service)]
-
-
-@pytest.fixture(scope="session")
-def pg() -> Iterator[Postgres]:
-    """A PostgreSQL server of its own."""
-    if (reason := missing()) is not None:
-        pytest.skip(reason)
-    made = Postgres()
-    try:
-        made.start()
-        yield made
-    finally:
-        made.remove()
 
 
 @pytest.fixture(params=KINDS)
@@ -53,11 +39,3 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 def store(opened: Callable[[], Store]) -> Store:
     """A store."""
     return opened()
-
-
-@pytest.fixture(params=KINDS[1:])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, or of a server that others use, too."""
-    if request.param == "postgres":
-        return str(request.getfixturevalue("pg").url)
-    return f"sqlite:///{tmp_path / 'b.sqlite'}"

@@ -174,6 +174,7 @@ def test_removed_groups_are_gone_until_they_are_restored(store: Store) -> None:
     store.remove(["a", "e"], by="Ann")
     store.remove(["a"], by="Bob")
     assert store.waiting() == 1
+    assert ids(store.get(["a", "b", "e"])) == ["b"]
     assert list(store.read(Shelf.EXPERT)) == []
     assert store.put([group("a")]) == 0
     store.restore(["a", "e"])

@@ -116,7 +116,7 @@ class Store(Protocol):
         """Groups are no longer read or handed out (undone feedback). A database keeps them, with who removed them."""
 
     def restore(self, ids: Sequence[str]) -> None:
-        """Removed groups are there again."""
+        """Removed groups are there again. Feedback comes last on its shelf: who read that meanwhile finds it, too."""
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Keep a taskset beside its experiences; tasks whose id is known are replaced."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollmill.buffer import Shelf, Store
-from rollmill.buffer.build import FILE, open_run, open_store
+from rollmill.buffer.build import FILE, database_url, open_run, open_store, run_store
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.parquet import read_parquet
-from rollmill.buffer.shelves import Opener, Shelves
+from rollmill.buffer.shelves import Shelves
 from rollmill.config.run import StageConfig
 
 
@@ -37,7 +37,7 @@ class Buffers:
         own = Shelves("this run", lambda: store)
         if not isinstance(store, MemoryStore):
             return [own]
-        return [own, Shelves("the run's feedback", self._later(self._run_dir / FILE))]
+        return [own, Shelves("the run's feedback", self._feedback)]
 
     def of_others(self, source: Path) -> Shelves:
         """What another run, or a Parquet file, holds."""
@@ -54,8 +54,11 @@ class Buffers:
         self._open.append(store)
         return store
 
-    def _later(self, database: Path) -> Opener:
-        return lambda: self._kept(open_run(self._run_dir)) if database.is_file() else None
+    def _feedback(self) -> Store | None:
+        """None before any was given. Opened for writing: the file may be there before its tables are."""
+        if database_url(self._run_dir) is None and not (self._run_dir / FILE).is_file():
+            return None
+        return self._kept(run_store(self._run_dir))
 
 
 def _read(file: Path) -> MemoryStore:
