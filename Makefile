@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow test-services postgres postgres-installed lint format bench bench-setup vllm-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup gpu-check clean
 
 setup: $(STAMP)
 
@@ -25,8 +25,8 @@ test: setup
 test-slow: setup
 	$(BIN)/python -m pytest -m 'slow and not service'
 
-# Against a PostgreSQL of its own, in a temporary folder.
-test-services: setup postgres-installed
+# Against a PostgreSQL of its own, in a temporary folder, and in a headless browser.
+test-services: setup postgres-installed chromium-installed
 	$(BIN)/python -m pytest -m service
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
@@ -34,9 +34,14 @@ postgres: setup postgres-installed
 	$(BIN)/python tests/postgres.py
 
 postgres-installed:
-	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null \
-	|| { test "$$(id -u)" = 0 && apt-get install -y postgresql; } \
-	|| { echo "PostgreSQL is not installed: apt-get install -y postgresql" >&2; exit 1; }
+	@ls /usr/lib/postgresql/*/bin/initdb >/dev/null 2>&1 || command -v initdb >/dev/null || $(call install,postgresql)
+
+chromium-installed:
+	@for name in chromium chromium-browser google-chrome; do ! command -v $$name >/dev/null || exit 0; done; $(call install,chromium)
+
+# By root, where there is apt-get; else says what is missing.
+install = { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -q && apt-get install -qy $(1); } \
+	|| { echo "$(1) is not installed; as root: apt-get install $(1)" >&2; exit 1; }
 
 lint: setup
 	$(BIN)/ruff check .

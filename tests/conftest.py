@@ -48,3 +48,11 @@ def pg() -> Iterator[Postgres]:
         yield made
     finally:
         made.remove()
+
+
+@pytest.fixture(params=["sqlite", pytest.param("postgres", marks=pytest.mark.service)])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The URL of an empty database, or of a server that others use, too."""
+    if request.param == "postgres":
+        return str(request.getfixturevalue("pg").url)
+    return f"sqlite:///{tmp_path / 'b.sqlite'}"

@@ -39,11 +39,3 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 def store(opened: Callable[[], Store]) -> Store:
     """A store."""
     return opened()
-
-
-@pytest.fixture(params=KINDS[1:])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The URL of an empty database, or of a server that others use, too."""
-    if request.param == "postgres":
-        return str(request.getfixturevalue("pg").url)
-    return f"sqlite:///{tmp_path / 'b.sqlite'}"

@@ -16,9 +16,10 @@ from postgres import Postgres
 from sqlalchemy import text
 
 from rollmill.buffer import open_run, open_store
-from rollmill.buffer.base import Shelf
+from rollmill.buffer.base import FEEDBACK, PIPELINE, Shelf
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.shelves import Shelves
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
 from rollmill.core.errors import ConfigError, StoreError
@@ -241,3 +242,40 @@ def test_a_restart_of_the_server_is_ridden_out(pg: Postgres) -> None:
 def test_what_a_server_refuses(pg: Postgres, change: tuple[str, str], what: str) -> None:
     with pytest.raises(StoreError, match=what):
         Database(pg.url.replace(*change), outage_s=1)
+
+
+def test_redone_feedback_is_found_by_who_went_past_it(url: str) -> None:
+    store = SqlStore(Database(url), f"redone in {url}")
+    kept = [group(name, shelf=Shelf.RATED, writer=FEEDBACK) for name in ("a", "b")]
+    store.put([group("made", shelf=Shelf.RATED, writer=PIPELINE), *kept])
+    store.remove(["a", "made"], by="Ann")
+    shelves = Shelves("it", lambda: store)
+    assert ids(list(shelves.new(Shelf.RATED))) == ["b"]
+    mark = store.mark()
+    store.restore(["a", "made", "b"])
+    assert same_groups(list(shelves.new(Shelf.RATED)), kept[:1])
+    assert store.put([group("c")]) == 1
+    store.rewind(mark, step=0)
+    assert [each.id for _, each in store.read(Shelf.RATED)] == ["made", "b", "a"], (
+        "only what was put after the mark goes"
+    )
+    store.close()
+
+
+def test_groups_that_are_deleted_meanwhile_are_left_out(tmp_path: Path) -> None:
+    store = sqlite(tmp_path / "b.sqlite")
+    store.put([group(f"g{i}") for i in range(3)])
+    store.change(lambda rows, _: rows.delete([2]))
+    assert ids(store.groups([1, 2, 3])) == ["g0", "g2"]
+
+
+def test_damaged_files_of_a_run_are_named(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("name: x\n")
+    (tmp_path / "buffer.sqlite").touch()
+    (tmp_path / "machine.json").write_text('{"run_id"')
+    with pytest.raises(StoreError, match=r"machine.json does not say the run's id"):
+        open_run(tmp_path)
+    for text_ in ("a: [", "- 1\n"):
+        (tmp_path / "config.yaml").write_text(text_)
+        with pytest.raises(ConfigError, match=r"config.yaml is damaged"):
+            open_run(tmp_path)

@@ -151,6 +151,8 @@ class Machine(RuleBasedStateMachine):
             chosen = [data.draw(st.sampled_from(waiting))]
             for store in self.stores:
                 store.remove(chosen, by="Ann")
+                assert store.get(chosen) == []
+            self.fed = True
             self.look()
             for store in self.stores:
                 store.restore(chosen)

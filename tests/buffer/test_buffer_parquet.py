@@ -69,6 +69,28 @@ def test_groups_of_another_run_get_names_of_their_own(tmp_path: Path) -> None:
     assert group("a").writer == EXPLORER
 
 
+def test_feedback_on_another_run_is_about_its_completions(tmp_path: Path) -> None:
+    """Runs name their completions alike: another run's ratings must not become those of this one."""
+    path, info = tmp_path / "x.parquet", {"act": "rate", "rating": 0.5, "step": 3, "group": "main-1", "task": "t"}
+    info |= {"of": ["main-1/0"], "slot": "rate main-1/0", "replaces": ["feedback-1"]}
+    write_parquet([Group("feedback-2", [experience()], Shelf.RATED, writer=FEEDBACK, info=info)], path, run_id=RUN)
+    [own], [foreign] = imported(path, RUN), imported(path, "another")
+    assert own.info == info
+    assert foreign.info == {"act": "rate", "rating": 0.5, "task": "t", "group": "01234567-main-1"} | {
+        "of": ["01234567-main-1/0"],
+        "slot": "01234567-rate main-1/0",
+        "replaces": ["01234567-feedback-1"],
+    }
+
+
+def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
+    path = tmp_path / "x.parquet"
+    write_parquet([group("a")], path, run_id=RUN, tokenizer="aa")
+    assert ids(list(imported(path, RUN, "aa"))) == ids(list(imported(path, RUN))) == ["a"]
+    with pytest.raises(StoreError, match=r"another tokenizer \(aa\) than this run's \(bb\)"):
+        list(imported(path, "another", "bb"))
+
+
 def test_what_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq

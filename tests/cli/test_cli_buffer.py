@@ -106,6 +106,16 @@ def test_show_finds_a_group(run: Path, name: str, capsys: pytest.CaptureFixture[
     assert found["experiences"][0]["segments"] == [[2, 6, 1]]
 
 
+def test_show_prefers_an_id_to_a_number(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run(tmp_path / "odd")
+    store = opened(run)
+    store.put([group("2"), group("g1"), group("g1/0")])
+    store.close()
+    assert call(capsys, "show", run, "2").startswith("group 2 (number 1)")
+    assert call(capsys, "show", run, "g1/0").startswith("group g1/0 (number 3)")
+    assert "has no group \\udcff" in call(capsys, "show", run, "\udcff", code=USAGE)
+
+
 def test_show_names_who_made_and_removed_feedback(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert 'expert, kept, by feedback (Ann)\ninfo: {"why": "typo"}' in call(capsys, "show", run, "edit")
     assert "removed by Bob" in call(capsys, "show", run, "oops")
@@ -143,6 +153,19 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert back.waiting() == 4
     call(capsys, "export", run, "--to", file, "--shelf", "expert")
     assert same_groups(list(next(iter(store.read(Shelf.EXPERT)))[1:]), mine[4:])
+
+
+def test_import_refuses_the_tokens_of_another_vocabulary(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, other = tmp_path / "all.parquet", make_run(tmp_path / "other", "00ff")
+    opened(other).close()
+    for folder, name in ((run, "aa"), (other, "bb")):
+        (folder / "tokenizer").mkdir()
+        (folder / "tokenizer" / "run.json").write_text(json.dumps({"fingerprint": name}))
+    call(capsys, "export", run, "--to", file)
+    assert "another tokenizer (aa) than this run's (bb)" in call(capsys, "import", other, file, code=FAILED)
+    assert call(capsys, "ls", other) == "no such groups\n"
 
 
 def checkpoint(run: Path, step: int) -> None:

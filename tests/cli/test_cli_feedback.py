@@ -102,6 +102,8 @@ def test_label_studio_there_and_back(run_dir: Path, tmp_path: Path, capsys: pyte
     ("arguments", "code", "said"),
     [
         (["--pairs"], 2, "--pairs and --step are honoured only with --export-label-studio"),
+        (["--export-label-studio", "a", "--author", "ann"], 2, "honoured only where the page is served"),
+        (["--import-label-studio", "a", "--port", "1"], 2, "honoured only where the page is served"),
         (["--export-label-studio", "a", "--import-label-studio", "b"], 2, "exclude each other"),
         (["--import-label-studio", "nothing.json"], 2, "nothing.json cannot be read"),
         (["--export-label-studio", "a.json", "--step", "9"], 1, "stores no completions of step 9"),
@@ -115,6 +117,14 @@ def test_wrong_options(
 ) -> None:
     assert main(["feedback", str(run_dir), *arguments]) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_token_that_no_address_can_hold(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ROLLMILL_FEEDBACK_TOKEN", "a&b")
+    assert main(["feedback", str(run_dir)]) == 2
+    assert "ROLLMILL_FEEDBACK_TOKEN is part of an address" in capsys.readouterr().err
 
 
 def test_a_port_in_use(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

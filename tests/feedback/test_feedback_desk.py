@@ -11,16 +11,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 from feedback_runs import ANSWERS, END, TOKENIZER, completion, everything, groups_of, make_run, shelf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollmill.buffer import Shelf
 from rollmill.buffer.base import FEEDBACK
+from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.ratings import Ratings
 from rollmill.config.model import TokenizerConfig
 from rollmill.core.errors import ConfigError, ModelError, RollmillError, StoreError
 from rollmill.core.types import Experience, Source, StopReason, Task
 from rollmill.feedback import Desk, RefusedError, open_desk, parse
+from rollmill.feedback.browse import neighbours
+from rollmill.feedback.shown import LONGEST, plainly
+from rollmill.master.buffers import Buffers
 from rollmill.models.run_tokenizer import fingerprint, save_run_tokenizer
 from rollmill.models.tokenizer import train_tokenizer
 from rollmill.monitor.rollouts import RolloutStore
@@ -192,7 +198,7 @@ def test_a_second_rating_takes_the_place_of_the_first(desk: Desk) -> None:
     second = say(desk, completion="main-000005/1", rating=0.5)
     assert [group.id for group in shelf(desk, Shelf.RATED)] == [other, second]
     assert desk.undo(second, "ann")
-    assert [group.id for group in shelf(desk, Shelf.RATED)] == [first, other]
+    assert [group.id for group in shelf(desk, Shelf.RATED)] == [other, first]
     assert desk.redo(second)
     assert [group.id for group in shelf(desk, Shelf.RATED)] == [other, second]
 
@@ -288,6 +294,8 @@ def test_other_groups_of_the_shelves_are_no_acts(desk: Desk) -> None:
     group.id, group.writer, group.info = "made-1", "pipeline", {}
     desk.acts._store.put([group])
     assert len(shelf(desk, Shelf.EXPERT)) == 2
+    group.id, group.writer = "made-2", FEEDBACK
+    desk.acts._store.put([group])
     assert len(desk.acts.all()) == 1
     with pytest.raises(RefusedError, match="no feedback has the id"):
         desk.undo("made-1", "ann")
@@ -357,3 +365,52 @@ def test_the_fixture_tells_stored_tokens_from_encoded_text() -> None:
     one = completion(1, "g", 0, "Q\n", ANSWERS[0])
     assert one.token_ids[~one.action_mask].tolist() == TOKENIZER.encode("Q\n")
     assert one.token_ids[one.action_mask].tolist() != [*TOKENIZER.encode(ANSWERS[0]), END]
+
+
+def test_very_long_and_odd_texts_are_shown_in_part() -> None:
+    shown = plainly("a\u202e\x1b" * LONGEST)
+    assert len(shown) < 30 * LONGEST
+    assert shown.endswith(f"and {2 * LONGEST} characters more</span>")
+    assert plainly("\x1b\x1b<") == '<span class="odd">\\x1b\\x1b</span>&lt;'
+
+
+def test_a_damaged_completion_is_named(run_dir: Path, desk: Desk) -> None:
+    path = run_dir / "rollouts/step-000002.jsonl"
+    path.write_text(path.read_text().replace('"versions"', '"visions"'))
+    with pytest.raises(RollmillError, match=r"step-000002.jsonl: main-000005/0 is no stored experience"):
+        desk.stored.group(2, "main-000005")
+    with pytest.raises(RefusedError, match="step 2 has no group 'gone'"):
+        neighbours(desk.stored, 2, "gone")
+
+
+def test_feedback_goes_where_the_run_keeps_its_experiences(run_dir: Path, url: str) -> None:
+    """A run whose buffer.url names a database, here with a first stage that keeps its own in memory."""
+    (run_dir / "config.yaml").write_text(yaml.safe_dump({"stages": [{}, {"buffer": {"url": url}}]}))
+    (run_dir / "machine.json").write_text(json.dumps({"run_id": f"apples at {run_dir}"}))
+    desk = open_desk(run_dir)
+    first = say(desk, completion="main-000005/1", rating=0.25)
+    second = say(desk, completion="main-000005/1", rating=1.0)
+    edit = say(desk, completion="main-000005/2", text="fifteen")
+    assert not (run_dir / "buffer.sqlite").exists()
+    buffers = Buffers(run_dir, f"apples at {run_dir}")
+    ratings = Ratings(buffers.of_run(MemoryStore()))
+    completions = desk.stored.group(2, "main-000005")
+    assert [one.reward for one in ratings.applied(completions)] == [1.0, 1.0, 1.0, 0.25]
+    desk.undo(second, "ann")
+    assert [one.reward for one in ratings.applied(completions)] == [1.0, 0.25, 1.0, 0.25]
+    desk.undo(first, "ann")
+    assert [one.reward for one in ratings.applied(completions)] == [1.0, 0.0, 1.0, 0.25]
+    desk.redo(first)
+    assert [one.reward for one in ratings.applied(completions)] == [1.0, 0.25, 1.0, 0.25]
+    assert [(act.id, act.undone_by) for act in desk.acts.all()] == [(second, "ann"), (edit, None), (first, None)]
+    buffers.close()
+    desk.acts._store.close()
+
+
+def test_a_run_may_look_before_the_tables_of_feedback_are_there(run_dir: Path) -> None:
+    (run_dir / "buffer.sqlite").touch()
+    buffers = Buffers(run_dir, "apples-1")
+    ratings = Ratings(buffers.of_run(MemoryStore()))
+    completions = groups_of(2)
+    assert [one.reward for one in ratings.applied(completions)] == [one.reward for one in completions]
+    buffers.close()

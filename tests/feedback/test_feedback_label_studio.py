@@ -132,6 +132,18 @@ def test_the_later_of_two_annotations_counts(desk: Desk, tmp_path: Path) -> None
     assert [group.experiences[0].reward for group in shelf(desk, Shelf.RATED)] == [1.0]
 
 
+def test_an_older_export_does_not_replace_what_a_newer_one_said(desk: Desk, tmp_path: Path) -> None:
+    task = exported(desk, tmp_path)[5]
+    later = annotated(task, stars(4), text("sixteen"), updated_at="2026-03-10T00:00:00Z")
+    assert taken(desk, tmp_path, later) == Imported(2, 0, 0)
+    assert taken(desk, tmp_path, annotated(task, stars(2), text("16"))) == Imported(2, 0, 0)
+    [rated], [expert] = everything(desk)["rated"], everything(desk)["expert"]
+    assert (rated.experiences[0].reward, expert.experiences[0].response) == (0.75, "sixteen")
+    assert taken(desk, tmp_path, annotated(task, stars(2), text("16")), later) == Imported(0, 4, 0)
+    assert desk.undo(rated.id, "ann")
+    assert everything(desk)["rated"] == []
+
+
 def test_tasks_of_another_run_are_refused(desk: Desk, tmp_path: Path) -> None:
     """Ids are the same in every run."""
     task = exported(desk, tmp_path)[5]

@@ -194,6 +194,41 @@ def test_a_token_is_needed_where_others_can_reach_the_server(made: Path, tmp_pat
         assert client.get("/", headers={"host": "evil.example"}).status_code == 403
 
 
+@pytest.mark.parametrize("headers", [{"host": "evil.example"}, {"authorization": "Bearer wrong"}])
+def test_who_is_refused_learns_nothing(made: Path, tmp_path: Path, headers: dict[str, str]) -> None:
+    """Least of all the secret of the forms: an attacker's name that is pointed here may read the answer."""
+    with (
+        served(shutil.copytree(made, tmp_path / "apples"), token="hush") as site,
+        httpx.Client(base_url=site.address) as client,
+    ):
+        answer = client.get("/", headers=HTML | headers)
+        assert answer.status_code in (401, 403)
+        assert answer.headers["content-type"].startswith("text/plain")
+        assert not {site.guard.form_secret, "apples", "ann"} & set(answer.text.replace('"', " ").split())
+        assert site.guard.form_secret not in answer.text
+
+
+def test_a_body_that_does_not_come_is_not_waited_for(
+    site: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollmill.feedback.guard.BODY_S", 0.1)
+    port = int(site.address.rpartition(":")[2])
+    for path, kind in (("/feedback", "application/json"), ("/rate", "application/x-www-form-urlencoded")):
+        with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
+            head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: {kind}\r\nContent-Length: 9\r\n\r\n"
+            slow.sendall(head.encode() + b"{")
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
+    assert client.get("/health").status_code == 200
+
+
+def test_many_wrong_keys_make_a_short_answer(client: httpx.Client) -> None:
+    many = {f"k{number}": 1 for number in range(1000)}
+    for row in (many, many | {"author": "a", "prompt": "b", "response": "c"}):
+        answer = client.post("/feedback", json=row)
+        assert (answer.status_code, len(answer.text) < 1000) == (422, True)
+    assert "; and 990 more" in answer.text
+
+
 def test_the_secret_is_not_shown_by_repr() -> None:
     guard = Guard()
     assert guard.form_secret not in repr(guard)
@@ -246,6 +281,11 @@ def test_a_refused_answer_is_not_lost(client: httpx.Client, site: Served) -> Non
     answer = client.post("/edit", data=form(site, completion="main-000005/1", text="long work <eos>"))
     assert answer.status_code == 422
     assert "long work &lt;eos&gt;" in answer.text
+    damaged = site.desk.stored.run_dir / "rollouts" / "step-000002.jsonl"
+    damaged.write_text(damaged.read_text().replace('"versions"', '"visions"'))
+    client.cookies.set("rollmill-author", "bob")
+    answer = client.post("/edit", data=form(site, completion="main-000005/1", text="more work"))
+    assert (answer.status_code, "more work" in answer.text, 'value="bob"' in answer.text) == (500, True, True)
     incomplete = client.post("/compare", data=form(site, better="main-000005/1"))
     assert (incomplete.status_code, "lacks `worse`" in incomplete.text) == (422, True)
 

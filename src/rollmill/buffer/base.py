@@ -113,11 +113,8 @@ class Store(Protocol):
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
         """Note the priorities that groups have after `step` learned from them."""
 
-    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
-        """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing.
-
-        With `removed`, those are among them that were removed, for they may be restored.
-        """
+    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+        """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """Groups by id, in this order; those that are unknown or removed are left out."""
@@ -126,7 +123,7 @@ class Store(Protocol):
         """Groups are no longer read or handed out (undone feedback). A database keeps them, with who removed them."""
 
     def restore(self, ids: Sequence[str]) -> None:
-        """Removed groups are there again."""
+        """Removed groups are there again. Feedback comes last on its shelf: who read that meanwhile finds it, too."""
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """Keep a taskset beside its experiences; tasks whose id is known are replaced."""

@@ -39,34 +39,35 @@ def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
 
     Raises:
         ConfigError: `run_dir` holds no run, or its buffer is in memory.
-        StoreError: the database cannot be opened; AbsentError where it holds nothing of the run.
+        StoreError: the database cannot be opened or holds nothing of the run.
     """
-    from rollmill.buffer.database import Database, sqlite_url
-
-    config, machine = run_dir / "config.yaml", run_dir / "machine.json"
-    if not config.is_file():
+    if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml); give the directory that `rollmill run` printed")
-    url = url_of(run_dir)
-    if url is None and not (run_dir / FILE).is_file():
+    if database_url(run_dir) is None and not (run_dir / FILE).is_file():
         raise ConfigError(
             f"{run_dir} has no {FILE}: the run keeps its experiences in memory, and in RUN/rollouts (`rollmill show`); "
             "set buffer.store: sql to keep them in a database"
         )
-    known = json.loads(machine.read_text()) if machine.is_file() else {}
-    if "run_id" not in known:
-        raise StoreError(f"{machine} does not say the run's id, by which its rows are found; put the file back")
-    database = Database(url or sqlite_url(run_dir / FILE), read_only=read_only)
+    return run_store(run_dir, read_only=read_only)
+
+
+def run_store(run_dir: Path, *, read_only: bool = False) -> SqlStore:
+    """Like `open_run`, but a database that is missing is made, unless it is only read."""
+    from rollmill.buffer.database import Database, sqlite_url
+
+    run_id = _run_id(run_dir / "machine.json")
+    database = Database(database_url(run_dir) or sqlite_url(run_dir / FILE), read_only=read_only)
     try:
-        return SqlStore(database, known["run_id"])
+        return SqlStore(database, run_id)
     except BaseException:
         database.close()
         raise
 
 
-def url_of(run_dir: Path) -> str | None:
-    """The `buffer.url` of a run directory; None: RUN/buffer.sqlite."""
+def database_url(run_dir: Path) -> str | None:
+    """`buffer.url` in a run's config.yaml; None where no stage names one. Raises ConfigError where it is damaged."""
     urls = (section.get("url") for section in _sections(run_dir))
-    return next((each for each in urls if each is not None), None)
+    return next((str(url) for url in urls if url is not None), None)
 
 
 def replay_capacity(run_dir: Path) -> int:
@@ -77,6 +78,20 @@ def replay_capacity(run_dir: Path) -> int:
 
 
 def _sections(run_dir: Path) -> list[dict[str, Any]]:
-    """The sections `buffer` of a resolved run file."""
-    config = yaml.safe_load((run_dir / "config.yaml").read_text())
-    return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]
+    """The sections `buffer` of a resolved run file; none where there is no file."""
+    path = run_dir / "config.yaml"
+    try:
+        config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+        return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]
+    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}; put the file back") from error
+
+
+def _run_id(machine: Path) -> str:
+    try:
+        return str(json.loads(machine.read_text())["run_id"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise StoreError(
+            f"{machine} does not say the run's id, by which its rows are found; put the file back, or start or resume "
+            "the run"
+        ) from error

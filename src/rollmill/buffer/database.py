@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 from rollmill.buffer import schema
 from rollmill.buffer.log import COPIED_BYTES, MOST_BYTES, Log
 from rollmill.buffer.trouble import failure, passes, shown
-from rollmill.core.errors import AbsentError, StoreError
+from rollmill.core.errors import StoreError
 
 Result = TypeVar("Result")
 
@@ -209,7 +209,7 @@ def _make_tables(connection: Connection) -> None:
 def _check_format(connection: Connection) -> None:
     place = shown(connection.engine.url)
     if not connection.dialect.has_table(connection, schema.meta.name):
-        raise AbsentError(f"the database {place} holds no buffer of rollmill; check buffer.url")
+        raise StoreError(f"the database {place} holds no buffer of rollmill; check buffer.url")
     found = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "format")).scalar()
     if found != str(schema.FORMAT):
         newer = found is not None and found.isdigit() and int(found) > schema.FORMAT

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.buffer.base import EXPLORER, PIPELINE, Group, Shelf, checked, moved
+from rollmill.buffer.base import EXPLORER, FEEDBACK, PIPELINE, Group, Shelf, checked, moved
 from rollmill.buffer.entries import Entry, Use, copied, decode_entry, encode_entry
 from rollmill.buffer.replay import Candidates, choose
 from rollmill.buffer.waiting import poll, this_process, too_few
@@ -74,7 +74,12 @@ class MemoryStore:
     def restore(self, ids: Sequence[str]) -> None:
         """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
         with self._lock:
-            for entry in self._named(ids):
+            for entry in self._named(list(dict.fromkeys(ids))):
+                if entry.removed_by is not None and entry.group.writer == FEEDBACK:
+                    del self._entries[self._number(entry.group.id)]
+                    self._last += 1
+                    self._entries[self._last] = entry
+                    self._ids[entry.group.id] = (self._last, entry.group.shelf)
                 entry.removed_by = None
 
     # -- handing out -------------------------------------------------------------------------------------------
@@ -128,13 +133,13 @@ class MemoryStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """See Store."""
         with self._lock:
             numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
         for number in numbers:
             entry = self._entries.get(number)
-            if number > after and entry is not None and (removed or entry.removed_by is None):
+            if number > after and entry is not None and entry.removed_by is None:
                 yield number, entry.handed()
 
     def get(self, ids: Sequence[str]) -> list[Group]:
@@ -173,7 +178,8 @@ class MemoryStore:
             raise StoreError(f"the checkpoint's buffer is in a database; set buffer.store: {mark['store']}, as before")
         state: dict[str, Any] = {"last": 0, "forgotten": 0, "groups": []} if mark is None else mark
         with self._lock:
-            entries = dict(decode_entry(row) for row in state["groups"])
+            marked = (decode_entry(row) for row in state["groups"])
+            entries = {number: entry for number, entry in marked if not self._moved(entry.group.id, number)}
             for number, entry in self._entries.items():
                 if number in entries:
                     entries[number].removed_by = entry.removed_by
@@ -200,6 +206,11 @@ class MemoryStore:
     def _number(self, id: str) -> int:
         """A group's number, even if it is forgotten; 0 where there was none."""
         return self._ids.get(id, (0, None))[0]
+
+    def _moved(self, id: str, number: int) -> bool:
+        """Whether a group has another number now, since it was restored."""
+        now = self._number(id)
+        return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
     def _waiting(self, shelf: Shelf) -> list[Entry]:
         return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]

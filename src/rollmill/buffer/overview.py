@@ -60,11 +60,14 @@ def find(store: SqlStore, name: str) -> dict[str, Any]:
     Raises:
         ConfigError: there is none.
     """
-    ids = [name, name.rpartition("/")[0]] if "/" in name else [name]
-    which: ColumnElement[bool] = _groups.id.in_(ids)
-    if name.isascii() and name.isdigit() and int(name) < 2**63:
-        which |= _groups.number == int(name)
-    rows = store.select(select(schema.groups).where(_groups.run == store.run, which).limit(1))
+    name = searchable(name)
+    which: list[ColumnElement[bool]] = [_groups.id == name]
+    if name.isascii() and name.isdigit() and len(name) < 19:
+        which.append(_groups.number == int(name))
+    if "/" in name:
+        which.append(_groups.id == name.rpartition("/")[0])
+    queries = (select(schema.groups).where(_groups.run == store.run, one) for one in which)
+    rows = next(filter(None, map(store.select, queries)), None)
     if not rows:
         raise ConfigError(f"the buffer {store.database} has no group {name}; `rollmill buffer ls RUN` lists them")
     number = rows[0].number

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import EXPLORER, IMPORTED, PIPELINE, Group
+from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, PIPELINE, Group
 from rollmill.buffer.rows import experience_body, experience_of, group_from, group_row, searchable
 from rollmill.core.errors import ConfigError, StoreError
 from rollmill.core.types import Experience
 from rollmill.monitor.files import writing
 
 FORMAT = b"1"
-_FORMAT_KEY, _RUN_KEY = b"rollmill.format", b"rollmill.run_id"
+_FORMAT_KEY, _RUN_KEY, _TOKENIZER_KEY = b"rollmill.format", b"rollmill.run_id", b"rollmill.tokenizer"
 _ROW_GROUP_BYTES = 16 << 20
 _ARRAYS = {
     "token_ids": "int32",
@@ -29,8 +29,11 @@ _ARRAYS = {
 }
 
 
-def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str) -> int:
+def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer: str = "") -> int:
     """Write groups to `path`, which appears when it is whole; holds about 16 MiB of rows. Returns how many.
+
+    Args:
+        tokenizer: fingerprint of the one that made the tokens; empty where it is not known.
 
     Raises:
         ConfigError: pyarrow is not installed.
@@ -39,7 +42,7 @@ def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str) -> int:
     import_pyarrow()
     import pyarrow.parquet as pq
 
-    schema = _schema(run_id)
+    schema = _schema(run_id, tokenizer)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count = 0
     with writing(path):
@@ -81,12 +84,20 @@ def read_parquet(path: Path) -> Iterator[Group]:
         raise StoreError(f"{path} cannot be read as an export of a buffer: {error}") from error
 
 
-def imported(path: Path, run_id: str) -> Iterator[Group]:
+def imported(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Group]:
     """The groups of a file for the run `run_id`, which keeps them when it goes back to a checkpoint.
 
-    Those of another run get other ids: a run's own group may have the same. Raises like `read_parquet`.
+    Those of another run get other ids, and so do the completions that feedback is about: a run's own may have the
+    same.
+
+    Raises like `read_parquet`, and StoreError where the tokens were made with another tokenizer than `tokenizer`.
     """
-    source = _source(path)
+    source, maker = _source(path)
+    if tokenizer and maker and tokenizer != maker:
+        raise StoreError(
+            f"{path} was exported from a run with another tokenizer ({maker}) than this run's ({tokenizer}), so its "
+            "tokens mean other text"
+        )
     for group in read_parquet(path):
         writer = IMPORTED if group.writer in (EXPLORER, PIPELINE) else group.writer
         if source == run_id:
@@ -94,7 +105,8 @@ def imported(path: Path, run_id: str) -> Iterator[Group]:
         else:
             prefix = f"{source[:8]}-"
             renamed = [_renamed(experience, prefix) for experience in group.experiences]
-            yield replace(group, id=prefix + group.id, experiences=renamed, writer=writer)
+            info = _of_another_run(group.info, prefix) if group.writer == FEEDBACK else group.info
+            yield replace(group, id=prefix + group.id, experiences=renamed, writer=writer, info=info)
 
 
 def import_pyarrow() -> None:
@@ -109,17 +121,26 @@ def _renamed(experience: Experience, prefix: str) -> Experience:
     return replace(experience, id=prefix + experience.id, group=prefix + experience.group)
 
 
-def _source(path: Path) -> str:
+def _of_another_run(info: dict[str, Any], prefix: str) -> dict[str, Any]:
+    """What feedback on another run says of it, under names that this run has not: its step means nothing here."""
+    names = {key: prefix + info[key] for key in ("group", "slot") if info.get(key)}
+    lists = {key: [prefix + name for name in info[key]] for key in ("of", "replaces") if key in info}
+    return {key: value for key, value in info.items() if key != "step"} | names | lists
+
+
+def _source(path: Path) -> tuple[str, str]:
+    """The id of the run that a file comes from, and its tokenizer's fingerprint."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
-        return str((pq.read_schema(path).metadata or {}).get(_RUN_KEY, b"other").decode())
+        about = pq.read_schema(path).metadata or {}
+        return about.get(_RUN_KEY, b"other").decode(), about.get(_TOKENIZER_KEY, b"").decode()
     except (OSError, pa.ArrowException) as error:
         raise StoreError(f"{path} cannot be read as an export of a buffer: {error}") from error
 
 
-def _schema(run_id: str) -> Any:
+def _schema(run_id: str, tokenizer: str) -> Any:
     import pyarrow as pa
 
     texts = ("group", "shelf", "writer", "group_body", "experience", "task", "prompt", "response", "body")
@@ -127,7 +148,8 @@ def _schema(run_id: str) -> Any:
     fields += [pa.field("priority", pa.float64()), pa.field("created_at", pa.float64())]
     fields += [pa.field("position", pa.int32()), pa.field("reward", pa.float64())]
     fields += [pa.field(name, pa.list_(pa.field("element", getattr(pa, kind)()))) for name, kind in _ARRAYS.items()]
-    return pa.schema(fields, metadata={_FORMAT_KEY: FORMAT, _RUN_KEY: run_id.encode()})
+    about = {_FORMAT_KEY: FORMAT, _RUN_KEY: run_id.encode(), _TOKENIZER_KEY: tokenizer.encode()}
+    return pa.schema(fields, metadata=about)
 
 
 def _pages(groups: Iterable[Group]) -> Iterator[list[Group]]:

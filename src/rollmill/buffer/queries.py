@@ -35,14 +35,15 @@ class Rows:
 
     def numbers(self, ids: Sequence[str], *, there: bool = False) -> dict[str, int]:
         """Numbers of the groups that exist; with `there` only of those that were not removed."""
-        return {row.id: row.number for row in self._known(ids) if not there or row.removed_at is None}
+        return {row.id: row.number for row in self._known(ids) if not (there and row.removed)}
 
     def shelves(self, ids: Sequence[str]) -> dict[str, str]:
         """Shelves of the groups that exist."""
         return {row.id: row.shelf for row in self._known(ids)}
 
     def _known(self, ids: Sequence[str]) -> list[Any]:
-        columns = select(_groups.id, _groups.number, _groups.shelf, _groups.removed_at).where(_groups.run == self.run)
+        removed = (~schema.there).label("removed")
+        columns = select(_groups.id, _groups.number, _groups.shelf, removed).where(_groups.run == self.run)
         chunks = [ids[first : first + CHUNK] for first in range(0, len(ids), CHUNK)]
         return [row for some in chunks for row in self._execute(columns.where(_groups.id.in_(some)))]
 
@@ -69,6 +70,13 @@ class Rows:
             self._execute(update(schema.groups).where(some).values(taken=step))
         self.note(numbers, step, first=True)
         return numbers
+
+    def renumber(self, number: int, new: int) -> None:
+        """Let a group come anew, as the newest one: readers that went past it find it again."""
+        for table in (schema.groups, schema.experiences, schema.uses):
+            one = (table.c.run == self.run) & (table.c.number == number)
+            self._execute(update(table).where(one).values(number=new))
+        self._execute(update(schema.runs).where(_runs.run == self.run).values(last=new))
 
     def note(self, numbers: Sequence[int], step: int, *, first: bool) -> None:
         """A step learns from these groups."""

@@ -21,10 +21,10 @@ class Shelves:
     _after: dict[Shelf, int] = field(default_factory=dict)
 
     def new(self, shelf: Shelf) -> Iterator[Group]:
-        """Groups that came since the last call, even if they were removed: they may be restored, and `get` knows."""
+        """Groups that came since the last call, or came back: what is restored comes last."""
         self.store = self.store or self.open()
         if self.store is not None:
-            for number, group in self.store.read(shelf, after=self._after.get(shelf, 0), removed=True):
+            for number, group in self.store.read(shelf, after=self._after.get(shelf, 0)):
                 self._after[shelf] = number
                 yield group
 

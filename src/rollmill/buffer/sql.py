@@ -10,14 +10,14 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, func, select, update
 
 from rollmill.buffer import schema
-from rollmill.buffer.base import Group, Shelf, checked, moved
+from rollmill.buffer.base import FEEDBACK, Group, Shelf, checked, moved
 from rollmill.buffer.database import Database
 from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, older, waiting
 from rollmill.buffer.replay import choose
 from rollmill.buffer.rows import Row, experiences_row, group_row, task_from, task_json, to_json
 from rollmill.buffer.waiting import poll, too_few
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import AbsentError, StoreError
+from rollmill.core.errors import StoreError
 from rollmill.core.types import Task
 
 Result = TypeVar("Result")
@@ -38,14 +38,14 @@ class SqlStore:
     kind = SQL
 
     def __init__(self, database: Database, run_id: str) -> None:
-        """Raises AbsentError where a database that is only read holds nothing of the run."""
+        """Raises StoreError where a database that is only read holds nothing of the run."""
         self.database = database
         if database.read_only:
             run = database.read(lambda connection: find_run(connection, run_id))
         else:
             run = database.write(lambda connection: make_run(connection, run_id))
         if run is None:
-            raise AbsentError(f"the buffer {database} holds nothing of this run (its id is {run_id})")
+            raise StoreError(f"the buffer {database} holds nothing of this run (its id is {run_id})")
         self.run, self.run_id = run, run_id
 
     # -- writing -----------------------------------------------------------------------------------------------
@@ -87,11 +87,26 @@ class SqlStore:
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
         """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
-        self._set(ids, schema.there, removed_at=time.time(), removed_by=by)
+
+        def work(rows: Rows, _: int) -> None:
+            for number in self._numbers(rows, ids):
+                one = (_groups.run == self.run) & (_groups.number == number) & schema.there
+                rows.connection.execute(update(schema.groups).where(one).values(removed_at=time.time(), removed_by=by))
+
+        self.change(work)
 
     def restore(self, ids: Sequence[str]) -> None:
         """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
-        self._set(ids, ~schema.there, removed_at=None, removed_by=None)
+
+        def work(rows: Rows, last: int) -> None:
+            for number in self._numbers(rows, ids):
+                one = (_groups.run == self.run) & (_groups.number == number) & ~schema.there
+                back = update(schema.groups).where(one).values(removed_at=None, removed_by=None)
+                if rows.connection.execute(back.returning(_groups.writer)).scalar() == FEEDBACK:
+                    last += 1
+                    rows.renumber(number, last)
+
+        self.change(work)
 
     # -- handing out -------------------------------------------------------------------------------------------
 
@@ -144,12 +159,11 @@ class SqlStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0, removed: bool = False) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """See Store. Holds about 32 MiB of rows at most."""
-        wanted = (_groups.run == self.run) & (_groups.shelf == str(shelf))
-        wanted = wanted if removed else wanted & schema.there
-        while numbers := self._page(wanted & (_groups.number > after)):
-            yield from zip(numbers, self.groups(numbers), strict=True)
+        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.there
+        while numbers := self._page(there & (_groups.number > after)):
+            yield from self._found(numbers).items()
             after = numbers[-1]
 
     def get(self, ids: Sequence[str]) -> list[Group]:
@@ -158,7 +172,10 @@ class SqlStore:
         return self.groups([known[id] for id in ids if id in known])
 
     def groups(self, numbers: Sequence[int]) -> list[Group]:
-        """Whole groups by number, in this order."""
+        """Whole groups by number, in this order; those that another process has just deleted are left out."""
+        return list(self._found(numbers).values())
+
+    def _found(self, numbers: Sequence[int]) -> dict[int, Group]:
         found: dict[int, Group] = {}
         for first in range(0, len(numbers), CHUNK):
             some = numbers[first : first + CHUNK]
@@ -169,7 +186,7 @@ class SqlStore:
                     f"groups {some[0]} to {some[-1]} of the buffer {self.database} are damaged: {error}; put a copy of "
                     "the database back, or start a new run"
                 ) from error
-        return [found[number] for number in numbers]
+        return {number: found[number] for number in numbers if number in found}
 
     def tasks(self) -> Iterator[Task]:
         """See Store."""
@@ -241,16 +258,11 @@ class SqlStore:
 
         return write(locked)
 
-    def _set(self, ids: Sequence[str], state: ColumnElement[bool], **values: Any) -> None:
-        def work(rows: Rows, _: int) -> None:
-            numbers = rows.numbers(ids)
-            if unknown := [id for id in ids if id not in numbers]:
-                raise StoreError(f"the buffer {self.database} has no group {unknown[0]}; nothing was changed")
-            for number in numbers.values():
-                one = (_groups.run == self.run) & (_groups.number == number) & state
-                rows.connection.execute(update(schema.groups).where(one).values(**values))
-
-        self.change(work)
+    def _numbers(self, rows: Rows, ids: Sequence[str]) -> list[int]:
+        numbers = rows.numbers(ids)
+        if unknown := [id for id in ids if id not in numbers]:
+            raise StoreError(f"the buffer {self.database} has no group {unknown[0]}; nothing was changed")
+        return [numbers[id] for id in dict.fromkeys(ids)]
 
     def select(self, query: Any) -> Sequence[Any]:
         """The rows that a query gives."""

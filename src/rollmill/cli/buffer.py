@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -38,17 +38,16 @@ def ls(
 ) -> None:
     """List groups of experiences, the newest first."""
     from rollmill.buffer.overview import Filter, newest
-    from rollmill.cli.show import _table
 
     which = Filter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
     with _opened(run) as store:
         rows = newest(store, which, limit)
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     elif rows:
-        _table("", _COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
+        print_table("", _COLUMNS, [[row[name] for name in _COLUMNS] for row in rows])
     else:
-        _say("no such groups")
+        print_line("no such groups")
 
 
 def show(
@@ -69,18 +68,18 @@ def show(
             encode_experience(each) | {"segments": [[part.start, part.end, part.version] for part in segments(each)]}
             for each in group.experiences
         ]
-        _print_json(row | {"info": group.info, "experiences": inside})
+        print_json(row | {"info": group.info, "experiences": inside})
         return
-    _say_group(row, group)
+    _print_group(row, group)
     for each in group.experiences:
         reward = "not judged" if each.reward is None else f"reward {each.reward:g}"
         parts = "".join(
             f", {part} {'-' if value is None else f'{value:g}'}" for part, value in each.reward_parts.items()
         )
-        _say(f"\n== {each.id}: {reward}{parts}, {each.action_tokens} tokens, {each.stop_reason} ==")
+        print_line(f"\n== {each.id}: {reward}{parts}, {each.action_tokens} tokens, {each.stop_reason} ==")
         found = [f"tokens {part.start} to {part.end} by version {part.version}" for part in segments(each)]
-        _say("; ".join(found) or "no tokens of a policy")
-        _say(f"-- prompt --\n{each.prompt}\n-- response --\n{each.response}")
+        print_line("; ".join(found) or "no tokens of a policy")
+        print_line(f"-- prompt --\n{each.prompt}\n-- response --\n{each.response}")
 
 
 def stats(run: Run, as_json: Json = False) -> None:
@@ -90,19 +89,19 @@ def stats(run: Run, as_json: Json = False) -> None:
     with _opened(run) as store:
         found = statistics(store)
     if as_json:
-        _print_json(found)
+        print_json(found)
         return
-    _say(f"{found['groups']} groups, {found['experiences']} experiences, {found['bytes'] / 2**20:.1f} MiB")
-    _say(f"{found['tasks']} tasks; {found['uses']} times a step learned from a group")
+    print_line(f"{found['groups']} groups, {found['experiences']} experiences, {found['bytes'] / 2**20:.1f} MiB")
+    print_line(f"{found['tasks']} tasks; {found['uses']} times a step learned from a group")
     for key in ("state", "writer", "author", "version"):
         if counts := found[f"by_{key}"]:
-            _say(f"{key}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
+            print_line(f"{key}: " + ", ".join(f"{value} {count}" for value, count in counts.items()))
     most = max((each["count"] for each in found["rewards"]), default=1)
     for each in found["rewards"]:
         name = f"{each['from']:g}" if each["from"] == each["to"] else f"{each['from']:.3g} to {each['to']:.3g}"
-        _say(f"reward {name:<16} {each['count']:>8} {'#' * round(30 * each['count'] / most)}")
+        print_line(f"reward {name:<16} {each['count']:>8} {'#' * round(30 * each['count'] / most)}")
     if found["not_judged"]:
-        _say(f"not judged {found['not_judged']}")
+        print_line(f"not judged {found['not_judged']}")
 
 
 def export(
@@ -119,7 +118,7 @@ def export(
     shelves = [found] if (found := _shelf(shelf)) is not None else list(Shelf)
     with _opened(run) as store:
         groups = (group for each in shelves for _, group in store.read(each))
-        count = write_parquet(groups, to, run_id=store.run_id)
+        count = write_parquet(groups, to, run_id=store.run_id, tokenizer=_fingerprint(run))
     _report({"groups": count, "file": str(to)}, f"{count} groups written to {to}", as_json)
 
 
@@ -134,7 +133,7 @@ def import_(
     from rollmill.buffer.parquet import imported
 
     with _opened(run, read_only=False) as store:
-        groups, seen, new = imported(file, store.run_id), 0, 0
+        groups, seen, new = imported(file, store.run_id, _fingerprint(run)), 0, 0
         while page := list(islice(groups, 64)):
             seen, new = seen + len(page), new + store.put(page)
     _report({"groups": seen, "new": new}, f"{new} groups added, {seen - new} were there already", as_json)
@@ -175,6 +174,13 @@ def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
         store.close()
 
 
+def _fingerprint(run: Path) -> str:
+    """Of the run's tokenizer; empty where it has stored none."""
+    from rollmill.models.run_tokenizer import FILE, FOLDER, run_fingerprint
+
+    return run_fingerprint(run) if (run / FOLDER / FILE).is_file() else ""
+
+
 def _shelf(name: str | None) -> Shelf | None:
     from rollmill.buffer.base import Shelf
 
@@ -184,35 +190,24 @@ def _shelf(name: str | None) -> Shelf | None:
         raise ConfigError(f"--shelf is {', '.join(Shelf)}, not {name!r}") from error
 
 
-def _say_group(row: dict[str, Any], group: Group) -> None:
+def _print_group(row: dict[str, Any], group: Group) -> None:
     origin = f"by {row['writer']}" + (f" ({group.author})" if group.author else "")
-    _say(f"group {row['id']} (number {row['number']}) of task {row['task']}: {row['shelf']}, {row['state']}, {origin}")
+    where = f"{row['shelf']}, {row['state']}, {origin}"
+    print_line(f"group {row['id']} (number {row['number']}) of task {row['task']}: {where}")
     for use in row["uses"]:
         priority = "" if use["priority"] is None else f", priority {use['priority']:g} afterwards"
-        _say(f"learned from in step {use['step']}{priority}")
+        print_line(f"learned from in step {use['step']}{priority}")
     if row["removed_by"]:
-        _say(f"removed by {row['removed_by']}")
+        print_line(f"removed by {row['removed_by']}")
     if group.info:
-        _say(f"info: {json.dumps(group.info, default=str)}")
+        print_line(f"info: {json.dumps(group.info, default=str)}")
 
 
 def _report(found: dict[str, Any], text: str, as_json: bool) -> None:
     if as_json:
-        _print_json(found)
+        print_json(found)
     else:
-        _say(text)
-
-
-def _say(text: str) -> None:
-    from rollmill.monitor.printable import printable
-
-    sys.stdout.write(printable(text) + "\n")
-
-
-def _print_json(value: Any) -> None:
-    from rollmill.monitor.files import plain
-
-    sys.stdout.write(json.dumps(plain(value), allow_nan=False) + "\n")
+        print_line(text)
 
 
 COMMANDS = {"ls": ls, "show": show, "stats": stats, "export": export, "import": import_, "gc": gc}

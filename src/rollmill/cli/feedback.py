@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import getpass
 import os
+import re
 import secrets
 import socket
 import sys
@@ -15,14 +16,15 @@ import typer
 from rollmill.core.errors import ConfigError
 
 TOKEN_VARIABLE = "ROLLMILL_FEEDBACK_TOKEN"
+PORT, HOST = 8760, "127.0.0.1"
 
 
 def command(
     run: Annotated[Path, typer.Argument(help="Run directory; the run may be going on.")],
-    port: Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")] = 8760,
+    port: Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")] = PORT,
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on. Others than this machine's need a token.")
-    ] = "127.0.0.1",
+    ] = HOST,
     author: Annotated[
         str | None, typer.Option("--author", metavar="NAME", help="Who uses the page (default: your user name).")
     ] = None,
@@ -45,6 +47,8 @@ def command(
         raise ConfigError("--pairs and --step are honoured only with --export-label-studio")
     if export_file is not None and import_file is not None:
         raise ConfigError("--export-label-studio and --import-label-studio exclude each other")
+    if (export_file or import_file) and (author or browser or (port, host) != (PORT, HOST)):
+        raise ConfigError("--port, --host, --author and --open are honoured only where the page is served")
     if export_file is not None:
         _export(run, export_file, step or [], pairs)
     elif import_file is not None:
@@ -61,6 +65,8 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
 
     name = author_of(author or _user())
     token = os.environ.get(TOKEN_VARIABLE) or None
+    if token is not None and not re.fullmatch(r"[A-Za-z0-9._~-]+", token):
+        raise ConfigError(f"{TOKEN_VARIABLE} is part of an address: use letters, digits and . _ ~ - only")
     if not is_loopback(host):
         token = token or secrets.token_urlsafe(16)
         print(

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import difflib
-import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -68,15 +67,15 @@ def _show_run(run: Path, as_json: bool) -> None:
         "summary": read_summary(run),
     }
     if as_json:
-        _print_json(overview)
+        print_json(overview)
         return
-    _print(f"run {run}: {overview['steps']} steps")
-    _print(f"checkpoints: {', '.join(checkpoints) or 'none'}")
-    _print(f"experiences: {f'{len(stored)} steps, {stored[0]} to {stored[-1]}' if stored else 'none stored'}")
+    print_line(f"run {run}: {overview['steps']} steps")
+    print_line(f"checkpoints: {', '.join(checkpoints) or 'none'}")
+    print_line(f"experiences: {f'{len(stored)} steps, {stored[0]} to {stored[-1]}' if stored else 'none stored'}")
     if rows:
-        _table(f"Last metrics (step {rows[-1]['step']})", ["metric", "value"], list(rows[-1].items()))
+        print_table(f"Last metrics (step {rows[-1]['step']})", ["metric", "value"], list(rows[-1].items()))
     if evaluations:
-        _table("Evaluations", list(keys), [[row.get(key) for key in keys] for row in evaluations])
+        print_table("Evaluations", list(keys), [[row.get(key) for key in keys] for row in evaluations])
 
 
 def _show_step(run: Path, step: int, as_json: bool) -> None:
@@ -95,12 +94,12 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
         for one in load_experiences(run, step)
     ]
     if as_json:
-        _print_json(listed)
+        print_json(listed)
     elif listed:
-        _table(f"Experiences of step {step}", list(listed[0]), [list(row.values()) for row in listed])
-        _print(f"print one with: rollmill show {run} --step {step} --task {listed[0]['task']}")
+        print_table(f"Experiences of step {step}", list(listed[0]), [list(row.values()) for row in listed])
+        print_line(f"print one with: rollmill show {run} --step {step} --task {listed[0]['task']}")
     else:
-        _print(f"step {step} learned from no experiences")
+        print_line(f"step {step} learned from no experiences")
 
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
@@ -110,19 +109,17 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
     step, found = _find(run, step, task)
     decode = load_decode(run)
     if as_json:
-        _print_json(
-            [{"step": step, **encode_experience(one), "token_texts": token_texts(one, decode)} for one in found]
-        )
+        print_json([{"step": step, **encode_experience(one), "token_texts": token_texts(one, decode)} for one in found])
         return
     for one in found:
         texts = token_texts(one, decode)
         reward = "not judged" if one.reward is None else f"reward {one.reward:g}"
         parts = "".join(f", {name} {value}" for name, value in one.reward_parts.items())
-        _print(f"== {one.id} (step {step}): {reward}{parts}, {one.action_tokens} tokens, {one.stop_reason} ==")
+        print_line(f"== {one.id} (step {step}): {reward}{parts}, {one.action_tokens} tokens, {one.stop_reason} ==")
         if tokens:
             _token_table(one, texts)
         else:
-            _print(_coloured(one, texts, colour))
+            print_line(_coloured(one, texts, colour))
 
 
 def _find(run: Path, step: int | None, task: str) -> tuple[int, list[Experience]]:
@@ -175,52 +172,8 @@ def _token_table(experience: Experience, texts: Sequence[str]) -> None:
         experience.action_mask.astype(int).tolist(),
         advantages,
     )
-    _table("", ["index", "id", "text", "logprob", "version", "mask", "advantage"], list(zip(*columns, strict=True)))
-
-
-def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-    """A table; columns separated by tabs when nobody watches."""
-    from rollmill.monitor.printable import one_line
-
-    cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
-    if not sys.stdout.isatty():
-        for line in ([title] if title else []) + ["\t".join(row) for row in [header, *cells]]:
-            _print(line)
-        return
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(title) if title else None, title_justify="left")
-    for name in header:
-        table.add_column(Text(name))
-    for row in cells:
-        table.add_row(*map(Text, row))
-    Console().print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
-
-
-def _print(line: str | Text) -> None:
-    if not sys.stdout.isatty():
-        from rollmill.monitor.printable import printable
-
-        typer.echo(printable(str(line)))
-        return
-    from rich.console import Console
-    from rich.text import Text
-
-    Console().print(Text(line) if isinstance(line, str) else line)
-
-
-def _print_json(value: Any) -> None:
-    from rollmill.monitor.files import plain
-
-    typer.echo(json.dumps(plain(value), allow_nan=False))
+    header = ["index", "id", "text", "logprob", "version", "mask", "advantage"]
+    print_table("", header, list(zip(*columns, strict=True)))
 
 
 def _step_of(name: str) -> int:

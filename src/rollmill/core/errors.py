@@ -39,10 +39,6 @@ class StoreError(RollmillError):
     """A buffer's database cannot be reached, read or written."""
 
 
-class AbsentError(StoreError):
-    """A database holds nothing of a run, or not yet."""
-
-
 class PipelineError(RollmillError):
     """An operator of a pipeline raised, or left nothing to learn from."""
 

@@ -35,6 +35,7 @@ class Act:
     texts: list[str] = field(default_factory=list)  #: the answers of an edit or of what was not stored
     slot: str = ""  #: a later act of the same author and slot takes the place of an earlier one
     replaces: list[str] = field(default_factory=list)  #: ids
+    late: list[str] = field(default_factory=list)  #: ids of what was said after it, but imported before
     digest: str = ""  #: of the request
     undone_by: str | None = None
 
@@ -93,18 +94,22 @@ class Acts:
         if state == self._state:
             return state, None
         columns = select(c.id, c.author, c.created_at, c.removed_by, c.body).where(mine).order_by(c.number)
-        return state, {row.id: _act(row) for row in connection.execute(columns)}
+        acts = (_act(row) for row in connection.execute(columns))
+        return state, {act.id: act for act in acts if act is not None}
 
     def _mine(self) -> ColumnElement[bool]:
         here = (table.c.run == self._store.run) & table.c.shelf.in_([str(shelf) for shelf in SHELVES])
         return here & (table.c.writer == FEEDBACK)
 
 
-def _act(row: Any) -> Act:
+def _act(row: Any) -> Act | None:
+    """None for what others put there that this module did not make."""
     body = json.loads(row.body)
     info = body["info"]
+    if info.get("act") not in list(Kind):
+        return None
     known = {name: info[name] for name in _IN_INFO if name in info}
     return Act(row.id, Kind(info["act"]), body["author"], row.created_at, undone_by=row.removed_by, **known)
 
 
-_IN_INFO = ("of", "step", "group", "task", "rating", "texts", "slot", "replaces", "digest")
+_IN_INFO = ("of", "step", "group", "task", "rating", "texts", "slot", "replaces", "late", "digest")

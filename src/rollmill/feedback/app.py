@@ -10,13 +10,14 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, RedirectResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 from rollmill.core.errors import RollmillError
 from rollmill.feedback.desk import Desk
-from rollmill.feedback.guard import TOKEN_COOKIE, Guard, add_headers
+from rollmill.feedback.guard import TOKEN_COOKIE, Guard, add_headers, read_body
 from rollmill.feedback.pages import Pages
 from rollmill.feedback.refused import RefusedError
+from rollmill.feedback.requests import Request as Feedback
 from rollmill.feedback.requests import author_of, parse
 from rollmill.monitor.files import plain
 
@@ -25,7 +26,7 @@ _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
 def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
     """The application for one run. `author` is who uses the page, until somebody gives another name there."""
-    app = FastAPI(title="rollmill feedback", docs_url=None, redoc_url=None)
+    app = FastAPI(title="rollmill feedback", openapi_url=None)
     pages = Pages(desk, guard, author)
 
     @app.middleware("http")
@@ -38,15 +39,20 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
             else:
                 guard.check(request)
                 response = await call_next(request)
-        except RefusedError as error:
-            response = _refusal(request, error.status, str(error))
+        except RefusedError as error:  # a page would hold the secret of its forms
+            text = str(error)
+            response = (
+                JSONResponse({"error": text}, error.status)
+                if _is_program(request)
+                else PlainTextResponse(text, error.status)
+            )
         add_headers(response)
         return response
 
     def _refusal(request: Request, status: int, message: str) -> Response:
         if _is_program(request):
             return JSONResponse({"error": message}, status_code=status)
-        return pages.error(message, status)
+        return pages.error(request, message, status)
 
     @app.exception_handler(RollmillError)
     async def failed(request: Request, error: RollmillError) -> Response:
@@ -73,18 +79,8 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
         """Take feedback: one JSON object, or a list that is done as a whole."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
             raise RefusedError("send Content-Type: application/json", status=415)
-        rows = _json(await request.body())
-        many = isinstance(rows, list)
-        rows = rows if many else [rows]
-        if not 1 <= len(rows) <= _MOST_AT_ONCE:
-            raise RefusedError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
-        key = request.headers.get("idempotency-key")
-        requests = []
-        for number, row in enumerate(rows):
-            if key is not None and isinstance(row, dict):
-                row = {"key": f"{key} {number}" if many else key} | row
-            requests.append(parse(row, f"request {number + 1} of {len(rows)}: " if many else ""))
-        done = await run_in_threadpool(desk.perform, requests)
+        body, key = await read_body(request), request.headers.get("idempotency-key")
+        done = await run_in_threadpool(lambda: desk.perform(_requests(body, key)))
         return {"ids": done.ids, "new": done.new}
 
     @app.get("/feedback")
@@ -112,8 +108,18 @@ def _is_program(request: Request) -> bool:
     return request.url.path.startswith(("/feedback", "/health")) or "text/html" not in request.headers.get("accept", "")
 
 
-def _json(body: bytes) -> Any:
+def _requests(body: bytes, key: str | None) -> list[Feedback]:
     try:
-        return json.loads(body)
+        rows = json.loads(body)
     except (ValueError, RecursionError) as error:
         raise RefusedError(f"the body is no JSON: {error}") from error
+    many = isinstance(rows, list)
+    rows = rows if many else [rows]
+    if not 1 <= len(rows) <= _MOST_AT_ONCE:
+        raise RefusedError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
+    requests = []
+    for number, row in enumerate(rows):
+        if key is not None and isinstance(row, dict):
+            row = {"key": f"{key} {number}" if many else key} | row
+        requests.append(parse(row, f"request {number + 1} of {len(rows)}: " if many else ""))
+    return requests

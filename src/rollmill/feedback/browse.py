@@ -107,9 +107,11 @@ def browse(desk: Desk, filters: Filters) -> Found:
 
 
 def neighbours(stored: Stored, step: int, name: str) -> tuple[StoredGroup | None, StoredGroup | None]:
-    """The groups before and after one, across steps."""
+    """The groups before and after one, across steps. Raises RefusedError where there is none of this name."""
     here = stored.groups(step)
-    place = next(index for index, group in enumerate(here) if group.name == name)
+    place = next((index for index, group in enumerate(here) if group.name == name), None)
+    if place is None:
+        raise RefusedError(f"step {step} has no group {name!r}", status=404)
     steps = stored.steps()
     earlier = [other for other in steps if other < step]
     later = [other for other in steps if other > step]

@@ -75,7 +75,7 @@ class Desk:
                     status = error.status if isinstance(error, RefusedError) else 422
                     raise RefusedError(f"{where}{error}", status) from error
             new = list(made.values())
-            self._mark_replaced(new)
+            self._mark_replaced(new, {_id(order.request) for order in orders if order.at is not None})
             self.acts.add(new)
             self._undo_replaced(ids)
             return Done(ids, len(new))
@@ -181,17 +181,27 @@ class Desk:
         """Those in whose place these acts stand. A request repeated after an error in between comes by here, too."""
         acts = {act.id: act for act in self.acts.all() if act.undone_by is None}
         for act in (acts[id] for id in ids if id in acts):
-            self.acts.undo([old for old in act.replaces if old in acts], act.author)
+            over = [act.id] if any(later in acts for later in act.late) else []
+            self.acts.undo([old for old in act.replaces if old in acts] + over, act.author)
 
-    def _mark_replaced(self, made: Sequence[Group]) -> None:
-        """Note in each new group which act it takes the place of."""
-        standing = {(act.author, act.slot): act.id for act in self.acts.all() if act.slot and act.undone_by is None}
+    def _mark_replaced(self, made: Sequence[Group], dated: set[str]) -> None:
+        """Note in each new group which act it takes the place of, or, if it was made earlier, which one stands.
+
+        Args:
+            dated: ids of groups that say when they were made; others are the newest.
+        """
+        acts = [act for act in self.acts.all() if act.slot and act.undone_by is None]
+        standing = {(act.author, act.slot): (act.id, act.at) for act in acts}
         for group in made:
             place = group.author, group.info.get("slot", "")
-            if place in standing:
-                group.info["replaces"] = [standing[place]]
+            id, at = standing.get(place, ("", 0.0))
+            if id and group.id in dated and group.created_at < at:
+                group.info["late"] = [id]
+                continue
+            if id:
+                group.info["replaces"] = [id]
             if place[1]:
-                standing[place] = group.id
+                standing[place] = group.id, group.created_at
 
 
 def _id(request: Request) -> str:

@@ -8,6 +8,7 @@ sites may not send without being asked first.
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 import socket
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from starlette.responses import Response
 
 MAX_BODY = 8 * 2**20
+BODY_S = 60.0
 TOKEN_COOKIE = "rollmill-token"
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -103,6 +105,15 @@ def add_headers(response: Response) -> None:
     """What every answer says to browsers: run only this server's scripts, never inside a frame, keep nothing."""
     for name, value in _HEADERS.items():
         response.headers[name] = value
+
+
+async def read_body(request: Request) -> bytes:
+    """The body. Raises RefusedError where it has not come after BODY_S."""
+    try:
+        async with asyncio.timeout(BODY_S):
+            return await request.body()
+    except TimeoutError as error:
+        raise RefusedError(f"the body had not come after {BODY_S:.0f} s; send it again", status=408) from error
 
 
 def _check_size(request: Request) -> None:

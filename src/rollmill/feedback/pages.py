@@ -14,9 +14,10 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
+from rollmill.core.errors import RollmillError
 from rollmill.feedback.browse import Filters, browse, neighbours
 from rollmill.feedback.desk import Desk
-from rollmill.feedback.guard import Guard
+from rollmill.feedback.guard import Guard, read_body
 from rollmill.feedback.refused import RefusedError
 from rollmill.feedback.requests import author_of, parse
 from rollmill.feedback.shown import Card, cards, plainly
@@ -56,9 +57,9 @@ class Pages:
         for name, kind in _STATIC.items():
             app.get(f"/static/{name}", include_in_schema=False)(_file(name, kind))
 
-    def error(self, message: str, status: int, kept: str | None = None) -> Response:
+    def error(self, request: Request, message: str, status: int, kept: str | None = None) -> Response:
         """What went wrong, with the text that was typed."""
-        return self._render("error.html.j2", None, status, message=message, kept=kept)
+        return self._render("error.html.j2", request, status, message=message, kept=kept)
 
     def index(self, request: Request) -> Response:
         """Groups, filtered."""
@@ -105,12 +106,17 @@ class Pages:
 
     def _form(self, act: Callable[[Request, dict[str, str]], Response]) -> Callable[..., Any]:
         async def handle(request: Request) -> Response:
-            form = _fields(request, await request.body())
+            body = await read_body(request)
+            return await run_in_threadpool(answer, request, body)
+
+        def answer(request: Request, body: bytes) -> Response:
+            form = _fields(request, body)
             try:
                 self._guard.check_form(form)
-                return await run_in_threadpool(act, request, form)
-            except RefusedError as error:
-                return self.error(str(error), error.status, form.get("text"))
+                return act(request, form)
+            except RollmillError as error:
+                status = error.status if isinstance(error, RefusedError) else 500
+                return self.error(request, str(error), status, form.get("text"))
 
         return handle
 
@@ -150,11 +156,12 @@ class Pages:
     def _name(self, request: Request) -> str:
         return unquote(request.cookies.get(AUTHOR_COOKIE, "")) or self._author
 
-    def _render(self, template: str, request: Request | None, status: int = 200, **context: Any) -> Response:
+    def _render(self, template: str, request: Request, status: int = 200, **context: Any) -> Response:
+        here = request.url.path + ("?" + request.url.query).rstrip("?")
         context |= {
             "run": self._desk.stored.run_dir.resolve().name,
-            "author": self._author if request is None else self._name(request),
-            "here": "/" if request is None else str(request.url.path) + ("?" + str(request.url.query)).rstrip("?"),
+            "author": self._name(request),
+            "here": here if request.method == "GET" else "/",
         }
         page = self._environment.get_template(template).render(context)
         body = page.encode("utf-8", "replace")  # a completion may hold lone surrogates

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from enum import StrEnum
 from hashlib import sha256
+from itertools import islice
 from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -125,6 +126,7 @@ _SHAPES: list[tuple[set[str], type[Request]]] = [
     ({"response", "rating"}, Grade),
     ({"response"}, Demonstrate),
 ]
+_MOST_NAMED = 10
 _KNOWN = (
     "{completion, rating}, {completion, text}, {better, worse}, {prompt, response}, {prompt, chosen, rejected} or "
     "{prompt, response, rating}, each with author"
@@ -134,7 +136,7 @@ _KNOWN = (
 def parse(row: Any, where: str = "") -> Request:
     """The request that a JSON object makes; `messages` is another name of `prompt`.
 
-    Raises RefusedError naming every key that is wrong, with `where` in front.
+    Raises RefusedError naming the keys that are wrong, with `where` in front.
     """
     if not isinstance(row, dict):
         raise RefusedError(f"{where}expected a JSON object, found {type(row).__name__}")
@@ -142,7 +144,7 @@ def parse(row: Any, where: str = "") -> Request:
         row = {("prompt" if key == "messages" else key): value for key, value in row.items()}
     model = next((model for keys, model in _SHAPES if keys <= row.keys()), None)
     if model is None:
-        found = ", ".join(map(str, row)) or "none"
+        found = ", ".join(islice(map(str, row), 20)) or "none"
         raise RefusedError(f"{where}no feedback has these keys ({printable(found)[:200]}); expected {_KNOWN}")
     try:
         return model.model_validate(row)
@@ -151,11 +153,12 @@ def parse(row: Any, where: str = "") -> Request:
 
 
 def _in_words(error: ValidationError) -> str:
-    wrong = []
-    for each in error.errors(include_url=False, include_context=False):
+    wrong, found = [], error.errors(include_url=False, include_context=False, include_input=False)
+    for each in found[:_MOST_NAMED]:
         place = ".".join(str(part) for part in each["loc"])
         wrong.append(f"{printable(place)[:80]}: {each['msg'].removeprefix('Value error, ')}")
-    return "; ".join(wrong)
+    more = len(found) - _MOST_NAMED
+    return "; ".join(wrong) + (f"; and {more} more" if more > 0 else "")
 
 
 def author_of(name: str) -> str:

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from rollmill.buffer.build import FILE, url_of
-from rollmill.buffer.database import Database, sqlite_url
-from rollmill.buffer.sql import SqlStore
-from rollmill.core.errors import ConfigError, StoreError
+from rollmill.buffer.build import run_store
+from rollmill.core.errors import ConfigError
 from rollmill.feedback.desk import Desk
 from rollmill.feedback.guard import Guard
 from rollmill.monitor.rollouts import check_run_dir
 
 if TYPE_CHECKING:
     import uvicorn
+
+_LAST_ANSWERS_S = 5
 
 
 def open_desk(run_dir: Path) -> Desk:
@@ -27,12 +26,7 @@ def open_desk(run_dir: Path) -> Desk:
         ModelError: the run has stored no tokenizer.
         StoreError: the database cannot be opened.
     """
-    config, machine = check_run_dir(run_dir) / "config.yaml", run_dir / "machine.json"
-    url = url_of(run_dir) if config.is_file() else None
-    run_id = json.loads(machine.read_text()).get("run_id") if machine.is_file() else None
-    if run_id is None:
-        raise StoreError(f"{machine} does not say the run's id, by which its rows are found; start or resume the run")
-    return Desk(run_dir, SqlStore(Database(url or sqlite_url(run_dir / FILE)), run_id))
+    return Desk(run_dir, run_store(check_run_dir(run_dir)))
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -58,6 +52,7 @@ def make_server(desk: Desk, guard: Guard, author: str) -> uvicorn.Server:
             "`rollmill feedback` needs the fastapi and uvicorn libraries: pip install 'rollmill[feedback]'"
         ) from error
     app = make_app(desk, guard, author)
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
     return uvicorn.Server(
-        uvicorn.Config(app, log_level="warning", access_log=False, server_header=False, lifespan="off", ws="none")
+        uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S)
     )

@@ -13,23 +13,31 @@ from rollmill.core.types import Experience
 from rollmill.feedback.acts import Act
 from rollmill.feedback.requests import Kind
 
+LONGEST = 200_000
+"""How many characters of a text a page shows."""
 _ODD = re.compile(
     "([\x00-\x08\x0b-\x1f\x7f-\x9f\u00ad\u061c\u180e\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
-    "\ud800-\udfff\U000e0000-\U000e0fff])"
+    "\ud800-\udfff\U000e0000-\U000e0fff]+)"
 )
 """Control characters, text direction, and what has no width; joiners of scripts and emoji (200c, 200d) are left."""
 
 
 def plainly(text: str) -> Markup:
-    """Text for a page: markup escaped; what steers direction or is invisible spelled out and marked."""
-    return Markup("").join(
-        _spelled(piece) if number % 2 else piece  # every second piece is an odd character
-        for number, piece in enumerate(_ODD.split(text))
+    """Text for a page: markup escaped; what steers direction or is invisible spelled out and marked; the end of a very
+    long one left out.
+    """
+    shown = Markup(
+        ""
+    ).join(
+        _spelled(piece) if number % 2 else piece  # every second piece is odd
+        for number, piece in enumerate(_ODD.split(text[:LONGEST]))
     )
+    more = len(text) - LONGEST
+    return shown + Markup('<span class="odd">and {} characters more</span>').format(more) if more > 0 else shown
 
 
-def _spelled(character: str) -> Markup:
-    return Markup('<span class="odd">{}</span>').format(character.encode("unicode_escape").decode("ascii"))
+def _spelled(characters: str) -> Markup:
+    return Markup('<span class="odd">{}</span>').format(characters.encode("unicode_escape").decode("ascii"))
 
 
 @dataclass(frozen=True, slots=True)

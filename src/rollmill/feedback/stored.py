@@ -124,7 +124,10 @@ class Stored:
 
     def _read(self, file: BinaryIO, entry: Entry) -> Experience:
         file.seek(entry.offset)
-        return decode_experience(json.loads(file.readline()))
+        try:
+            return decode_experience(json.loads(file.readline()))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RollmillError(f"{file.name}: {entry.id} is no stored experience ({error!r}).") from error
 
 
 def _signature(descriptor: int) -> _Signature:

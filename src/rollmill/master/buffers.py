@@ -7,12 +7,11 @@ from functools import cached_property
 from pathlib import Path
 
 from rollmill.buffer import Shelf, Store
-from rollmill.buffer.build import FILE, open_run, open_store, url_of
+from rollmill.buffer.build import FILE, database_url, open_run, open_store, run_store
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.parquet import read_parquet
 from rollmill.buffer.shelves import Shelves
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import AbsentError
 
 
 class Buffers:
@@ -72,17 +71,17 @@ class Buffers:
         return self._open[name]
 
     def _feedback(self) -> Store | None:
-        """Where feedback is put on a run that keeps nothing there itself; None while nobody has said anything."""
+        """Where feedback is put on a run that keeps nothing there itself; None while nobody has said anything.
+
+        Opened for writing: the file may be there before its tables are.
+        """
         if not (self._has_url or (self._run_dir / FILE).is_file()):
             return None
-        try:
-            return self._kept("feedback", lambda: open_run(self._run_dir))
-        except AbsentError:
-            return None
+        return self._kept("feedback", lambda: run_store(self._run_dir))
 
     @cached_property
     def _has_url(self) -> bool:
-        return url_of(self._run_dir) is not None
+        return database_url(self._run_dir) is not None
 
 
 def _read(file: Path) -> MemoryStore:

@@ -1,0 +1,59 @@
+"""What commands print: tables, lines that cannot steer a terminal, and JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.text import Text
+
+
+def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
+    """A table; columns separated by tabs when nobody watches."""
+    from rollmill.monitor.printable import one_line
+
+    cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
+    if not sys.stdout.isatty():
+        for line in ([title] if title else []) + ["\t".join(row) for row in [header, *cells]]:
+            print_line(line)
+        return
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(title) if title else None, title_justify="left")
+    for name in header:
+        table.add_column(Text(name))
+    for row in cells:
+        table.add_row(*map(Text, row))
+    Console().print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
+
+
+def print_line(line: str | Text) -> None:
+    """A line in which nothing steers the terminal; colours only where somebody watches."""
+    if isinstance(line, str) or not sys.stdout.isatty():
+        from rollmill.monitor.printable import printable
+
+        typer.echo(printable(str(line)))
+        return
+    from rich.console import Console
+
+    Console().print(line)
+
+
+def print_json(value: Any) -> None:
+    """One line of JSON; NaN and infinities as null."""
+    from rollmill.monitor.files import plain
+
+    typer.echo(json.dumps(plain(value), allow_nan=False))
