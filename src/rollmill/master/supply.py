@@ -17,12 +17,13 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollmill.buffer import Group, GroupQueue, Shelf, Store
-from rollmill.buffer.base import PIPELINE, oldest_version
+from rollmill.buffer.base import oldest_version
+from rollmill.buffer.grouping import grouped
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.replay import mean_advantage
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError, PipelineError
-from rollmill.core.types import Experience, Source, Task
+from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
 from rollmill.master.measures import REPLAYED
@@ -258,27 +259,6 @@ class Supply:
         return future
 
 
-def grouped(experiences: Sequence[Experience], group: str, tokenizer: str) -> list[Group]:
-    """What a pipeline left of one group, and made from it, as groups on their shelves.
-
-    Args:
-        tokenizer: fingerprint of the one that made the tokens; what is made may be learned from by other runs.
-    """
-    usual = [e for e in experiences if e.source is Source.USUAL]
-    made: dict[str, list[Experience]] = {}
-    for experience in experiences:
-        if experience.source is not Source.USUAL:
-            paired = experience.source is Source.PREFERENCE
-            made.setdefault(experience.group if paired else experience.id, []).append(experience)
-    found = [Group(group, usual, priority=_mean_priority(usual))] if usual else []
-    shelves = {Source.EXPERT: Shelf.EXPERT, Source.PREFERENCE: Shelf.PREFERENCE}
-    info = {"tokenizer": tokenizer}
-    made_groups = [
-        Group(name, own, shelves[own[0].source], writer=PIPELINE, info=dict(info)) for name, own in made.items()
-    ]
-    return found + made_groups
-
-
 def _copied(experience: Experience) -> Experience:
     """A copy for operators to change: a checkpoint made while a step is under way holds what the explorer made."""
     arrays = {name: getattr(experience, name).copy() for name in ("token_ids", "action_mask", "logprobs", "versions")}
@@ -289,10 +269,6 @@ def _copied(experience: Experience) -> Experience:
 def _marked(experience: Experience) -> Experience:
     """A copy that can be told from fresh ones."""
     return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)
-
-
-def _mean_priority(experiences: Sequence[Experience]) -> float:
-    return float(np.mean([e.info.get("priority", 1.0) for e in experiences]))
 
 
 async def within(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
