@@ -172,8 +172,7 @@ class StageRun:
             usual = self.config.rollout.batch * self.config.rollout.group_size
             others = others + self._demonstrations(math.ceil(algorithm.expert_ratio * usual))
         await self._infer(supply, others)
-        with self._trace.during("reward"):
-            return await supply.collect(self.version) + others
+        return await supply.collect(self.version) + others
 
     async def _infer(self, supply: Supply, others: list[Experience]) -> None:
         """The trainer's passes over the next batch that need no rewards."""

@@ -133,12 +133,13 @@ class Supply:
             if not len(self._queue):
                 with self._trace.during("rollout"):
                     await self.roll_out(version)
-            for experiences in await self._queue.get(missing, rollout.deadline_s):
-                self._observe(experiences)
-                if self._is_late(experiences, version):
-                    self._late += 1
-                else:
-                    wasted += not await self._verify(experiences, version)
+            with self._trace.during("reward"):
+                for experiences in await self._queue.get(missing, rollout.deadline_s):
+                    self._observe(experiences)
+                    if self._is_late(experiences, version):
+                        self._late += 1
+                    else:
+                        wasted += not await self._verify(experiences, version)
             if wasted > rollout.refills * rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
         fresh = self._store.take(
