@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from bench.ours.repair import repair_stage
 from bench.worker import Channel, versions
 
 TRAINED, BALANCED = (0.9, 0.07, 0.03), (1 / 3, 1 / 3, 1 / 3)
@@ -15,21 +16,8 @@ TRAINED, BALANCED = (0.9, 0.07, 0.03), (1 / 3, 1 / 3, 1 / 3)
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     """Build the repair stage on the checkpoint and follow the parent's commands."""
-    import torch
-
-    from rollmill.config.loader import load_run
-    from rollmill.config.model import ModelConfig
     from rollmill.config.taskset import TasksetConfig
-    from rollmill.master.selection import select_tasks
-    from rollmill.master.stage import StageRun
-    from rollmill.models.load import load_policy
-    from rollmill.quickstart import addition
-    from rollmill.tasks import load_taskset
-    from rollmill.trainer import choose_precision
 
-    torch.set_num_threads(1)
-    config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]
-    assert config.evaluation is not None
     train = TasksetConfig(
         function="bench.sums:rows", options={"size": args.tasks, "seed": args.seed, "shares": TRAINED}, order=args.order
     )
@@ -37,21 +25,7 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         function="bench.sums:rows",
         options={"size": args.held_out, "seed": 7, "shares": BALANCED, "held_out": True},
     )
-    evaluation = config.evaluation.model_copy(
-        update={"taskset": held_out, "limit": None, "greedy": False, "samples": 1, "every": args.every}
-    )
-    config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
-    device = torch.device("cpu")
-    policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
-    precision = choose_precision(policy.model, device)
-    tasks = select_tasks(config, policy, load_taskset(train), load_taskset(held_out))
-    stage = StageRun(config, policy, tasks, index=0, seed=args.seed, first_version=0, precision=precision)
-
-    async def accuracy() -> float:
-        assert stage.evaluator is not None
-        metrics, _ = await stage.evaluator.evaluate(600)
-        return metrics["eval/sampled"]
-
+    stage, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"rollouts": 0, "tokens": 0, "seconds": 0.0, "uniform": 0.0}

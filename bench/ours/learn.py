@@ -7,43 +7,16 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from bench.ours.repair import repair_stage
 from bench.worker import Channel, versions
 
 
 async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     """Build the repair stage on the checkpoint and follow the parent's commands."""
-    import torch
-
-    from rollmill.config.loader import load_run
-    from rollmill.config.model import ModelConfig
     from rollmill.config.taskset import TasksetConfig
-    from rollmill.master.selection import select_tasks
-    from rollmill.master.stage import StageRun
-    from rollmill.models.load import load_policy
-    from rollmill.quickstart import addition
-    from rollmill.tasks import load_taskset
-    from rollmill.trainer import choose_precision
 
-    torch.set_num_threads(1)
-    config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]
-    assert config.evaluation is not None
-    held_out = TasksetConfig(path=args.folder / "held_out.jsonl")
-    evaluation = config.evaluation.model_copy(
-        update={"taskset": held_out, "limit": None, "greedy": False, "samples": 1, "every": args.every}
-    )
-    train = TasksetConfig(path=args.folder / "train.jsonl")
-    config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
-    device = torch.device("cpu")
-    policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
-    precision = choose_precision(policy.model, device)
-    tasks = select_tasks(config, policy, load_taskset(train), load_taskset(held_out))
-    stage = StageRun(config, policy, tasks, index=0, seed=args.seed, first_version=0, precision=precision)
-
-    async def accuracy() -> float:
-        assert stage.evaluator is not None
-        metrics, _ = await stage.evaluator.evaluate(600)
-        return metrics["eval/sampled"]
-
+    train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
+    stage, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+from pathlib import Path
 from typing import Any
 
 from bench.models import model_dir, prompts
@@ -31,6 +32,7 @@ def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollo
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
     from rollmill.config.trainer import TrainerConfig
+    from rollmill.master.buffers import Buffers
     from rollmill.master.selection import StageTasks
     from rollmill.master.stage import StageRun
     from rollmill.models.load import Policy
@@ -55,7 +57,9 @@ def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollo
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.taskset), experts=None, held_out=[], notes=[])
-    return StageRun(config, policy, tasks, index=0, seed=0, first_version=0, precision=precision), precision
+    common: dict[str, Any] = {"first_version": 0, "precision": precision}
+    stage = StageRun(config, policy, tasks, index=0, seed=0, buffers=Buffers(Path(), "", read_only=True), **common)
+    return stage, precision
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:

@@ -1,0 +1,50 @@
+"""The quickstart's second stage on a warm-started checkpoint, as the workers of `learn` and `curriculum` run it."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollmill.config.taskset import TasksetConfig
+    from rollmill.master.stage import StageRun
+
+
+def repair_stage(
+    args: argparse.Namespace, train: TasksetConfig, held_out: TasksetConfig
+) -> tuple[StageRun, str, Callable[[], Awaitable[float]]]:
+    """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy."""
+    import torch
+
+    from rollmill.config.loader import load_run
+    from rollmill.config.model import ModelConfig
+    from rollmill.master.buffers import Buffers
+    from rollmill.master.selection import select_tasks
+    from rollmill.master.stage import StageRun
+    from rollmill.models.load import load_policy
+    from rollmill.quickstart import addition
+    from rollmill.tasks import load_taskset
+    from rollmill.trainer import choose_precision
+
+    torch.set_num_threads(1)
+    config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]
+    assert config.evaluation is not None
+    changes: dict[str, Any] = {"limit": None, "greedy": False, "samples": 1, "every": args.every}
+    evaluation = config.evaluation.model_copy(update=changes | {"taskset": held_out})
+    config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
+    device = torch.device("cpu")
+    policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
+    precision = choose_precision(policy.model, device)
+    tasks = select_tasks(config, policy, load_taskset(train), load_taskset(held_out))
+    buffers = Buffers(args.folder, "", read_only=True)
+    common: dict[str, Any] = {"first_version": 0, "precision": precision, "buffers": buffers}
+    stage = StageRun(config, policy, tasks, index=0, seed=args.seed, **common)
+
+    async def accuracy() -> float:
+        assert stage.evaluator is not None
+        metrics, _ = await stage.evaluator.evaluate(600)
+        return metrics["eval/sampled"]
+
+    return stage, precision, accuracy
