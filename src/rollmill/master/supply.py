@@ -210,7 +210,7 @@ class Supply:
     def metrics(self) -> dict[str, float]:
         """What rollouts and pipeline did since the last call, and what the sampler knows."""
         found = dict(self._sampler.metrics())
-        if len(self._pipeline):
+        if len(self._pipeline) or self._late:
             rewards = [reward for group in self._raw for reward in group]
             found |= {"raw/groups": float(len(self._raw)), "raw/late": float(self._late)}
             found |= {"raw/reward": float(np.mean(rewards))} if rewards else {}
