@@ -16,6 +16,7 @@ from rollmill.monitor.view import PlainView
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 
+@pytest.mark.slow
 def test_a_policy_learns_from_the_reward_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     shutil.copytree(EXAMPLES, tmp_path / "examples")
