@@ -7,7 +7,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, func, select, update
 
-from rollmill.buffer import schema
+import rollmill.buffer.schema as schema
 from rollmill.buffer.base import Shelf
 from rollmill.buffer.queries import CHUNK, Rows
 from rollmill.buffer.sql import SqlStore

@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
-from rollmill.buffer import schema
+import rollmill.buffer.schema as schema
 from rollmill.buffer.log import COPIED_BYTES, MOST_BYTES, Log
 from rollmill.buffer.trouble import failure, passes, shown
 from rollmill.core.errors import StoreError

@@ -11,7 +11,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, func, select
 
-from rollmill.buffer import schema
+import rollmill.buffer.schema as schema
 from rollmill.buffer.base import Shelf
 from rollmill.buffer.rows import searchable
 from rollmill.buffer.sql import SqlStore

@@ -8,7 +8,7 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
-from rollmill.buffer import schema
+import rollmill.buffer.schema as schema
 from rollmill.buffer.base import EXPLORER, PIPELINE, Group, Shelf
 from rollmill.buffer.replay import Candidates
 from rollmill.buffer.rows import Row, experiences_from, group_from

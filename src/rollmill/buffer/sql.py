@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from sqlalchemy import ColumnElement, func, select, update
 
-from rollmill.buffer import schema
+import rollmill.buffer.schema as schema
 from rollmill.buffer.base import FEEDBACK, Group, Shelf, checked, moved
 from rollmill.buffer.database import Database
 from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, older, waiting
