@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any, TypedDict
@@ -159,4 +160,35 @@ def experience_from_completion(
             "queue": completion.started_at - completion.submitted_at,
             "generate": completion.finished_at - completion.started_at,
         },
+    )
+
+
+def demonstrated_experience(
+    token_ids: Sequence[int] | IntArray,
+    first: int,
+    *,
+    id: str,
+    task_id: str,
+    group: str,
+    turns: list[Turn],
+    prompt: str,
+    response: str,
+    source: Source = Source.EXPERT,
+    info: dict[str, Any] | None = None,
+) -> Experience:
+    """Tokens that no policy produced as an experience: log-probs 0, versions -1; from `first` on they are imitated."""
+    ids = np.array(token_ids, np.int32)
+    return Experience(
+        id=id,
+        task_id=task_id,
+        group=group,
+        token_ids=ids,
+        action_mask=np.arange(len(ids)) >= first,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), -1, np.int32),
+        source=source,
+        turns=turns,
+        prompt=prompt,
+        response=response,
+        info=info or {},
     )

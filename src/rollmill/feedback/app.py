@@ -49,6 +49,15 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
         add_headers(response)
         return response
 
+    _add_errors(app, pages)
+    _add_api(app, desk)
+    pages.add_to(app)
+    return app
+
+
+def _add_errors(app: FastAPI, pages: Pages) -> None:
+    """What is answered where a request fails: JSON to programs, a page to people."""
+
     def _refusal(request: Request, status: int, message: str) -> Response:
         if _is_program(request):
             return JSONResponse({"error": message}, status_code=status)
@@ -67,6 +76,10 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
     async def invalid(request: Request, error: RequestValidationError) -> Response:
         wrong = [f"{'.'.join(map(str, each['loc'][1:]))}: {each['msg']}" for each in error.errors()]
         return _refusal(request, 422, "; ".join(wrong))
+
+
+def _add_api(app: FastAPI, desk: Desk) -> None:
+    """Feedback by programs."""
 
     @app.get("/health")
     def health() -> dict[str, Any]:
@@ -99,9 +112,6 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
         if not desk.undo(id, author_of(author)):
             raise RefusedError(f"{id} was undone before", status=409)
         return {"id": id, "undone_by": author}
-
-    pages.add_to(app)
-    return app
 
 
 def _is_program(request: Request) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 
 from rollmill.buffer import Group, Shelf
 from rollmill.buffer.base import FEEDBACK
-from rollmill.core.types import Experience, Source, StopReason, Task, Turn
+from rollmill.core.types import Experience, Source, Task, Turn, demonstrated_experience
 from rollmill.feedback.refused import RefusedError
 from rollmill.models.run_tokenizer import RunTokenizer
 from rollmill.monitor.printable import printable
@@ -123,18 +123,13 @@ def _written(task: Task, text: str, tokenizer: RunTokenizer, id: str, group: str
 def _demonstration(
     id: str, task: str, group: str, token_ids: Any, start: int, turns: list[Turn], prompt: str, text: str
 ) -> Experience:
-    count = len(token_ids)
-    return Experience(
+    return demonstrated_experience(
+        token_ids,
+        start,
         id=id,
         task_id=task,
         group=group,
-        token_ids=token_ids,
-        action_mask=np.arange(count) >= start,
-        logprobs=np.zeros(count, np.float32),
-        versions=np.full(count, -1, np.int32),
-        source=Source.EXPERT,
-        stop_reason=StopReason.EOS,
-        turns=[*turns, Turn("assistant", start, count, text)],
+        turns=[*turns, Turn("assistant", start, len(token_ids), text)],
         prompt=prompt,
         response=text,
     )

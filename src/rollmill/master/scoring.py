@@ -21,6 +21,7 @@ from rollmill.core.types import Task
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.master.engine import native_engine
 from rollmill.master.launch import device_of
 from rollmill.master.selection import select_tasks
 from rollmill.models.load import Policy, load_policy
@@ -199,14 +200,6 @@ async def _roll_out(
 def _engine(stage: StageConfig, policy: Policy) -> NativeEngine:
     wanted = stage.trainer.precision
     precision = choose_precision(policy.model, policy.device) if wanted == "auto" else wanted
-    engine = NativeEngine(
-        policy.model,
-        policy.tokenizer,
-        eos_ids=policy.eos_ids,
-        context=policy.context,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-        max_sequences=stage.rollout.max_sequences,
-        prefill_tokens=stage.rollout.prefill_tokens,
-    )
+    engine = native_engine(policy, stage.rollout, precision)
     InPlace(engine).publish(0)
     return engine

@@ -16,8 +16,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollmill.algorithms import build_recipe
 from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
@@ -28,10 +26,10 @@ from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Task
-from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
 from rollmill.master.buffers import Buffers
+from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
@@ -90,15 +88,7 @@ class StageRun:
         if config.rewards or config.algorithm.uses_rollouts:
             self._judge = self._build_judge(config.rewards)
         self._trainer = self._make_trainer(config.trainer.model_copy(update={"precision": precision}))
-        self._engine = NativeEngine(
-            policy.model,
-            policy.tokenizer,
-            eos_ids=policy.eos_ids,
-            context=policy.context,
-            dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
-            max_sequences=config.rollout.max_sequences,
-            prefill_tokens=config.rollout.prefill_tokens,
-        )
+        self._engine = native_engine(policy, config.rollout, precision)
         self._sync = InPlace(self._engine)
         self._sync.publish(first_version)
         self._trace = Trace()

@@ -11,7 +11,7 @@ import numpy as np
 from rollmill.config.hints import did_you_mean
 from rollmill.config.operators import DataJuicer
 from rollmill.core.errors import ConfigError
-from rollmill.core.types import Experience, Source, StopReason, Turn
+from rollmill.core.types import Experience, Turn, demonstrated_experience
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.reading import ended, prompt_length, succeeded, usual
 
@@ -95,16 +95,12 @@ class DataJuicerOperators:
             return
         ids = np.concatenate([experience.token_ids[:start], np.array(new, np.int32)]).astype(np.int32)
         name = f"{experience.id}/{batch.operator}"
-        made = Experience(
+        made = demonstrated_experience(
+            ids,
+            start,
             id=name,
             task_id=experience.task_id,
             group=name,
-            token_ids=ids,
-            action_mask=np.arange(len(ids)) >= start,
-            logprobs=np.zeros(len(ids), np.float32),
-            versions=np.full(len(ids), -1, np.int32),
-            source=Source.EXPERT,
-            stop_reason=StopReason.EOS,
             turns=[Turn("prompt", 0, start, experience.prompt), Turn("assistant", start, len(ids), text)],
             prompt=experience.prompt,
             response=text,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmill.config.operators import Reflection
-from rollmill.core.types import Experience, IntArray, Source, StopReason, Turn
+from rollmill.core.types import Experience, IntArray, StopReason, Turn, demonstrated_experience
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
 from rollmill.pipelines.reading import ended, length_of, prompt_length, succeeded
@@ -72,16 +72,12 @@ def _reflected(
     imitated = len(tried) + (0 if options.imitate_cue else len(cue))
     ends = [len(tried), len(tried) + len(cue), len(ids)]
     name = f"{attempt.id}/{batch.operator}"
-    return Experience(
+    return demonstrated_experience(
+        ids,
+        imitated,
         id=name,
         task_id=attempt.task_id,
         group=name,
-        token_ids=ids,
-        action_mask=np.arange(len(ids)) >= imitated,
-        logprobs=np.zeros(len(ids), np.float32),
-        versions=np.full(len(ids), -1, np.int32),
-        source=Source.EXPERT,
-        stop_reason=StopReason.EOS,
         turns=[
             Turn("prompt", 0, start, attempt.prompt),
             Turn("attempt", start, ends[0], attempt.response),

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from rollmill.core.errors import TasksetError
-from rollmill.core.types import Experience, Source, StopReason, Task, Turn
+from rollmill.core.types import Experience, Source, Task, Turn, demonstrated_experience
 
 
 def prompt_text(task: Task, tokenizer: Any) -> str:
@@ -80,17 +78,14 @@ def _demonstrated(
     ids, n_prompt = encode_demonstration(task, tokenizer, eos_id, response)
     prompt = prompt_text(task, tokenizer)
     assert response is not None
-    return Experience(
+    return demonstrated_experience(
+        ids,
+        n_prompt,
         id=f"{group}/{name}",
         task_id=task.id,
         group=group,
-        token_ids=np.array(ids, np.int32),
-        action_mask=np.arange(len(ids)) >= n_prompt,
-        logprobs=np.zeros(len(ids), np.float32),
-        versions=np.full(len(ids), -1, np.int32),
-        source=source,
-        stop_reason=StopReason.EOS,
         turns=[Turn("prompt", 0, n_prompt, prompt), Turn("assistant", n_prompt, len(ids), response)],
         prompt=prompt,
         response=response,
+        source=source,
     )
