@@ -14,6 +14,7 @@ from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.base import Section
+from rollmill.config.environments import EnvironmentSection
 from rollmill.config.hints import Home, homes, quoted, sections_of, unwrap
 from rollmill.config.order import OrderSection, TrackedOrder
 from rollmill.config.resolve import RUN_KEYS
@@ -67,6 +68,7 @@ FAMILIES = (
     Family(TasksetSection, "taskset", "keys of tasksets and entries of a mix", "How tasks are prepared and ordered."),
     Family(OrderSection, "taskset.order", "keys of all orders", "The tables of the orders list their own keys."),
     Family(TrackedOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
+    Family(EnvironmentSection, "environment", "keys of all environments", "The tables below list their own keys."),
     Family(
         PolicyGradientOptions,
         "algorithm",

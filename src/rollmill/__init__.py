@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.core.registry import reward as reward
+    from rollmill.explorer.user import environment as environment
+    from rollmill.explorer.user import workflow as workflow
     from rollmill.master import run as run
     from rollmill.monitor.rollouts import load_experiences as load_experiences
     from rollmill.pipelines.user import operator as operator
@@ -20,6 +22,8 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "advantage": "rollmill.recipes.user",
+    "environment": "rollmill.explorer.user",
+    "workflow": "rollmill.explorer.user",
     "algorithm": "rollmill.recipes.user",
     "loss": "rollmill.recipes.user",
     "operator": "rollmill.pipelines.user",
@@ -34,6 +38,7 @@ __all__ = [
     "__version__",
     "advantage",
     "algorithm",
+    "environment",
     "load_experiences",
     "loss",
     "operator",
@@ -41,6 +46,7 @@ __all__ = [
     "reward",
     "run",
     "task_operator",
+    "workflow",
 ]
 
 

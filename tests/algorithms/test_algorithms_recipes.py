@@ -41,6 +41,7 @@ def _rewards(rewards: list[float], groups: list[int], lengths: list[int]) -> Rew
         episodes=torch.arange(n),
         anchors=torch.tensor(groups),
         greedy_rewards=torch.full((n,), torch.nan).double(),
+        step_rewards=values,
         parts={"exact": values},
     )
 

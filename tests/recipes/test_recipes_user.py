@@ -76,7 +76,9 @@ def inputs(n: int = 3) -> TermInputs:
 def rewards(*values: float) -> RewardInputs:
     r, n = torch.tensor(values).double(), len(values)
     nothing = torch.full((n,), torch.nan).double()
-    return RewardInputs(r, torch.zeros(n).long(), torch.ones(n).long(), torch.arange(n), torch.arange(n), nothing, {})
+    return RewardInputs(
+        r, torch.zeros(n).long(), torch.ones(n).long(), torch.arange(n), torch.arange(n), nothing, r, {}
+    )
 
 
 def test_a_loss_is_found_by_name_and_its_options_are_keys() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -128,6 +129,7 @@ def _advantage(
     options: PolicyGradientOptions, max_new_tokens: int, reward_weights: Mapping[str, float] | None
 ) -> Callable[[RewardInputs], Advantages]:
     function: Callable[[RewardInputs], Tensor]
+    knows_episodes = options.advantage.uses_episodes
     if isinstance(options.advantage, PartsNormalised):
         function = partial(_separately, options.advantage, reward_weights or {})
     else:
@@ -143,9 +145,21 @@ def _advantage(
             counted = counted & ~uniform
         elif options.drop_uniform_groups:
             counted = counted & ~advantages.uniform_groups(inputs.rewards, inputs.groups)
-        return Advantages(function(inputs), counted)
+        return Advantages(function(inputs) if knows_episodes else _by_episode(function, inputs), counted)
 
     return advantage
+
+
+def _by_episode(function: Callable[[RewardInputs], Tensor], inputs: RewardInputs) -> Tensor:
+    """Advantages where a rollout that gave several experiences counts once, and each of them has its advantage."""
+    episodes, index = torch.unique(inputs.episodes, return_inverse=True)
+    if len(episodes) == len(index):
+        return function(inputs)
+    first = torch.full_like(episodes, len(index)).scatter_reduce_(0, index, torch.arange(len(index)), "amin")
+    lengths = torch.zeros_like(episodes).index_add_(0, index, inputs.lengths)
+    ones: dict[str, Any] = {key: each[first] for key, each in inputs._asdict().items() if isinstance(each, Tensor)}
+    ones |= {"lengths": lengths, "parts": {name: part[first] for name, part in inputs.parts.items()}}
+    return function(RewardInputs(**ones))[index]
 
 
 def _shaped(options: PolicyGradientOptions, max_new_tokens: int, inputs: RewardInputs) -> tuple[RewardInputs, Tensor]:

@@ -29,6 +29,7 @@ class RewardInputs(NamedTuple):
     episodes: Tensor  #: int64, which episode of several steps the experience belongs to; by default its own
     anchors: Tensor  #: int64, the state the step was taken in; by default the group's
     greedy_rewards: Tensor  #: float64, of the greedy completion of the same prompt, NaN where there is none
+    step_rewards: Tensor  #: float64, of the step alone, where an episode's steps are rewarded; else as `rewards`
     parts: dict[str, Tensor]  #: float64 [N] each, the parts of the reward by name, NaN where missing
 
 

@@ -123,7 +123,7 @@ def stepwise(
 
 
 def gigpo(
-    rewards: Tensor,
+    step_rewards: Tensor,
     groups: Tensor,
     episodes: Tensor,
     anchors: Tensor,
@@ -140,7 +140,7 @@ def gigpo(
     compares the step's discounted return with those of all steps of the group taken in the same state.
 
     Args:
-        rewards: of the step. An episode with a NaN is left out and gets 0.
+        step_rewards: of the step. An episode with a NaN is left out and gets 0.
         groups: ids of the episodes that began alike, the same on all steps of an episode.
         episodes: ids, no two episodes of the batch alike.
         anchors: ids of the state in which the step was taken; states of different groups are never compared.
@@ -151,13 +151,13 @@ def gigpo(
     def relative(values: Tensor, ids: Tensor) -> Tensor:
         return grpo(values, ids, scale=scale, ddof=ddof, eps=eps)
 
-    missing = _any_in(rewards.isnan(), episodes)
-    r = torch.where(missing, torch.nan, rewards.double())
+    missing = _any_in(step_rewards.isnan(), episodes)
+    r = torch.where(missing, torch.nan, step_rewards.double())
     episode = torch.unique(episodes, return_inverse=True)[1]
     total = r.new_zeros(len(r)).index_add_(0, episode, r)[episode]
     states = torch.unique(torch.stack([groups, anchors]), dim=1, return_inverse=True)[1]
     step_level = relative(discounted_returns(r, episodes, gamma=gamma), states)
-    return (stepwise(total, groups, episodes, advantage=relative) + weight * step_level).to(rewards.dtype)
+    return (stepwise(total, groups, episodes, advantage=relative) + weight * step_level).to(step_rewards.dtype)
 
 
 def _following(sequence: Tensor) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from typing import Any
 
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience
@@ -19,6 +20,7 @@ class GroupQueue:
     def __init__(self) -> None:
         self._groups: deque[tuple[str, asyncio.Future[list[Experience]]]] = deque()
         self._unjudged: dict[asyncio.Future[list[Experience]], list[Experience]] = {}
+        self._news = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -30,6 +32,24 @@ class GroupQueue:
     def generated(self, group: asyncio.Future[list[Experience]], experiences: list[Experience]) -> None:
         """The tokens of a group under way are there; the same experiences are judged later."""
         self._unjudged[group] = experiences
+        self._news.set()
+
+    async def all_generated(self) -> None:
+        """Wait until the tokens of all groups are there, or a group has failed (`get` tells how)."""
+        while True:
+            done = [future for _, future in self._groups if future.done()]
+            if any(future.cancelled() or future.exception() is not None for future in done):
+                return
+            waiting = [future for _, future in self._groups if not future.done() and future not in self._unjudged]
+            if not waiting:
+                return
+            self._news.clear()
+            news = asyncio.ensure_future(self._news.wait())
+            try:
+                everything: list[asyncio.Future[Any]] = [*waiting, news]
+                await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                news.cancel()
 
     def peek(self, groups: int) -> list[Experience] | None:
         """What `get` will give, judged or not; None where some tokens are still missing."""

@@ -16,6 +16,7 @@ class Advantage(Part):
     uses_critic: ClassVar[bool] = False
     uses_greedy: ClassVar[bool] = False  #: needs one greedy completion per task
     uses_parts: ClassVar[bool] = False  #: sees the parts of a reward instead of their sum
+    uses_episodes: ClassVar[bool] = False  #: knows that a rollout may give several experiences
 
 
 class GroupNormalised(Advantage):
@@ -106,6 +107,8 @@ class PartsNormalised(Advantage):
 class Stepwise(Advantage):
     """GRPO's advantage of an episode, given to each of its steps; an episode counts once in the baseline."""
 
+    uses_episodes: ClassVar[bool] = True
+
     name: Literal["stepwise"] = "stepwise"
     per_step: bool = False
     """Divide by the number of the episode's steps."""
@@ -113,6 +116,8 @@ class Stepwise(Advantage):
 
 class GroupInGroup(Advantage):
     """Advantage of the episode plus `weight` times that of the step among steps taken in the same state (GiGPO)."""
+
+    uses_episodes: ClassVar[bool] = True
 
     name: Literal["gigpo"] = "gigpo"
     weight: float = Field(1.0, ge=0)

@@ -59,6 +59,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     keys |= _unhonoured_by_buffer(stage)
+    keys |= _unhonoured_by_workflow(stage)
     if not stage.needs_taskset:
         keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
     if evaluation is None:
@@ -78,6 +79,20 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     for path, section in _sections(stage.taskset, ("taskset",)):
         keys |= _unhonoured_in_order(section, path)
     return keys | unhonoured_parts(algorithm)
+
+
+def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of what tasks are rolled out by."""
+    keys: dict[KeyPath, str] = {}
+    name = stage.workflow.name
+    if not stage.workflow.uses_environment:
+        keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
+    if not stage.workflow.asks_judge:
+        for key in ("rewards", "judging"):
+            keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if not stage.algorithm.uses_rollouts and stage.evaluation is None:
+        keys["workflow",] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
+    return keys
 
 
 def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:

@@ -30,6 +30,7 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 def contradictions(stage: StageConfig) -> Iterator[Finding]:
     """Key paths within the stage, each with what is wrong and what to do."""
     yield from _rollouts(stage)
+    yield from _workflow(stage)
     yield from _rewards(stage)
     yield from _buffer(stage)
     yield from _training(stage)
@@ -67,6 +68,12 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
+
+
+def _workflow(stage: StageConfig) -> Iterator[Finding]:
+    if stage.workflow.uses_environment and stage.environment is None:
+        text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
+        yield ("environment",), text
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
@@ -118,6 +125,8 @@ def buffer_contradictions(stages: Sequence[StageConfig]) -> Iterator[Finding]:
 
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
+    if not stage.workflow.asks_judge:
+        return
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if stage.evaluation is not None and stage.algorithm.trains_policy else []
     if users and not stage.rewards:

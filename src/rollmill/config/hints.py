@@ -38,6 +38,8 @@ _NOUNS = {
     "taskset.pipeline": "operator",
     "taskset.order": "order",
     "pipeline": "operator",
+    "workflow": "workflow",
+    "environment": "environment",
 }
 _LISTS = ("rewards", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
 

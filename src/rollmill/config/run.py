@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.held_out import with_held_out
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
@@ -18,6 +19,7 @@ from rollmill.config.rewards.names import part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.trainer import TrainerConfig
+from rollmill.config.workflows import SingleTurn, WorkflowConfig
 from rollmill.recipes import GRPO, AlgorithmConfig
 
 
@@ -93,6 +95,10 @@ class StageConfig(Section):
     """How many versions older than the trained weights a rollout may be. 0 synchronous, 1 one-step-off-policy."""
     taskset: TasksetConfig | None = None
     """What is rolled out or imitated. Needed by all stages but those that learn from `experts.sources` alone."""
+    workflow: WorkflowConfig = SingleTurn()
+    """How a task is rolled out: a name, or a section."""
+    environment: EnvironmentConfig | None = None
+    """What the workflow acts in, if it acts in something: a name, or a section."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
@@ -156,8 +162,8 @@ class RunConfig(StageConfig):
     model: ModelConfig = ModelConfig()
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
-    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`,
-    `@rollmill.order`) is found by name."""
+    `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`, `@rollmill.order`,
+    `@rollmill.workflow`, `@rollmill.environment`) is found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

@@ -27,6 +27,10 @@ class ModelError(RollmillError, ValueError):
     """A checkpoint folder, its tokenizer or its configuration cannot be used."""
 
 
+class WorkflowError(RollmillError):
+    """A workflow or an environment raised, or returned something that is not a reward."""
+
+
 class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
 

@@ -7,15 +7,38 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion
+from rollmill.core.types import Completion, FloatArray, IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Begun:
+    """What a completion begins with: tokens that were sampled earlier, perhaps with older weights. [T] each."""
+
+    token_ids: IntArray
+    logprobs: FloatArray
+    kept_logmass: FloatArray
+    versions: IntArray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Draft:
+    """Tokens that a completion may consist of, and the distribution each was drawn from, as far as it is known.
+
+    Shapes: token_ids [T]; top_ids and top_probs [T, K], the K tokens that were most probable and their probabilities
+    after temperature and truncation. K = 0 stands for tokens that were not sampled but guessed.
+    """
+
+    token_ids: IntArray
+    top_ids: IntArray
+    top_probs: FloatArray
 
 
 @dataclass(slots=True, eq=False)
 class Request:
     """Ask for `n` completions of one prompt.
 
-    A completion depends on the weights, the prompt, `seed` and its index only, not on what shares the batch.
-    `id` names the request in error messages.
+    A completion depends on the weights, the prompt, `seed`, its index and what it is begun with only, not on what
+    shares the batch; a draft changes how it is drawn, never its distribution. `id` names the request in error messages.
     """
 
     prompt_ids: Sequence[int]
@@ -23,6 +46,8 @@ class Request:
     n: int = 1
     seed: int = 0
     id: str = "request"
+    begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
+    drafts: Sequence[Draft | None] = ()  #: by index
 
 
 class RolloutEngine(Protocol):
@@ -37,6 +62,10 @@ class RolloutEngine(Protocol):
 
     def stream(self, request: Request) -> AsyncIterator[Completion]:
         """The n completions one by one, as they end."""
+        ...
+
+    def interrupt(self) -> None:
+        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`."""
         ...
 
     def pause(self) -> None:

@@ -1,6 +1,6 @@
-"""Rolls out tasks: encode the prompt, sample a group of completions, judge each the moment it ends.
+"""Rolls out tasks: a group of rollouts per task, each judged the moment it ends.
 
-An explorer knows an engine, a judge and a tokenizer; it does not know who trains or who asks.
+An explorer knows an engine, a judge, a tokenizer and perhaps a workflow; it does not know who trains or who asks.
 """
 
 from __future__ import annotations
@@ -12,23 +12,35 @@ from typing import Any
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, Experience, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
-from rollmill.monitor.trace import Trace
+from rollmill.explorer.runner import WorkflowRunner, note
+from rollmill.monitor.trace import GENERATE, REWARD, Trace
 from rollmill.rewards import Judge, Judgement
 from rollmill.tasks import encode_prompt, prompt_text
 
 Generated = Callable[[list[Experience]], None]
 """Is handed a group when its tokens are there and its rewards are not: the same objects are judged later."""
-GENERATE, REWARD = "generate", "reward/"
 
 
 class Explorer:
-    """Rolls out one group of completions per task. `trace` is told when each completion was generated and judged."""
+    """Rolls out one group per task. `trace` is told when each completion was generated and judged.
 
-    def __init__(self, engine: RolloutEngine, judge: Judge, tokenizer: Any, trace: Trace | None = None) -> None:
+    Args:
+        runner: runs the workflow of a rollout; None: a rollout is one completion of the task's prompt.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        judge: Judge,
+        tokenizer: Any,
+        trace: Trace | None = None,
+        runner: WorkflowRunner | None = None,
+    ) -> None:
         self._engine = engine
         self._judge = judge
         self._tokenizer = tokenizer
         self._trace = trace
+        self._runner = runner
 
     async def rollout_with_greedy(
         self,
@@ -40,14 +52,14 @@ class Explorer:
         group: str,
         generated: Generated | None = None,
     ) -> list[Experience]:
-        """As `rollout`; each experience's info has the reward of the prompt's greedy completion, `greedy_reward`."""
+        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`."""
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
-        experiences, [baseline] = await asyncio.gather(
+        experiences, baseline = await asyncio.gather(
             self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated),
             self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy"),
         )
         for experience in experiences:
-            experience.info["greedy_reward"] = baseline.reward
+            experience.info["greedy_reward"] = baseline[0].reward if baseline else None
         return experiences
 
     async def rollout(
@@ -60,16 +72,19 @@ class Explorer:
         group: str,
         generated: Generated | None = None,
     ) -> list[Experience]:
-        """n judged experiences of one task, ordered by index.
+        """The judged experiences of n rollouts of one task, ordered by index; a rollout may give several, or none.
 
         Args:
-            seed: what the completions' randomness derives from, besides their index.
+            seed: what the rollouts' randomness derives from, besides their index.
             group: id of the group of experiences that are compared with each other.
 
         Raises:
             EngineError: the prompt does not fit.
             RewardError: a reward raised or returned something that is not a reward.
+            WorkflowError: the workflow did.
         """
+        if self._runner is not None:
+            return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
         prompt_ids = encode_prompt(task, self._tokenizer)
         request = Request(prompt_ids, sampling, n=n, seed=seed, id=f"task {task.id}")
         completions: dict[int, Completion] = {}
@@ -98,12 +113,7 @@ class Explorer:
             raise
 
     def _add(self, experience: Experience, judgement: Judgement) -> None:
-        experience.reward = judgement.reward
-        experience.reward_parts = dict(judgement.parts)
-        experience.info["outcomes"] = dict(judgement.outcomes)
-        if judgement.details:
-            experience.info["details"] = dict(judgement.details)
-        experience.timings["reward"] = judgement.seconds
+        note(experience, judgement)
         if self._trace is not None:
             for name, span in judgement.spans.items():
                 self._trace.add(REWARD + name, span.asked, span.started, span.ended)

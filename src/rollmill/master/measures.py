@@ -6,8 +6,7 @@ import numpy as np
 
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason
-from rollmill.explorer.explorer import REWARD
-from rollmill.monitor.trace import Span, most_waiting
+from rollmill.monitor.trace import REWARD, Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 

@@ -20,8 +20,8 @@ from rollmill.core.errors import ConfigError, DeadlineError
 from rollmill.core.types import Task
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
-from rollmill.explorer import Explorer
 from rollmill.master.engine import native_engine
+from rollmill.master.explorers import Explorers
 from rollmill.master.launch import device_of
 from rollmill.master.selection import select_tasks
 from rollmill.models.load import Policy, load_policy
@@ -170,7 +170,8 @@ async def _roll_out(
     rollout, seed = stage.rollout, loaded.config.seed
     engine = _engine(stage, policy)
     judge = build_judge(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
-    explorer = Explorer(engine, judge, policy.tokenizer)
+    explorers = Explorers(stage, policy, engine, judge)
+    explorer = explorers.training()
     size = max(1, rollout.max_sequences // samples)
 
     async def rating(number: int, task: Task) -> Rating | None:
@@ -193,6 +194,7 @@ async def _roll_out(
                 raise DeadlineError("scoring", f"{len(wave)} tasks' completions", rollout.deadline_s, advice) from None
             tally.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
     finally:
+        await explorers.close()
         await engine.close()
         judge.close()
 

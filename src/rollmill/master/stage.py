@@ -32,6 +32,7 @@ from rollmill.master.buffers import Buffers
 from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
+from rollmill.master.explorers import Explorers
 from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
@@ -85,7 +86,7 @@ class StageRun:
         self._seed = fold(seed, index)
         self._first_version = first_version
         self._judge: Judge | None = None
-        if config.rewards or config.algorithm.uses_rollouts:
+        if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = self._build_judge(config.rewards)
         self._trainer = self._make_trainer(config.trainer.model_copy(update={"precision": precision}))
         self._engine = native_engine(policy, config.rollout, precision)
@@ -99,12 +100,14 @@ class StageRun:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, buffers, seed=self._seed)
         self._supply: Supply | None = None
         self.evaluator: Evaluator | None = None
+        self._explorers: Explorers | None = None
         if self._judge is not None:
+            self._explorers = Explorers(config, policy, self._engine, self._judge)
             if config.algorithm.uses_rollouts:
-                explorer = Explorer(self._engine, self._judge, policy.tokenizer, self._trace)
+                explorer = self._explorers.training(self._trace)
                 self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
             if config.evaluation is not None:
-                examiner = Explorer(self._engine, self._judge, policy.tokenizer)
+                examiner = self._explorers.training()
                 self.evaluator = Evaluator(examiner, tasks.held_out, config.evaluation, config.rollout, seed)
 
     def _build_judge(self, rewards: Sequence[RewardConfig]) -> Judge:
@@ -119,7 +122,6 @@ class StageRun:
             config,
             sampler=build_sampler(tasks, config.tasks_from.order, self._seed, batch=config.rollout.batch),
             explorer=explorer,
-            drain=self._engine.drain,
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
             store=self._store,
             ratings=ratings,
@@ -276,6 +278,8 @@ class StageRun:
         """Stop what is running."""
         if self._supply is not None:
             await self._supply.close()
+        if self._explorers is not None:
+            await self._explorers.close()
         await self._engine.close()
         if self._judge is not None:
             self._judge.close()

@@ -53,7 +53,6 @@ class Supply:
     """The rollouts of one stage, from tasks to batches.
 
     Args:
-        drain: waits until the engine has no completion under way.
         first_version: of the weights when the stage began.
         seed: what completions' seeds and replay derive from.
         uses_greedy: the algorithm compares with one greedy completion per task.
@@ -65,7 +64,6 @@ class Supply:
         *,
         sampler: Sampler,
         explorer: Explorer,
-        drain: Callable[[], Awaitable[None]],
         pipeline: Pipeline,
         store: Store,
         ratings: Ratings,
@@ -77,7 +75,7 @@ class Supply:
     ) -> None:
         self._config, self._facts, self._trace = config, facts, trace
         self._first_version, self._seed = first_version, seed
-        self._sampler, self._drain = sampler, drain
+        self._sampler = sampler
         self._pipeline, self._store, self._ratings = pipeline, store, ratings
         self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
         self._queue = GroupQueue()
@@ -98,7 +96,7 @@ class Supply:
             self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
         await asyncio.sleep(0)  # lets what was admitted reach the engine
         deadline = self._config.rollout.deadline_s
-        await within(self._drain(), deadline, "the master", "the engine to finish its completions")
+        await within(self._queue.all_generated(), deadline, "the master", "the engine to finish its completions")
 
     def again(self, version: int) -> list[Experience]:
         """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards

@@ -7,6 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+GENERATE, REWARD = "generate", "reward/"
+"""Kinds of spans: a completion, and, followed by its name, a reward's judgement."""
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

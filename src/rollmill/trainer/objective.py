@@ -114,6 +114,7 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
         episodes=number([e.info.get("episode", (i,)) for i, e in enumerate(experiences)]),
         anchors=number([e.info.get("anchor", (e.group,)) for e in experiences]),
         greedy_rewards=column([e.info.get("greedy_reward") for e in experiences]),
+        step_rewards=column([e.info.get("step_reward", e.reward) for e in experiences]),
         parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},
     )
 

@@ -83,6 +83,15 @@ class NativeEngine:
         finally:
             self._abort(group)
 
+    def interrupt(self) -> None:
+        """See RolloutEngine."""
+        for group in [*{row.group: None for row in self._rows}, *self._queue]:
+            unfinished = [row for row in self._rows if row.group is group and row.stop_reason is None]
+            for row in [*unfinished, *group.waiting]:
+                row.stop_reason = StopReason.ABORTED
+                group.results.put_nowait(row.completion(self._tokenizer))
+            self._abort(group)
+
     def pause(self) -> None:
         """See RolloutEngine."""
         self._paused = True

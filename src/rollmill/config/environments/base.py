@@ -1,0 +1,22 @@
+"""What environments of run files have in common."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from rollmill.config.parts import Part
+
+
+class EnvironmentSection(Part):
+    """An environment chosen by name; its other keys are its options."""
+
+    processes: int = Field(0, ge=0)
+    """Worker processes that environments live in, several in each; 0: in this process. For environments that are not
+    safe to share a process with others, that block, or that may crash."""
+    time_limit_s: float = Field(60.0, gt=0)
+    """Longest wait for a reset or a step; past it the rollout has failed, and with `processes` the worker is ended."""
+
+    def arguments(self) -> dict[str, object]:
+        """The options of the environment itself."""
+        common = EnvironmentSection.model_fields
+        return {key: value for key, value in super().arguments().items() if key not in common}

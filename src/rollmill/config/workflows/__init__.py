@@ -1,0 +1,26 @@
+"""`workflow`: how a task is rolled out."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
+
+from rollmill.config.parts import Chosen
+from rollmill.config.workflows.base import WorkflowSection
+from rollmill.config.workflows.environment import EnvironmentTurns
+from rollmill.config.workflows.single import SingleTurn
+
+
+def _in_full(value: Any) -> Any:
+    """A name alone stands for a section without other keys."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+WorkflowConfig = Annotated[
+    SerializeAsAny[Annotated[SingleTurn | EnvironmentTurns, Field(discriminator="name")]],
+    WrapValidator(Chosen("workflow")),
+    BeforeValidator(_in_full),
+]
+
+__all__ = ["EnvironmentTurns", "SingleTurn", "WorkflowConfig", "WorkflowSection"]

@@ -1,0 +1,15 @@
+"""Workflows of one completion."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollmill.config.workflows.base import WorkflowSection
+
+
+class SingleTurn(WorkflowSection):
+    """One completion of the task's prompt, judged by `rewards`."""
+
+    single_turn: ClassVar[bool] = True
+
+    name: Literal["single_turn"] = "single_turn"

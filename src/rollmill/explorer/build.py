@@ -1,0 +1,73 @@
+"""From the run file to a workflow with its parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+
+from rollmill.config import workflows as config
+from rollmill.config.environments import EnvironmentSection
+from rollmill.core.errors import ConfigError
+from rollmill.explorer.environments.build import EnvironmentPool
+from rollmill.explorer.user import ENVIRONMENT, JUDGE
+from rollmill.explorer.workflow import Rollout, RolloutJudge, Solve, Source, Workflow
+from rollmill.rewards import Judge
+
+
+class Resources:
+    """What workflows of a stage share, and where it is closed again.
+
+    Args:
+        judge: of the stage's rewards.
+        environment: the section, if there is one.
+    """
+
+    def __init__(self, judge: Judge, environment: EnvironmentSection | None) -> None:
+        self._environments = None if environment is None else EnvironmentPool(environment)
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge)}
+        if self._environments is not None:
+            self.sources[ENVIRONMENT] = self._environments.one
+
+    async def close(self) -> None:
+        """End processes; may be called twice."""
+        if self._environments is not None:
+            await self._environments.close()
+
+
+def build_workflow(section: config.WorkflowSection, resources: Resources) -> Workflow | None:
+    """The workflow of a section; None where a rollout is one completion.
+
+    Raises ConfigError where it asks for a part that the run does not have.
+    """
+    if section.single_turn:
+        return None
+    solve, names = _solve(section)
+    if "*" in names:
+        names = [name for name in resources.sources if name not in names] + [name for name in names if name != "*"]
+    missing = [name for name in names if name not in resources.sources]
+    if missing:
+        known = ", ".join(f"`{name}`" for name in resources.sources)
+        raise ConfigError(
+            f"workflow `{section.name}` asks for `{missing[0]}`, which the run does not have; there are {known}. "
+            "Add the section of that name, or an entry of `models`"
+        )
+    return Workflow(section.name, solve, {name: resources.sources[name] for name in names})
+
+
+def _solve(section: config.WorkflowSection) -> tuple[Solve, Sequence[str]]:
+    """What a section's workflow calls, and the parts that it takes. Imported here: a run pays for what it uses."""
+    function = type(section).function
+    if function is not None:
+        return partial(function, **section.arguments()), section.parts
+    match section:
+        case config.EnvironmentTurns():
+            from rollmill.explorer.workflows.environment import environment_turns
+
+            return partial(environment_turns, section), [ENVIRONMENT]
+    raise AssertionError(f"no workflow is built from {type(section).__name__}")
+
+
+@asynccontextmanager
+async def _judge(judge: Judge, rollout: Rollout) -> AsyncIterator[RolloutJudge]:
+    yield RolloutJudge(judge, rollout)

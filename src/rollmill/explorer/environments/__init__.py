@@ -1,0 +1,1 @@
+"""Environments that workflows act in."""

@@ -1,0 +1,139 @@
+"""What a workflow talks to: a model that chats and completes, and remembers what it said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.base import Request, RolloutEngine
+from rollmill.engines.native.rng import fold
+from rollmill.explorer.chat import ChatFormat, ChatMessage, Said
+from rollmill.explorer.recording import Recorder
+from rollmill.monitor.trace import GENERATE, Trace
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said."""
+
+    text: str  #: without special tokens, and without a stop string
+    completion: Completion
+    message: dict[str, Any] = field(default_factory=dict)  #: to be put into the conversation as it is
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ended."""
+        return self.completion.stop_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and reply: what `complete` can go on from."""
+        return [*self.completion.prompt_ids.tolist(), *self.completion.token_ids.tolist()]
+
+
+class Policy:
+    """A model within one rollout. Calls may be made at the same time.
+
+    Args:
+        sampling: how replies are sampled, unless a call says otherwise.
+        seed: what the randomness of all calls derives from, besides their number.
+        recorder: takes down every call; None: the model is not the one that learns.
+        index: which rollout of its group this is.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        chat: ChatFormat,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        name: str,
+        recorder: Recorder | None = None,
+        trace: Trace | None = None,
+        index: int = 0,
+    ) -> None:
+        self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
+        self._engine, self._chat = engine, chat
+        self._recorder, self._trace, self._index = recorder, trace, index
+        self._said: list[Said] = []
+        self._asked = 0
+
+    async def chat(
+        self, messages: Sequence[ChatMessage], *, tools: Any = None, learn: bool = True, **sampling: Any
+    ) -> Reply:
+        """The next turn of a conversation.
+
+        Put `reply.message` into the messages to go on: then the policy's own tokens are kept as they are. A changed
+        history is another branch.
+
+        Args:
+            messages: OpenAI's format: `{"role": "user", "content": "..."}`.
+            tools: their descriptions in OpenAI's format, for templates that show them.
+            learn: False leaves the reply out of the loss.
+            sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
+
+        Raises:
+            EngineError: there is no chat template, it refuses the messages, or the prompt does not fit.
+        """
+        [reply] = await self.chat_n(messages, 1, tools=tools, learn=learn, **sampling)
+        return reply
+
+    async def chat_n(
+        self, messages: Sequence[ChatMessage], n: int, *, tools: Any = None, learn: bool = True, **sampling: Any
+    ) -> list[Reply]:
+        """Several independent next turns, see `chat`."""
+        messages = [dict(each) for each in messages]
+        prompt = self._chat.prompt(messages, self._said, tools, name=self.name)
+        replies = []
+        for completion in await self._ask(prompt.token_ids, prompt.text, n, learn, sampling):
+            message = {"role": "assistant", "content": completion.text}
+            self._said.append(self._chat.said([*messages, message], prompt, tools, completion))
+            replies.append(Reply(completion.text, completion, message))
+        return replies
+
+    async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:
+        """What follows a text, or tokens: `[*reply.token_ids, *policy.encode("...")]` goes on from a reply.
+
+        Raises EngineError where the prompt does not fit.
+        """
+        ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
+        text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
+        [completion] = await self._ask(ids, text, 1, learn, sampling)
+        return Reply(completion.text, completion, {"role": "assistant", "content": completion.text})
+
+    def encode(self, text: str, *, start: bool = False) -> list[int]:
+        """Token ids of a text; `start` adds what the tokenizer puts in front of a whole one."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start)
+        if start and ids[-1:] == [self.tokenizer.eos_token_id] and self.encode(text)[-1:] != ids[-1:]:
+            return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+        return ids
+
+    def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
+        """End a step: what came since the last one is an experience of its own.
+
+        Args:
+            reward: of the step; the sum over the steps and what the workflow returns is the rollout's.
+            anchor: the state it was taken in; GiGPO compares steps taken in the same one.
+        """
+        if self._recorder is not None:
+            self._recorder.end_step(None if reward is None else float(reward), anchor)
+
+    async def _ask(self, ids: list[int], text: str, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
+        sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
+        number, self._asked = self._asked, self._asked + 1
+        request = Request(ids, sampling, n=n, seed=fold(self.seed, number), id=self.name)
+        found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
+        greedy = sampling.temperature == 0 < self.sampling.temperature
+        for completion in found:
+            if self._recorder is not None:
+                self._recorder.add(completion, text, sampling.temperature, learned=learn and not greedy)
+            if self._trace is not None:
+                self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        return {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}

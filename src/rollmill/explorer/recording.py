@@ -1,0 +1,160 @@
+"""What a policy did in one rollout, as experiences with exactly its tokens.
+
+Calls form a tree: one whose prompt begins with all tokens of an earlier call goes on from it. Every path from a first
+call to a last one is an experience; a completion that several paths share counts in the loss of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from rollmill.core.types import Completion, Experience, IntArray, Turn
+
+Decode = Callable[[Sequence[int]], str]
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One completion of the policy."""
+
+    completion: Completion
+    prompt: str  #: as text
+    temperature: float
+    learned: bool = True  #: counts in the loss
+    step: int = 0  #: of a rollout whose steps are rewarded one by one
+    token_ids: IntArray = field(init=False)  #: prompt and completion
+
+    def __post_init__(self) -> None:
+        self.token_ids = np.concatenate([self.completion.prompt_ids, self.completion.token_ids]).astype(np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """How a step ended: its own reward, and the state it was taken in (what is equal is compared)."""
+
+    reward: float | None
+    anchor: str | None
+
+
+class Recorder:
+    """The calls of one rollout, in the order they were made. Not for several threads."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.steps: list[Step] = []
+
+    def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> Call:
+        """Note a completion."""
+        call = Call(completion, prompt, temperature or 1.0, learned, step=len(self.steps))
+        self.calls.append(call)
+        return call
+
+    def end_step(self, reward: float | None, anchor: str | None) -> None:
+        """What follows belongs to the next step, and is an experience of its own."""
+        self.steps.append(Step(reward, anchor))
+
+    def experiences(self, *, id: str, task_id: str, group: str, decode: Decode) -> list[Experience]:
+        """One per path of the tree, in the order of their last calls; none where the policy was never asked.
+
+        Args:
+            id: of the rollout: of its first experience, and the beginning of the others' ids.
+            decode: tokens to text, for those the policy did not write.
+        """
+        parents = self._parents()
+        inner = {id_ for parent in parents if parent is not None for id_ in [parent]}
+        counted: set[int] = set()
+        made: list[Experience] = []
+        for leaf in range(len(self.calls)):
+            if leaf in inner:
+                continue
+            path = [leaf]
+            while (parent := parents[path[0]]) is not None:
+                path.insert(0, parent)
+            name = id if not made else f"{id}.{len(made)}"
+            own = [call for call in path if call not in counted]
+            counted.update(own)
+            made.append(self._experience(path, set(own), name, task_id, group, decode))
+        if len(made) > 1 or self.steps:
+            for number, experience in enumerate(made):
+                experience.info |= {"episode": id, "branch": number}
+        return made
+
+    def _parents(self) -> list[int | None]:
+        """Of each call the latest one that it goes on from, the longest first."""
+        found: list[int | None] = []
+        for number, call in enumerate(self.calls):
+            best: int | None = None
+            for earlier in range(number):
+                if self._goes_on(call, self.calls[earlier]) and (
+                    best is None or len(self.calls[earlier].token_ids) >= len(self.calls[best].token_ids)
+                ):
+                    best = earlier
+            found.append(best)
+        return found
+
+    @staticmethod
+    def _goes_on(call: Call, earlier: Call) -> bool:
+        """Whether both can be one sequence: one distribution, one step, and the tokens are there."""
+        before, prompt = earlier.token_ids, call.completion.prompt_ids
+        if call.step != earlier.step or call.temperature != earlier.temperature or len(before) > len(prompt):
+            return False
+        return bool(np.array_equal(prompt[: len(before)], before))
+
+    def _experience(
+        self, path: list[int], own: set[int], id: str, task_id: str, group: str, decode: Decode
+    ) -> Experience:
+        calls = [self.calls[number] for number in path]
+        first, last = calls[0], calls[-1]
+        length = len(last.token_ids)
+        mask, logprobs = np.zeros(length, bool), np.zeros(length, np.float32)
+        versions = np.full(length, -1, np.int32)
+        turns: list[Turn] = [Turn("prompt", 0, len(first.completion.prompt_ids), first.prompt)]
+        for number, call in zip(path, calls, strict=True):
+            start, end = len(call.completion.prompt_ids), len(call.token_ids)
+            if number in own and call.learned:
+                mask[start:end] = True
+                logprobs[start:end] = call.completion.logprobs + call.completion.kept_logmass
+                versions[start:end] = call.completion.versions
+            if turns[-1].end < start:
+                at = turns[-1].end
+                turns.append(Turn("observation", at, start, decode(last.token_ids[at:start].tolist())))
+            turns.append(Turn("assistant", start, end, call.completion.text))
+        info: dict[str, Any] = {}
+        if self.steps:
+            info = self._step_info(first.step)
+        return Experience(
+            id=id,
+            task_id=task_id,
+            group=group,
+            token_ids=last.token_ids,
+            action_mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            stop_reason=last.completion.stop_reason,
+            temperature=first.temperature,
+            turns=turns,
+            prompt=first.prompt,
+            response=last.completion.text,
+            timings=_timings([call.completion for call in calls]),
+            info=info,
+        )
+
+    def _step_info(self, number: int) -> dict[str, Any]:
+        step = self.steps[number] if number < len(self.steps) else Step(None, None)
+        info: dict[str, Any] = {"step_reward": step.reward or 0.0}
+        return info if step.anchor is None else {**info, "anchor": step.anchor}
+
+
+def _timings(completions: Sequence[Completion]) -> dict[str, float]:
+    """Seconds in the engine's queue, being generated, and in between: with tools, environments and others."""
+    between = (max(after.submitted_at - before.finished_at, 0.0) for before, after in pairwise(completions))
+    return {
+        "queue": sum(each.started_at - each.submitted_at for each in completions),
+        "generate": sum(each.finished_at - each.started_at for each in completions),
+        "between": sum(between),
+    }

@@ -1,0 +1,139 @@
+"""Runs a workflow for every rollout of a group, and turns what was recorded into judged experiences."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.errors import RollmillError, WorkflowError
+from rollmill.core.types import Experience, Task
+from rollmill.engines.base import RolloutEngine
+from rollmill.engines.native.rng import fold
+from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.policy import Policy
+from rollmill.explorer.recording import Recorder
+from rollmill.explorer.workflow import Outcome, Rollout, Workflow
+from rollmill.monitor.trace import REWARD, Trace
+from rollmill.rewards import Judge, Judgement
+
+
+class WorkflowRunner:
+    """Rolls out groups by a workflow. `trace` is told of every completion and judgement.
+
+    Args:
+        judge: what finishes the judgements of a group; the workflow's own rewards need none.
+    """
+
+    def __init__(
+        self, workflow: Workflow, engine: RolloutEngine, chat: ChatFormat, judge: Judge, trace: Trace | None = None
+    ) -> None:
+        self._workflow, self._engine, self._chat = workflow, engine, chat
+        self._judge, self._trace = judge, trace
+
+    async def group(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
+        """The judged experiences of n rollouts, ordered by rollout.
+
+        Raises:
+            WorkflowError: the workflow raised, or returned something that is not a reward.
+            RollmillError: an engine, an environment or a reward failed.
+        """
+        rollouts = [self._rollout(task, sampling, index, fold(seed, index), group) for index in range(n)]
+        running = [asyncio.ensure_future(self._run(each)) for each in rollouts]
+        try:
+            outcomes = await asyncio.gather(*running)
+        except BaseException:
+            for each in running:
+                each.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+            raise
+        outcomes = await self._finished(task, outcomes)
+        return [
+            one for rollout, outcome in zip(rollouts, outcomes, strict=True) for one in self._made(rollout, outcome)
+        ]
+
+    def _rollout(self, task: Task, sampling: SamplingConfig, index: int, seed: int, group: str) -> Rollout:
+        recorder, id = Recorder(), f"{group}/{index}"
+        policy = Policy(
+            self._engine,
+            self._chat,
+            sampling,
+            seed=seed,
+            name=f"task {task.id}",
+            recorder=recorder,
+            trace=self._trace,
+            index=index,
+        )
+        return Rollout(id, task, group, index, seed, sampling, policy, recorder)
+
+    async def _run(self, rollout: Rollout) -> Outcome:
+        try:
+            return await self._workflow.run(rollout)
+        except RollmillError:
+            raise
+        except Exception as error:
+            raise WorkflowError(
+                f"workflow `{self._workflow.name}` failed on task `{rollout.task.id}`: {_place(error)}"
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    async def _finished(self, task: Task, outcomes: list[Outcome]) -> list[Outcome]:
+        """Judgements with what the rewards of whole groups say."""
+        if not self._judge.groupwise:
+            return outcomes
+        judged = [(i, each.completion, each.judgement) for i, each in enumerate(outcomes) if each.judgement is not None]
+        completions = [completion for _, completion, _ in judged if completion is not None]
+        found = await self._judge.finish_group(task, completions, [judgement for _, _, judgement in judged])
+        outcomes = list(outcomes)
+        for (index, _, _), judgement in zip(judged, found, strict=True):
+            old = outcomes[index]
+            outcomes[index] = replace(old, reward=judgement.reward, parts=dict(judgement.parts), judgement=judgement)
+        return outcomes
+
+    def _made(self, rollout: Rollout, outcome: Outcome) -> list[Experience]:
+        experiences = rollout.recorder.experiences(
+            id=rollout.id, task_id=rollout.task.id, group=rollout.group, decode=self._chat.decode
+        )
+        steps = [each.reward for each in rollout.recorder.steps if each.reward is not None]
+        reward = outcome.reward if not steps else sum(steps) + (outcome.reward or 0.0)
+        if len(experiences) > 1 or steps:
+            _reward_last(experiences, outcome.reward)
+        for experience in experiences:
+            experience.reward, experience.reward_parts = reward, dict(outcome.parts)
+            if outcome.judgement is not None:
+                note(experience, outcome.judgement)
+                experience.reward = reward
+        if self._trace is not None and outcome.judgement is not None:
+            for name, span in outcome.judgement.spans.items():
+                self._trace.add(REWARD + name, span.asked, span.started, span.ended)
+        return experiences
+
+
+def _reward_last(experiences: list[Experience], reward: float | None) -> None:
+    """What the rollout earned at its end belongs to its last step."""
+    for experience in experiences:
+        experience.info.setdefault("step_reward", 0.0)
+    if reward is not None and experiences:
+        experiences[-1].info["step_reward"] += reward
+
+
+def note(experience: Experience, judgement: Judgement) -> None:
+    """Write into an experience what the rewards say of it."""
+    experience.reward = judgement.reward
+    experience.reward_parts = dict(judgement.parts)
+    experience.info["outcomes"] = dict(judgement.outcomes)
+    if judgement.details:
+        experience.info["details"] = dict(judgement.details)
+    experience.timings["reward"] = judgement.seconds
+
+
+def _place(error: BaseException) -> str:
+    """FILE:LINE: of where the user's code failed: the last frame outside of rollmill and of libraries."""
+    found, at = "", error.__traceback__
+    while at is not None:
+        file: Any = at.tb_frame.f_code.co_filename
+        if "site-packages" not in file and "/rollmill/" not in file.replace("\\", "/") and "lib/python" not in file:
+            found = f"{file}:{at.tb_lineno}: "
+        at = at.tb_next
+    return found

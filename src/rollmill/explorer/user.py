@@ -1,0 +1,67 @@
+"""The decorators that make a user's function a workflow of run files, and a user's class an environment."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from rollmill.config.environments.base import EnvironmentSection
+from rollmill.config.parts import part_of, place_of, register
+from rollmill.config.workflows.base import WorkflowSection
+from rollmill.core.errors import ConfigError
+
+Target = TypeVar("Target", bound=Callable[..., Any])
+JUDGE, ENVIRONMENT = "judge", "environment"
+_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+
+def workflow(target: Target) -> Target:
+    """Register a workflow under its name: `workflow: NAME`, or `workflow: {name: NAME, ...}` with options.
+
+    It is an `async def solve(task, policy)`. Further parameters are parts of the run that it is given by name: `judge`
+    (what `rewards` say of a reply), `environment` (a fresh one), and every name under `models`. Keyword-only parameters
+    with a type and a default are keys of the run file. It returns the reward: a number, a mapping of parts (their sum
+    counts), what `judge` gave, or None to reject the rollout.
+
+    Raises ConfigError naming file and line: it is no async function, does not take task and policy, or an option lacks
+    a type or a default.
+    """
+    where = f"{place_of(target)}: {target.__name__}"
+    if not inspect.iscoroutinefunction(target):
+        raise ConfigError(f"{where}: a workflow is `async def {target.__name__}(task, policy)`; write `async def`")
+    parameters = inspect.signature(target).parameters.values()
+    names = [each.name for each in parameters if each.kind in _POSITIONAL]
+    if names[:2] != ["task", "policy"]:
+        raise ConfigError(f"{where}: a workflow takes task and policy first; found ({', '.join(names)})")
+    section: Any = part_of(target, WorkflowSection)
+    everything = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in parameters)
+    section.parts = (*names[2:], "*") if everything else tuple(names[2:])
+    section.asks_judge = JUDGE in names
+    section.uses_environment = ENVIRONMENT in names
+    section.multi_step = True
+    register("workflow", target.__name__, section)
+    return target
+
+
+def environment(target: Target) -> Target:
+    """Register an environment under its name: `environment: NAME`, or `environment: {name: NAME, ...}` with options.
+
+    It is a class with `reset(self, task, seed)`, which gives what the policy sees first, `step(self, action)`, which
+    gives a `rollmill.explorer.environments.StepResult`, and, where it holds something, `close(self)`; each plain or
+    async. Keyword-only parameters of `__init__` with a type and a default are keys of the run file. One is made per
+    rollout.
+
+    Raises ConfigError naming file and line: it is no such class, or an option lacks a type or a default.
+    """
+    where = f"{place_of(target)}: {target.__name__}"
+    if not inspect.isclass(target):
+        raise ConfigError(f"{where}: an environment is a class with reset(self, task, seed) and step(self, action)")
+    for name, count in (("reset", 3), ("step", 2)):
+        method = inspect.getattr_static(target, name, None)
+        taken = [] if not inspect.isfunction(method) else list(inspect.signature(method).parameters.values())
+        if len([each for each in taken if each.kind in _POSITIONAL]) != count:
+            wanted = "reset(self, task, seed)" if name == "reset" else "step(self, action)"
+            raise ConfigError(f"{where}: an environment needs a method {wanted}")
+    register("environment", target.__name__, part_of(target, EnvironmentSection))
+    return target

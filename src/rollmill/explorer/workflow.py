@@ -1,0 +1,106 @@
+"""Running a workflow once: what it is given, and what its answer means."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.types import Completion, Task
+from rollmill.explorer.policy import Policy, Reply
+from rollmill.explorer.recording import Recorder
+from rollmill.rewards import Judge, Judgement
+from rollmill.rewards.base import Value, checked_value
+
+Answer = Value | Judgement
+Solve = Callable[..., Awaitable[Answer]]
+"""(task, policy, **parts) -> the reward."""
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One attempt at a task."""
+
+    id: str
+    task: Task
+    group: str
+    index: int  #: which of its group
+    seed: int
+    sampling: SamplingConfig
+    policy: Policy
+    recorder: Recorder
+    judged: list[tuple[Completion, Judgement]] = field(default_factory=list)
+
+
+Source = Callable[[Rollout], AbstractAsyncContextManager[Any]]
+"""Makes a part for one rollout, and takes it back at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward."""
+
+    reward: float | None
+    parts: dict[str, float | None]
+    completion: Completion | None = None
+    judgement: Judgement | None = None
+
+
+class Workflow:
+    """A workflow with the sources of its parts, by name.
+
+    Args:
+        judges: whether what it returns may be a judgement that its group's rewards have to finish.
+    """
+
+    def __init__(self, name: str, solve: Solve, parts: Mapping[str, Source]) -> None:
+        self.name = name
+        self._solve, self._parts = solve, dict(parts)
+
+    async def run(self, rollout: Rollout) -> Outcome:
+        """Solve the task once. Raises what the workflow raises, TypeError and ValueError for answers that are none."""
+        async with AsyncExitStack() as stack:
+            parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
+            answer = await self._solve(rollout.task, rollout.policy, **parts)
+        return self._outcome(rollout, answer)
+
+    def _outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+        if isinstance(answer, Judgement):
+            for completion, judgement in reversed(rollout.judged):
+                if judgement is answer:
+                    return Outcome(answer.reward, dict(answer.parts), completion, answer)
+            return Outcome(answer.reward, dict(answer.parts))
+        value = checked_value(answer)
+        if isinstance(value, dict):
+            given = [each for each in value.values() if each is not None]
+            return Outcome(sum(given) if given else None, dict(value))
+        return Outcome(value, {} if value is None else {self.name: value})
+
+
+class RolloutJudge:
+    """The part `judge`: what the run's rewards say of a reply, or of a text."""
+
+    def __init__(self, judge: Judge, rollout: Rollout) -> None:
+        self._judge, self._rollout = judge, rollout
+
+    async def __call__(self, answer: Reply | Completion | str, task: Task | None = None) -> Judgement:
+        """Judge an answer to the task (or to another one); `.reward` is the number.
+
+        A text is judged as what the policy has said last.
+        """
+        completion = self._completion(answer)
+        judgement = await self._judge.judge(task or self._rollout.task, completion, group_follows=True)
+        self._rollout.judged.append((completion, judgement))
+        return judgement
+
+    def _completion(self, answer: Reply | Completion | str) -> Completion:
+        if isinstance(answer, Completion):
+            return answer
+        if isinstance(answer, Reply):
+            return answer.completion
+        calls = self._rollout.recorder.calls
+        if not calls:
+            raise ValueError("there is nothing to judge: the policy has said nothing yet")
+        return replace(calls[-1].completion, text=answer)
