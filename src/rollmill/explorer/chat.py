@@ -112,18 +112,16 @@ class ChatFormat:
     def _behind(self, said: Said, text: str) -> str | None:
         """What stands behind the turn in a rendered conversation; None where the template has not kept it.
 
-        White space around the turn may be missing: many templates strip it, and the tokens keep it.
+        White space around the turn may differ: templates strip it or put some there, and the tokens stay as they are.
         """
         if not text.startswith(said.prompt):
             return None
         rest = text[len(said.prompt) :]
-        for own in (said.text, said.text.strip()):
-            if rest.startswith(own):
-                behind = rest[len(own) :]
-                if said.end is None:
-                    return behind
-                if behind.startswith(said.end):
-                    return behind[len(said.end) :]
+        own = said.text.strip()
+        for shown, written in ((rest, said.text), (rest, own), (rest.lstrip(), own)):
+            behind = shown.removeprefix(written)
+            if shown.startswith(written) and behind.startswith(said.end or ""):
+                return behind.removeprefix(said.end or "")
         return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from rollmill.core.errors import RewardError
-from rollmill.core.types import Experience, Source, StopReason
+from rollmill.core.types import Experience, Source, StopReason, one_per_rollout
 from rollmill.monitor.trace import REWARD, Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
@@ -44,12 +44,13 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
         metrics["experts"] = experts
     if not usual:
         return metrics
-    rewards = np.array([e.reward for e in usual if e.reward is not None], np.float64)
+    rollouts = one_per_rollout(usual)
+    rewards = np.array([e.reward for e in rollouts if e.reward is not None], np.float64)
     learned = [e for e in usual if e.action_tokens]  # an operator may have masked all tokens
     lengths = np.array([e.action_tokens for e in learned] or [0], np.float64)
     staleness = np.array([version - e.oldest_version for e in learned] or [0], np.float64)
     metrics |= {
-        "completions": len(usual),
+        "completions": len(rollouts),
         "judged": len(rewards),
         "length/mean": float(lengths.mean()),
         "length/max": float(lengths.max()),
@@ -59,14 +60,14 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     }
     if len(rewards):
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
-    for name in dict.fromkeys(part for e in usual for part in e.reward_parts):
-        values = [value for e in usual if (value := e.reward_parts.get(name)) is not None]
+    for name in dict.fromkeys(part for e in rollouts for part in e.reward_parts):
+        values = [value for e in rollouts if (value := e.reward_parts.get(name)) is not None]
         if values:
             metrics[f"reward/{name}"] = float(np.mean(values))
-    details = [e.info.get("details", {}) for e in usual]
+    details = [e.info.get("details", {}) for e in rollouts]
     for name in dict.fromkeys(name for each in details for name in each):
         metrics[f"reward/{name}"] = float(np.mean([each[name] for each in details if name in each]))
-    outcomes = [outcome for e in usual for outcome in e.info.get("outcomes", {}).values()]
+    outcomes = [outcome for e in rollouts for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
     return metrics
 

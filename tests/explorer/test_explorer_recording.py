@@ -1,0 +1,137 @@
+"""The tree of a rollout's calls: every completion is learned from exactly once, with exactly its tokens."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollmill.core.types import Completion, Experience, StopReason
+from rollmill.explorer.recording import Recorder
+
+
+def call(recorder: Recorder, prompt: list[int], tokens: list[int], *, learned: bool = True, heat: float = 1.0) -> None:
+    """Record a completion whose log-probs tell which token of which call they belong to."""
+    number, n = len(recorder.calls), len(tokens)
+    completion = Completion(
+        np.array(prompt, np.int32),
+        np.array(tokens, np.int32),
+        -np.arange(1, n + 1, dtype=np.float32) - 100 * number,
+        np.full(n, number, np.int32),
+        np.zeros(n, np.float32),
+        f"call {number}",
+        StopReason.EOS,
+        seed=0,
+        index=0,
+    )
+    recorder.add(completion, f"prompt {number}", heat, learned=learned)
+
+
+def experiences(recorder: Recorder) -> list[Experience]:
+    return recorder.experiences(id="g/0", task_id="t", group="g", decode=lambda ids: " ".join(map(str, ids)))
+
+
+def test_turns_that_go_on_are_one_experience() -> None:
+    recorder = Recorder()
+    call(recorder, [1, 2], [3, 4])
+    call(recorder, [1, 2, 3, 4, 5], [6])
+    [one] = experiences(recorder)
+    assert one.token_ids.tolist() == [1, 2, 3, 4, 5, 6]
+    assert one.action_mask.tolist() == [False, False, True, True, False, True]
+    assert one.logprobs.tolist() == [0, 0, -1, -2, 0, -101]
+    assert one.versions.tolist() == [-1, -1, 0, 0, -1, 1]
+    assert [(turn.role, turn.text) for turn in one.turns] == [
+        ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
+    ]  # fmt: skip
+    assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+
+
+def test_a_shared_turn_counts_in_the_first_branch_alone() -> None:
+    recorder = Recorder()
+    call(recorder, [1], [2])
+    call(recorder, [1, 2, 3], [4])
+    call(recorder, [1, 2, 9], [5])
+    first, second = experiences(recorder)
+    assert first.action_mask.tolist() == [False, True, False, True]
+    assert second.action_mask.tolist() == [False, False, False, True]
+    assert second.token_ids.tolist() == [1, 2, 9, 5]
+    assert (first.id, second.id) == ("g/0", "g/0.1")
+    assert first.info["episode"] == second.info["episode"] == "g/0"
+
+
+def test_answers_to_the_same_prompt_are_branches() -> None:
+    recorder = Recorder()
+    call(recorder, [1], [2])
+    call(recorder, [1], [2])
+    assert [one.action_mask.sum() for one in experiences(recorder)] == [1, 1]
+
+
+def test_steps_and_temperatures_are_experiences_of_their_own() -> None:
+    recorder = Recorder()
+    call(recorder, [1], [2])
+    recorder.end_step(0.25, "start")
+    call(recorder, [1, 2], [3])
+    call(recorder, [1, 2, 3], [4], heat=0.5)
+    first, second, third = experiences(recorder)
+    assert (first.info["step_reward"], first.info["anchor"]) == (0.25, "start")
+    assert second.info["step_reward"] == 0.0
+    assert [one.temperature for one in (second, third)] == [1.0, 0.5]
+
+
+def test_what_is_not_learned_is_context() -> None:
+    recorder = Recorder()
+    call(recorder, [1], [2], learned=False)
+    call(recorder, [1, 2], [3])
+    [one] = experiences(recorder)
+    assert one.action_mask.tolist() == [False, False, True]
+    assert one.versions.tolist() == [-1, -1, 1]
+
+
+def test_who_never_asked_has_no_experience() -> None:
+    assert experiences(Recorder()) == []
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> Recorder:
+    """Calls whose prompts are fresh, or go on from anything that was said before, also from the middle of it."""
+    recorder = Recorder()
+    tokens = st.lists(st.integers(0, 2), min_size=1, max_size=3)
+    for _ in range(draw(st.integers(1, 7))):
+        start: list[int] = []
+        if recorder.calls and draw(st.booleans()):
+            before = draw(st.sampled_from(recorder.calls)).token_ids.tolist()
+            start = before[: draw(st.integers(0, len(before)))] if draw(st.booleans()) else before
+        prompt = [*start, *draw(tokens)] if draw(st.booleans()) or not start else start
+        call(recorder, prompt, draw(tokens))
+    return recorder
+
+
+@given(trees())
+def test_every_completion_is_learned_from_exactly_once(recorder: Recorder) -> None:
+    found = experiences(recorder)
+    learned = sorted(
+        (int(one.versions[at]), float(one.logprobs[at]), int(one.token_ids[at]))
+        for one in found
+        for at in np.flatnonzero(one.action_mask)
+    )
+    made = [
+        (number, float(logprob), int(token))
+        for number, each in enumerate(recorder.calls)
+        for token, logprob in zip(each.completion.token_ids, each.completion.logprobs, strict=True)
+    ]
+    assert learned == sorted(made)
+    assert len({one.id for one in found}) == len(found)
+    for one in found:
+        assert (one.versions[~one.action_mask] == -1).all()
+        assert (one.logprobs[~one.action_mask] == 0).all()
+        assert one.turns[0].start == 0
+        assert one.turns[-1].end == len(one.token_ids)
+        assert all(a.end == b.start for a, b in zip(one.turns, one.turns[1:], strict=False))
+
+
+@given(trees())
+def test_a_token_is_learned_behind_the_tokens_it_was_sampled_behind(recorder: Recorder) -> None:
+    for one in experiences(recorder):
+        for at in np.flatnonzero(one.action_mask):
+            call_ = recorder.calls[int(one.versions[at])]
+            assert one.token_ids[: at + 1].tolist() == call_.token_ids[: at + 1].tolist()
