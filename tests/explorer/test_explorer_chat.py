@@ -127,9 +127,7 @@ def test_other_tools_are_another_prompt() -> None:
 def test_without_a_template_the_error_says_what_to_do() -> None:
     tokenizer = toy_tokenizer()
     tokenizer.chat_template = None
-    with pytest.raises(
-        EngineError, match=r"task 7: .*no chat template; use a checkpoint with one, or `policy.complete`"
-    ):
+    with pytest.raises(EngineError, match=r"task 7: .*no chat template; use .* or `policy.complete`"):
         ChatFormat(tokenizer, frozenset()).render([{"role": "user", "content": "a"}], name="task 7")
 
 

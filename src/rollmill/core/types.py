@@ -129,11 +129,6 @@ class Experience:
         return int(produced.min()) if produced.size else -1
 
     @property
-    def rollout(self) -> str:
-        """Id of the rollout that it is part of: its own, unless a workflow made several experiences."""
-        return str(self.info.get("episode", self.id))
-
-    @property
     def action_tokens(self) -> int:
         """How many tokens count in the loss."""
         return int(self.action_mask.sum())
@@ -141,7 +136,10 @@ class Experience:
 
 def one_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:
     """The first experience of every rollout: all of one rollout have the same reward."""
-    return list({each.rollout: each for each in reversed(experiences)}.values())[::-1]
+    first: dict[object, Experience] = {}
+    for number, experience in enumerate(experiences):
+        first.setdefault(experience.info.get("episode", number), experience)
+    return list(first.values())
 
 
 def experience_from_completion(
