@@ -101,6 +101,23 @@ def test_dapo_penalises_length_before_comparing() -> None:
     assert _recipe(name="dapo", drop_uniform_groups=False).advantage(inputs).counted.all()
 
 
+BY_ROLLOUT = sorted(
+    name for name in set(ROLLING) - {"ppo", "gigpo"} if _recipe(name=name).advantage is not None and name != "gdpo"
+)
+
+
+@pytest.mark.parametrize("name", BY_ROLLOUT)
+def test_a_rollout_that_forked_counts_once_and_each_of_its_branches_has_its_advantage(name: str) -> None:
+    alone = _rewards([1.0, 0.25, 0.0], [0, 0, 0], [8, 6, 3])
+    forked = _rewards([1.0, 1.0, 0.25, 1.0, 0.0], [0, 0, 0, 0, 0], [4, 2, 6, 2, 3])
+    forked = forked._replace(episodes=torch.tensor([7, 7, 3, 7, 5]))
+    recipe = _recipe(name=name)
+    assert recipe.advantage is not None
+    expected = recipe.advantage(alone._replace(greedy_rewards=torch.zeros(3).double())).values
+    got = recipe.advantage(forked._replace(greedy_rewards=torch.zeros(5).double())).values
+    torch.testing.assert_close(got, expected[[0, 0, 1, 0, 2]])
+
+
 def test_unjudged_experiences_are_not_counted() -> None:
     inputs = _rewards([1.0, float("nan"), 0.0], [0, 0, 0], [8, 10, 3])
     for name in set(ROLLING) - {"ppo"}:
