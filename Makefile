@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 OUT ?=
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup quickstart test test-slow test-services postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup gpu-check clean
+.PHONY: setup quickstart test test-slow test-services postgres postgres-installed chromium-installed lint format bench bench-setup vllm-setup verifiers-setup gpu-check clean
 
 setup: $(STAMP)
 
@@ -54,6 +54,14 @@ format: setup
 
 bench-setup: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[bench]'
+
+# The library verifiers, for `workflow: verifiers`; in an environment of its own, since it needs openai below 3.
+verifiers-setup: .venv-verifiers/.installed
+
+.venv-verifiers/.installed:
+	test -x .venv-verifiers/bin/python || $(PYTHON) -m venv .venv-verifiers
+	.venv-verifiers/bin/python -m pip install --quiet --disable-pip-version-check verifiers==0.4.0
+	touch $@
 
 vllm-setup:
 	PYTHON=$(PYTHON) bash bench/peers/install_vllm.sh

@@ -126,4 +126,4 @@ def _placeholder(name: str) -> set[str]:
     head, _, tail = name.partition("/")
     _, _, last = tail.rpartition("/")
     inside = {f"{head}/REWARD/{last}", f"{head}/NAME/{last}", f"{head}/NAME/REASON"}
-    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE")} | inside
+    return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE", "NAME", "KEY")} | inside

@@ -11,6 +11,7 @@ from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
+from rollmill.config.workflows import EnvironmentTurns
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
@@ -87,6 +88,11 @@ def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     name = stage.workflow.name
     if not stage.workflow.uses_environment:
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
+    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":
+        keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
+    if stage.environment is not None and stage.environment.processes == 0:
+        for key in ("restart_after", "memory_gb"):
+            keys["environment", key] = "not honoured with processes 0: it is about worker processes; give processes"
     if not stage.workflow.asks_judge:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"

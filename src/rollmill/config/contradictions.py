@@ -11,6 +11,7 @@ import regex
 from rollmill.config.advantage import BatchBaseline
 from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.correction import OffPolicyMask
+from rollmill.config.environments import ReasoningGymAttempts
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.order import SequentialOrder, UsersOrder
@@ -20,6 +21,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import EnvironmentTurns
 from rollmill.recipes import Distill
 
 Finding = tuple[KeyPath, str]
@@ -74,6 +76,13 @@ def _workflow(stage: StageConfig) -> Iterator[Finding]:
     if stage.workflow.uses_environment and stage.environment is None:
         text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
         yield ("environment",), text
+    if isinstance(stage.environment, ReasoningGymAttempts):
+        yield from _ungenerated(stage, ("environment",))
+    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history == "full" and not stage.workflow.steps:
+        advantage = getattr(stage.algorithm, "advantage", None)
+        if advantage is not None and advantage.uses_episodes:
+            text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
+            yield ("workflow", "steps"), f"{text}, or give history as a number"
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
@@ -159,12 +168,13 @@ def judged_by(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath)
 
 def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[Finding]:
     tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts else None}
-    if at[0] == "rewards":
+    if at[0] in ("rewards", "environment"):
         tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
     for key, taskset in tasksets.items():
         if taskset is not None and any(part.generator is None for part in taskset.parts()):
             text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
-            yield (*at, "name"), f"{text}; give {key}.generator or use another reward"
+            part = "environment" if at[0] == "environment" else "reward"
+            yield (*at, "name"), f"{text}; give {key}.generator or use another {part}"
 
 
 def _training(stage: StageConfig) -> Iterator[Finding]:

@@ -21,6 +21,7 @@ _STAGE = [
 _STAGE_CODE = [
     *([*rows, "function"] for rows in _TASKS),
     *([*reward, key] for reward in _REWARDS for key in ("function", "judge")),
+    ["environment", "describe"],
 ]
 
 
@@ -45,6 +46,14 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
     def settle_source(node: Node) -> Node:
         return node if node.value in ("taskset", "run") else settle(node)
 
+    def settle_file(node: Node) -> Node:
+        return settle(node) if str(node.value).endswith(".py") else node
+
+    def settle_python(node: Node) -> Node:
+        """A Python need not be there before it is used, and a link to one is not followed."""
+        found = _lookup(node, str(node.value), problems, required=False)
+        return _changed(node, found)
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     for prefix in ([], ["stages", "*"]):
@@ -53,6 +62,8 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
         root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
+        root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
+        root = edit(root, [*prefix, "workflow", "python"], settle_python)
     return root
 
 

@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Protocol, TypeVar
 
 from rollmill.config import workflows as config
 from rollmill.config.environments import EnvironmentSection
 from rollmill.core.errors import ConfigError
-from rollmill.explorer.environments.build import EnvironmentPool
-from rollmill.explorer.user import ENVIRONMENT, JUDGE
+from rollmill.explorer.environments.pool import EnvironmentPool
+from rollmill.explorer.user import ENDPOINT, ENVIRONMENT, JUDGE
 from rollmill.explorer.workflow import Rollout, RolloutJudge, Solve, Source, Workflow
 from rollmill.rewards import Judge
+
+
+class Closable(Protocol):
+    """Something that holds processes or connections."""
+
+    async def close(self) -> None: ...
+
+
+Kept = TypeVar("Kept", bound=Closable)
 
 
 class Resources:
@@ -25,12 +35,27 @@ class Resources:
 
     def __init__(self, judge: Judge, environment: EnvironmentSection | None) -> None:
         self._environments = None if environment is None else EnvironmentPool(environment)
+        self._kept: list[tuple[config.WorkflowSection, Closable]] = []
         self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge)}
         if self._environments is not None:
             self.sources[ENVIRONMENT] = self._environments.one
 
+    def metrics(self) -> dict[str, float]:
+        """What has happened since the last call."""
+        return {} if self._environments is None else self._environments.metrics()
+
+    def kept(self, section: config.WorkflowSection, make: Callable[[], Kept]) -> Kept:
+        """What workflows of equal sections share; made at the first call, closed with the resources."""
+        for known, made in self._kept:
+            if known == section:
+                return made  # type: ignore[return-value]
+        self._kept.append((section, made := make()))
+        return made
+
     async def close(self) -> None:
         """End processes; may be called twice."""
+        for _, made in self._kept:
+            await made.close()
         if self._environments is not None:
             await self._environments.close()
 
@@ -42,7 +67,7 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
     """
     if section.single_turn:
         return None
-    solve, names = _solve(section)
+    solve, names = _solve(section, resources)
     if "*" in names:
         names = [name for name in resources.sources if name not in names] + [name for name in names if name != "*"]
     missing = [name for name in names if name not in resources.sources]
@@ -55,7 +80,7 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
     return Workflow(section.name, solve, {name: resources.sources[name] for name in names})
 
 
-def _solve(section: config.WorkflowSection) -> tuple[Solve, Sequence[str]]:
+def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve, Sequence[str]]:
     """What a section's workflow calls, and the parts that it takes. Imported here: a run pays for what it uses."""
     function = type(section).function
     if function is not None:
@@ -65,6 +90,12 @@ def _solve(section: config.WorkflowSection) -> tuple[Solve, Sequence[str]]:
             from rollmill.explorer.workflows.environment import environment_turns
 
             return partial(environment_turns, section), [ENVIRONMENT]
+        case config.Verifiers():
+            from rollmill.explorer.verifiers import VerifiersPool
+            from rollmill.explorer.workflows.verifiers import verifiers_rollout
+
+            pool = resources.kept(section, lambda: VerifiersPool(section))
+            return partial(verifiers_rollout, pool), [ENDPOINT]
     raise AssertionError(f"no workflow is built from {type(section).__name__}")
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from rollmill.core.types import Task
 from rollmill.explorer.chat import ChatMessage
+from rollmill.explorer.environments.base import Observation, observed_text
 from rollmill.explorer.policy import Policy, Reply
 
 
@@ -33,14 +34,39 @@ class Dialogue:
         """Whether it is plain text."""
         return self._text is not None
 
-    def tell(self, content: str, role: str = "user") -> None:
-        """Add what the policy sees before its next turn."""
+    def tell(self, content: Observation, role: str = "user") -> None:
+        """Add what the policy sees before its next turn: a text, or messages. Nothing is added for an empty one.
+
+        A text behind a message of the same role becomes part of it: many templates want roles to take turns. In plain
+        text messages stand as what they say.
+        """
         if not self.plain:
-            self.messages.append({"role": role, "content": content})
+            self._tell_messages([{"role": role, "content": content}] if isinstance(content, str) else content)
         elif self._token_ids is None:
-            self._text = f"{self._text}{content}"
+            self._text = f"{self._text}{observed_text(content)}"
         else:
-            self._token_ids += self._policy.encode(content)
+            self._token_ids += self._policy.encode(observed_text(content))
+
+    def _tell_messages(self, messages: Sequence[ChatMessage]) -> None:
+        for message in messages:
+            last = self.messages[-1] if self.messages else {}
+            if message["content"] == "":
+                continue
+            if _is_users_text(message) and _is_users_text(last):
+                text = f"{last['content']}\n\n{message['content']}"
+                self.messages[-1] = {"role": "user", "content": text}
+            else:
+                self.messages.append(dict(message))
+
+    def said(self, reply: Reply) -> None:
+        """Add what the policy has said in another conversation: its message, or in plain text its very tokens."""
+        if not self.plain:
+            self.messages.append(reply.message)
+            return
+        assert self._text is not None
+        if self._token_ids is None:
+            self._token_ids = self._policy.encode(self._text, start=True)
+        self._token_ids += reply.completion.token_ids.tolist()
 
     async def ask(self, **options: Any) -> Reply:
         """The policy's next turn; keyword arguments as those of `Policy.chat`."""
@@ -52,3 +78,7 @@ class Dialogue:
         reply = await self._policy.complete(self._text if self._token_ids is None else self._token_ids, **options)
         self._token_ids = reply.token_ids
         return reply
+
+
+def _is_users_text(message: ChatMessage) -> bool:
+    return message.keys() == {"role", "content"} and message["role"] == "user" and isinstance(message["content"], str)

@@ -122,6 +122,11 @@ class Policy:
         if self._recorder is not None:
             self._recorder.end_step(None if reward is None else float(reward), anchor)
 
+    def log(self, /, **numbers: float) -> None:
+        """Numbers of this rollout, whose mean over a step's rollouts is a metric each: `episode/NAME`."""
+        if self._recorder is not None:
+            self._recorder.numbers |= {name: float(value) for name, value in numbers.items()}
+
     async def _ask(self, ids: list[int], text: str, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
         sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
         number, self._asked = self._asked, self._asked + 1

@@ -47,6 +47,7 @@ class Recorder:
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.steps: list[Step] = []
+        self.numbers: dict[str, float] = {}  #: that are logged
 
     def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> Call:
         """Note a completion."""

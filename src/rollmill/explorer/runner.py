@@ -39,7 +39,7 @@ class WorkflowRunner:
             WorkflowError: the workflow raised, or returned something that is not a reward.
             RollmillError: an engine, an environment or a reward failed.
         """
-        rollouts = [self._rollout(task, sampling, index, fold(seed, index), group) for index in range(n)]
+        rollouts = [self._rollout(task, sampling, index, seed, group) for index in range(n)]
         running = [asyncio.ensure_future(self._run(each)) for each in rollouts]
         try:
             outcomes = await asyncio.gather(*running)
@@ -54,18 +54,18 @@ class WorkflowRunner:
         ]
 
     def _rollout(self, task: Task, sampling: SamplingConfig, index: int, seed: int, group: str) -> Rollout:
-        recorder, id = Recorder(), f"{group}/{index}"
+        recorder, id, own = Recorder(), f"{group}/{index}", fold(seed, index)
         policy = Policy(
             self._engine,
             self._chat,
             sampling,
-            seed=seed,
+            seed=own,
             name=f"task {task.id}",
             recorder=recorder,
             trace=self._trace,
             index=index,
         )
-        return Rollout(id, task, group, index, seed, sampling, policy, recorder)
+        return Rollout(id, task, group, index, own, seed, sampling, policy, recorder)
 
     async def _run(self, rollout: Rollout) -> Outcome:
         try:
@@ -95,15 +95,18 @@ class WorkflowRunner:
         experiences = rollout.recorder.experiences(
             id=rollout.id, task_id=rollout.task.id, group=rollout.group, decode=self._chat.decode
         )
+        if experiences and rollout.recorder.numbers:
+            experiences[0].info["numbers"] = dict(rollout.recorder.numbers)
         steps = [each.reward for each in rollout.recorder.steps if each.reward is not None]
         reward = outcome.reward if not steps else sum(steps) + (outcome.reward or 0.0)
+        parts = outcome.parts if not steps else {**outcome.parts, "steps": sum(steps)}
         if len(experiences) > 1 or steps:
             _reward_last(experiences, outcome.reward)
         for experience in experiences:
-            experience.reward, experience.reward_parts = reward, dict(outcome.parts)
+            experience.reward, experience.reward_parts = reward, dict(parts)
             if outcome.judgement is not None:
                 note(experience, outcome.judgement)
-                experience.reward = reward
+                experience.reward, experience.reward_parts = reward, dict(parts)
         if self._trace is not None and outcome.judgement is not None:
             for name, span in outcome.judgement.spans.items():
                 self._trace.add(REWARD + name, span.asked, span.started, span.ended)

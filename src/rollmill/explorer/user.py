@@ -12,7 +12,7 @@ from rollmill.config.workflows.base import WorkflowSection
 from rollmill.core.errors import ConfigError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-JUDGE, ENVIRONMENT = "judge", "environment"
+JUDGE, ENVIRONMENT, ENDPOINT = "judge", "environment", "endpoint"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 

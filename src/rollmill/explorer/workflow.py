@@ -28,6 +28,7 @@ class Rollout:
     group: str
     index: int  #: which of its group
     seed: int
+    group_seed: int  #: the same for all of its group
     sampling: SamplingConfig
     policy: Policy
     recorder: Recorder

@@ -29,6 +29,10 @@ class Explorers:
             runner = WorkflowRunner(workflow, self._engine, chat, self._judge, trace)
         return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner)
 
+    def metrics(self) -> dict[str, float]:
+        """What has happened in environments since the last call, evaluations included."""
+        return self._resources.metrics()
+
     async def close(self) -> None:
         """End environments; may be called twice."""
         await self._resources.close()

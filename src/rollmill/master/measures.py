@@ -67,6 +67,9 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     details = [e.info.get("details", {}) for e in rollouts]
     for name in dict.fromkeys(name for each in details for name in each):
         metrics[f"reward/{name}"] = float(np.mean([each[name] for each in details if name in each]))
+    numbers = [e.info["numbers"] for e in rollouts if "numbers" in e.info]
+    for name in dict.fromkeys(name for each in numbers for name in each):
+        metrics[f"episode/{name}"] = float(np.mean([each[name] for each in numbers if name in each]))
     outcomes = [outcome for e in rollouts for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
     return metrics

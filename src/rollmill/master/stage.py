@@ -213,6 +213,7 @@ class StageRun:
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
         metrics |= judging_metrics(spans) | self._newly_counted()
         metrics |= {} if self._supply is None else self._supply.metrics()
+        metrics |= {} if self._explorers is None else self._explorers.metrics()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
 
     def _newly_counted(self) -> dict[str, float]:

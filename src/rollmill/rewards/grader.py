@@ -8,15 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
-import os
-import pickle
 import queue
-import select
-import signal
-import struct
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future
@@ -25,14 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.core.errors import RewardError
+from rollmill.rewards.process import DiedError, WorkerProcess
 
 MEMORY_BYTES = 2 << 30
 """Address space of one grader process that evaluates a model's text."""
 START_LIMIT_S = 120.0
 """Longest wait for a fresh process to import its grading library."""
-_LARGEST_REPLY = 1 << 20
-_LONGEST_POLL_MS = 2**31 - 1
-_CHUNK = 1 << 16
 _WORKER = Path(__file__).with_name("grader_worker.py")
 
 
@@ -130,7 +120,7 @@ class _Lane:
 
     def __init__(self, pool: GraderPool) -> None:
         self._pool = pool
-        self.process: _Process | None = None
+        self.process: WorkerProcess | None = None
         self.idle = True
         self.closing = False
         self.thread = threading.Thread(target=self._serve, name="rollmill-grader", daemon=True)
@@ -165,7 +155,7 @@ class _Lane:
         for _ in range(2):
             try:
                 return self._asked(job)
-            except _DiedError as death:
+            except DiedError as death:
                 self._end_process()
                 died = death
                 if self.closing:
@@ -174,9 +164,9 @@ class _Lane:
 
     def _asked(self, job: _Job) -> Reply:
         if self.process is None:
-            self.process = _Process(self._pool.memory_bytes, self._pool.quiet)
+            self.process = WorkerProcess(_WORKER, [str(self._pool.memory_bytes)], quiet=self._pool.quiet)
         if self.closing:  # `close` sets this before it kills the process it sees
-            raise _DiedError("closed")
+            raise DiedError("closed")
         if (job.kind, job.setup) not in self.process.loaded:
             found = self.process.ask("load", (job.kind, job.setup), START_LIMIT_S)
             if found is None or "error" in found:
@@ -205,75 +195,3 @@ class RemoteError(Exception):
 
     def __str__(self) -> str:
         return f"in a reward process:\n{self.args[0]}"
-
-
-class _DiedError(Exception):
-    """A grader process ended by itself, or was killed from outside."""
-
-
-class _Process:
-    """One grader process and its two pipes."""
-
-    def __init__(self, memory_bytes: int, quiet: bool) -> None:
-        command = [sys.executable, "-P", str(_WORKER), str(os.getpid()), str(memory_bytes)]
-        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        self._popen = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL if quiet else None,
-            env=environment,
-            start_new_session=True,
-        )
-        self.loaded: set[tuple[str, str]] = set()
-
-    @property
-    def pid(self) -> int:
-        return self._popen.pid
-
-    def ask(self, kind: str, payload: Any, time_limit_s: float) -> dict[str, Any] | None:
-        """The worker's reply, None when it does not come in time. Raises _DiedError."""
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
-        body = pickle.dumps((kind, payload))
-        deadline = time.monotonic() + time_limit_s
-        try:
-            self._popen.stdin.write(struct.pack("!I", len(body)) + body)
-            self._popen.stdin.flush()
-        except BrokenPipeError:
-            raise _DiedError(self._ending()) from None
-        received = b""
-        while len(received) < 4 or len(received) < 4 + struct.unpack("!I", received[:4])[0]:
-            left = deadline - time.monotonic()
-            if left <= 0 or not _readable(self._popen.stdout.fileno(), left):
-                return None
-            chunk = os.read(self._popen.stdout.fileno(), _CHUNK)
-            if not chunk or len(received) > _LARGEST_REPLY:
-                raise _DiedError(self._ending())
-            received += chunk
-        found: dict[str, Any] = json.loads(received[4:])
-        return found
-
-    def kill(self) -> None:
-        """Kill it and whatever it started."""
-        if self._popen.poll() is None:
-            with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
-                os.killpg(self._popen.pid, signal.SIGKILL)
-
-    def end(self) -> None:
-        """Kill it, wait until it is gone and close its pipes."""
-        self._ending()
-        for pipe in (self._popen.stdin, self._popen.stdout):
-            assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what a dead process has not read
-                pipe.close()
-
-    def _ending(self) -> str:
-        self.kill()
-        return f"exit status {self._popen.wait()}"
-
-
-def _readable(descriptor: int, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(descriptor, select.POLLIN | select.POLLHUP)
-    return bool(poll.poll(min(seconds * 1000, _LONGEST_POLL_MS)))

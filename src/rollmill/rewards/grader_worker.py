@@ -28,14 +28,19 @@ PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
-    parent, memory_bytes = int(sys.argv[1]), int(sys.argv[2])
-    _die_with(parent)
+    memory_bytes = int(sys.argv[2])
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
+    serve(_answered)
+
+
+def serve(answered: Callable[[str, Any], dict[str, Any]]) -> None:
+    """Reply to the parent, whose process id is the first argument, until it closes the pipe or ends."""
+    _die_with(int(sys.argv[1]))
     requests, replies = _take_pipes()
     while len(header := requests.read(4)) == 4:
         kind, payload = pickle.loads(requests.read(struct.unpack("!I", header)[0]))
-        body = json.dumps(_answered(kind, payload)).encode()
+        body = json.dumps(answered(kind, payload)).encode()
         replies.write(struct.pack("!I", len(body)) + body)
         replies.flush()
 

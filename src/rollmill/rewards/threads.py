@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmill.core.errors import RewardError
+from rollmill.core.errors import RewardError, RollmillError
 
 LIMIT = 16
 """Calls that run at the same time."""
@@ -34,9 +34,16 @@ class StuckError(Exception):
 
 
 class Threads:
-    """Runs plain functions in daemon threads, so that one that never returns cannot keep the process alive."""
+    """Runs plain functions in daemon threads, so that one that never returns cannot keep the process alive.
 
-    def __init__(self) -> None:
+    Args:
+        what: the functions are, for messages.
+        error: what is raised when too many of them never return.
+        limit: how many run at the same time.
+    """
+
+    def __init__(self, what: str = "reward", error: type[RollmillError] = RewardError, limit: int = LIMIT) -> None:
+        self._what, self._error, self._limit = what, error, limit
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = 0  # threads in service: idle or busy within their limit
@@ -49,7 +56,7 @@ class Threads:
 
         Raises:
             StuckError: it has not returned within `time_limit_s`; its thread is left behind.
-            RewardError: too many threads are left behind.
+            RewardError: too many threads are left behind (or the error that was asked for).
         """
         call = _Call(name, function)
         self._enqueue(call)
@@ -72,7 +79,8 @@ class Threads:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=_serve_loop, args=(self._loop,), name="rollmill-reward", daemon=True).start()
+                name = f"rollmill-{self._what}"
+                threading.Thread(target=_serve_loop, args=(self._loop,), name=name, daemon=True).start()
             ended: Future[None] = Future()
             future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
         try:
@@ -94,14 +102,14 @@ class Threads:
     def _enqueue(self, call: _Call) -> None:
         with self._lock:
             self._idle -= 1
-            if self._idle < 0 and self._running < LIMIT:
+            if self._idle < 0 and self._running < self._limit:
                 self._start_thread()
         self._calls.put(call)
 
     def _start_thread(self) -> None:
         self._running += 1
         self._idle += 1
-        threading.Thread(target=self._serve, name="rollmill-reward", daemon=True).start()
+        threading.Thread(target=self._serve, name=f"rollmill-{self._what}", daemon=True).start()
 
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
@@ -130,8 +138,8 @@ class Threads:
             stuck = len(self._stuck)
         text = f"`{call.name}` did not return within {time_limit_s:g} s; its thread cannot be ended ({stuck} are stuck)"
         if stuck > MOST_STUCK:
-            raise RewardError(f"{text}; make the function stop by itself, or make it async")
-        _log.warning("reward %s", text)
+            raise self._error(f"{text}; make the function stop by itself, or make it async")
+        _log.warning("%s %s", self._what, text)
 
 
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.environments.gymnasium import Gymnasium
+from rollmill.config.environments.reasoning_gym import ReasoningGymAttempts
 from rollmill.config.environments.textarena import TextArena
 from rollmill.config.parts import Chosen
 
@@ -18,9 +19,9 @@ def _in_full(value: Any) -> Any:
 
 
 EnvironmentConfig = Annotated[
-    SerializeAsAny[Annotated[Gymnasium | TextArena, Field(discriminator="name")]],
+    SerializeAsAny[Annotated[Gymnasium | ReasoningGymAttempts | TextArena, Field(discriminator="name")]],
     WrapValidator(Chosen("environment")),
     BeforeValidator(_in_full),
 ]
 
-__all__ = ["EnvironmentConfig", "EnvironmentSection", "Gymnasium", "TextArena"]
+__all__ = ["EnvironmentConfig", "EnvironmentSection", "Gymnasium", "ReasoningGymAttempts", "TextArena"]

@@ -11,10 +11,15 @@ class EnvironmentSection(Part):
     """An environment chosen by name; its other keys are its options."""
 
     processes: int = Field(0, ge=0)
-    """Worker processes that environments live in, several in each; 0: in this process. For environments that are not
-    safe to share a process with others, that block, or that may crash."""
+    """Worker processes that environments live in, several in each; 0: in this process, in threads. For environments
+    that are not safe to share a process with others, that hang, or that may crash."""
     time_limit_s: float = Field(60.0, gt=0)
-    """Longest wait for a reset or a step; past it the rollout has failed, and with `processes` the worker is ended."""
+    """Longest a reset or a step may take; past it the rollout has failed, and with `processes` the worker is ended."""
+    restart_after: int = Field(1000, ge=1)
+    """Episodes after which a worker process is replaced, against leaks. Only with `processes`."""
+    memory_gb: float = Field(4.0, gt=0)
+    """A worker process that holds more is replaced when its episodes have ended; one that holds twice as much is ended
+    at once. Only with `processes`."""
 
     def arguments(self) -> dict[str, object]:
         """The options of the environment itself."""

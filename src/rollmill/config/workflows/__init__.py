@@ -10,6 +10,7 @@ from rollmill.config.parts import Chosen
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentTurns
 from rollmill.config.workflows.single import SingleTurn
+from rollmill.config.workflows.verifiers import Verifiers
 
 
 def _in_full(value: Any) -> Any:
@@ -18,9 +19,9 @@ def _in_full(value: Any) -> Any:
 
 
 WorkflowConfig = Annotated[
-    SerializeAsAny[Annotated[SingleTurn | EnvironmentTurns, Field(discriminator="name")]],
+    SerializeAsAny[Annotated[SingleTurn | EnvironmentTurns | Verifiers, Field(discriminator="name")]],
     WrapValidator(Chosen("workflow")),
     BeforeValidator(_in_full),
 ]
 
-__all__ = ["EnvironmentTurns", "SingleTurn", "WorkflowConfig", "WorkflowSection"]
+__all__ = ["EnvironmentTurns", "SingleTurn", "Verifiers", "WorkflowConfig", "WorkflowSection"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -14,7 +14,15 @@ class EnvironmentTurns(WorkflowSection):
 
     asks_judge: ClassVar[bool] = False
     uses_environment: ClassVar[bool] = True
+    multi_step: ClassVar[bool] = True
 
     name: Literal["environment"] = "environment"
     turns: int = Field(16, ge=1)
     """Most turns of the policy."""
+    system: str | None = None
+    """What the policy is told before everything else: a system message, or text in front of a plain prompt."""
+    history: Literal["full"] | Annotated[int, Field(ge=1)] = "full"
+    """What the policy sees: everything so far, or the task and the last N observations with its actions between them.
+    With a number each turn is a step of its own, as `gigpo` and `stepwise_grpo` need it."""
+    steps: bool = False
+    """With `history: full` too, make each turn a step of its own with its own reward."""

@@ -1,65 +1,70 @@
-"""From the section `environment` to environments."""
+"""From the section `environment` to an environment, here or in a worker process."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.environments import EnvironmentSection
-from rollmill.core.types import Task
-from rollmill.explorer.environments.base import Environment, StepResult
-from rollmill.explorer.workflow import Rollout
+from rollmill.config import environments as config
+from rollmill.core.errors import ConfigError
+from rollmill.core.registry import import_object
 
 
-class EnvironmentPool:
-    """Makes environments, one per rollout."""
+@dataclass(frozen=True, slots=True)
+class UsersClass:
+    """A user's class as another process finds it, and its options."""
 
-    def __init__(self, section: EnvironmentSection) -> None:
-        self._section = section
-
-    @asynccontextmanager
-    async def one(self, rollout: Rollout) -> AsyncIterator[Environment]:
-        """An environment for one rollout."""
-        environment = InProcess(make_environment(self._section))
-        try:
-            yield environment
-        finally:
-            await environment.close()
-
-    async def close(self) -> None:
-        """End processes; may be called twice."""
+    name: str
+    source: str  #: FILE.py:NAME or package.module:NAME
+    options: dict[str, Any]
 
 
-class InProcess:
-    """An object of a user's or library's class as an Environment; its methods may be plain or async."""
-
-    def __init__(self, target: Any) -> None:
-        self._target = target
-
-    async def reset(self, task: Task, seed: int) -> str:
-        """See Environment."""
-        return str(await _result(self._target.reset(task, seed)))
-
-    async def step(self, action: str) -> StepResult:
-        """See Environment."""
-        found: StepResult = await _result(self._target.step(action))
-        return found
-
-    async def close(self) -> None:
-        """See Environment."""
-        if hasattr(self._target, "close"):
-            await _result(self._target.close())
+Recipe = config.EnvironmentSection | UsersClass
+"""What a worker process makes environments from."""
 
 
-async def _result(found: Any) -> Any:
-    return await found if inspect.isawaitable(found) else found
+def recipe(section: config.EnvironmentSection) -> Recipe:
+    """How a worker process makes a section's environment.
 
-
-def make_environment(section: EnvironmentSection) -> Any:
-    """An object with reset, step and perhaps close."""
+    Raises ConfigError where it cannot find the class.
+    """
     target = type(section).function
+    if target is None:
+        return section
+    from rollmill.rewards.python import source_of
+
+    source = source_of(section.name, target)
+    if source is None:
+        raise ConfigError(
+            f"environment.processes: other processes cannot find the class of environment `{section.name}`; define it "
+            "at the top level of a file, under the name it has there, or set processes: 0"
+        )
+    return UsersClass(section.name, source, section.arguments())
+
+
+def make_environment(recipe: Recipe) -> Any:
+    """An object with reset, step and perhaps close.
+
+    Raises:
+        ConfigError: a library is missing, or does not know what the section asks for.
+        Exception: whatever a user's class raises.
+    """
+    if isinstance(recipe, UsersClass):
+        return import_object(recipe.source)(**recipe.options)
+    target = type(recipe).function
     if target is not None:
-        return target(**section.arguments())
-    raise AssertionError(f"no environment is built from {type(section).__name__}")
+        return target(**recipe.arguments())
+    match recipe:  # imported here: a run pays for what it uses
+        case config.Gymnasium():
+            from rollmill.explorer.environments.gymnasium import GymnasiumText
+
+            return GymnasiumText(recipe)
+        case config.ReasoningGymAttempts():
+            from rollmill.explorer.environments.reasoning_gym import Attempts
+
+            return Attempts(recipe)
+        case config.TextArena():
+            from rollmill.explorer.environments.textarena import TextGame
+
+            return TextGame(recipe)
+    raise AssertionError(f"no environment is built from {type(recipe).__name__}")

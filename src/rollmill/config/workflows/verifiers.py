@@ -1,0 +1,40 @@
+"""Environments of the library verifiers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from rollmill.config.workflows.base import WorkflowSection
+
+
+class Verifiers(WorkflowSection):
+    """An environment of the library verifiers (0.4), as it is: its tasks, tools and rewards, against our endpoint.
+
+    It runs in a Python of its own, which `make verifiers-setup` makes; tasks come from `rollmill.tasks.verifiers:rows`.
+    """
+
+    asks_judge: ClassVar[bool] = False
+    multi_step: ClassVar[bool] = True
+
+    name: Literal["verifiers"] = "verifiers"
+    taskset: str
+    """The id of an installed package of tasks, or FILE.py with one."""
+    python: Path = Path(".venv-verifiers/bin/python")
+    """The Python that has verifiers."""
+    options: dict[str, Any] = {}
+    """Keys of the taskset's own configuration."""
+    env: dict[str, Any] = {}
+    """Keys of verifiers' section `env`: `id` of an environment, `agent`, `timeout` ..."""
+    harness: str = "rollmill_chat"
+    """What talks to the policy: a conversation with tools, or the id of one of verifiers' programs, such as `bash`."""
+    turns: int | None = Field(None, ge=1)
+    """Most turns of the policy; null: as the environment has it."""
+    at_once: int = Field(32, ge=1)
+    """Rollouts that run at the same time."""
+    time_limit_s: float = Field(300.0, gt=0)
+    """Longest rollout; past it it has failed."""
+    restart_after: int = Field(500, ge=1)
+    """Rollouts after which the process is replaced, against leaks."""

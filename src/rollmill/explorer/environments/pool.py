@@ -1,0 +1,173 @@
+"""Environments for rollouts: one each, with a time limit for every call, and everything counted."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rollmill.config.environments import EnvironmentSection
+from rollmill.core.errors import ConfigError, EpisodeError, WorkflowError
+from rollmill.core.types import Task
+from rollmill.explorer.environments.base import Observation, StepResult, TimedOutError
+from rollmill.explorer.environments.threads import InThreads
+from rollmill.explorer.environments.workers import Worker, WorkerPool
+from rollmill.explorer.workflow import Rollout
+from rollmill.rewards.threads import Threads
+
+Result = TypeVar("Result")
+
+THREADS = 64
+"""Blocking calls of environments in this process that run at the same time."""
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened in all environments of a stage."""
+
+    resets: int = 0
+    steps: int = 0
+    crashes: int = 0  #: raised, or the process ended
+    timeouts: int = 0
+    seconds: float = 0.0  #: of steps
+
+
+class _Home(Protocol):
+    """Where one environment lives."""
+
+    async def make(self) -> None: ...
+
+    async def reset(self, task: Task, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentPool:
+    """Makes environments, one per rollout, in threads of this process or in worker processes.
+
+    Raises ConfigError where worker processes cannot find the class.
+    """
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        self._section = section
+        self.workers = WorkerPool(section) if section.processes else None
+        self._threads = Threads("environment", EpisodeError, THREADS)
+        self._counts, self._told = Counts(), Counts()
+        self._restarts_told = 0
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[RunningEnvironment]:
+        """An environment for one rollout, closed at its end."""
+        home: _Home
+        if self.workers is None:
+            home = InThreads(self._section, self._threads)
+        else:
+            home = InWorker(self.workers, *self.workers.place())
+        running = RunningEnvironment(self._section.name, home, rollout, self._counts)
+        try:
+            await running.make()
+            yield running
+        finally:
+            await home.close()
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened since the last call."""
+        now, before = self._counts, self._told
+        steps = now.steps - before.steps
+        found: dict[str, float] = {
+            "environment/resets": now.resets - before.resets,
+            "environment/steps": steps,
+            "environment/crashes": now.crashes - before.crashes,
+            "environment/timeouts": now.timeouts - before.timeouts,
+            "environment/step_seconds": (now.seconds - before.seconds) / max(steps, 1),
+        }
+        self._told = Counts(now.resets, now.steps, now.crashes, now.timeouts, now.seconds)
+        if self.workers is not None:
+            found["environment/restarts"] = self.workers.restarts - self._restarts_told
+            self._restarts_told = self.workers.restarts
+        return found
+
+    async def close(self) -> None:
+        """End processes and threads; may be called twice."""
+        if self.workers is not None:
+            self.workers.close()
+        self._threads.close()
+
+
+class RunningEnvironment:
+    """The environment of one rollout, as workflows see it."""
+
+    def __init__(self, name: str, home: _Home, rollout: Rollout, counts: Counts) -> None:
+        self._name, self._home, self._rollout, self._counts = name, home, rollout, counts
+        self._task = rollout.task
+
+    async def make(self) -> None:
+        """Make it; raises what `reset` raises."""
+        await self._contained(self._home.make)
+
+    async def reset(self, task: Task | None = None, seed: int | None = None) -> Observation:
+        """Begin an episode, of the rollout's task or another one; what the policy sees first.
+
+        Args:
+            seed: None: the same for all rollouts of a group, which are compared with each other.
+
+        Raises:
+            EpisodeError: it raised, crashed or took too long.
+            WorkflowError: it returned something that is no observation.
+        """
+        self._task = task or self._rollout.task
+        number = self._rollout.group_seed if seed is None else seed
+        self._counts.resets += 1
+        return await self._contained(lambda: self._home.reset(self._task, number))
+
+    async def step(self, action: str) -> StepResult:
+        """Act. Raises as `reset` does."""
+        started = time.perf_counter()
+        self._counts.steps += 1
+        try:
+            return await self._contained(lambda: self._home.step(action))
+        finally:
+            self._counts.seconds += time.perf_counter() - started
+
+    async def _contained(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            return await call()
+        except ConfigError:
+            raise
+        except WorkflowError as error:
+            self._counts.timeouts += isinstance(error, TimedOutError)
+            self._counts.crashes += isinstance(error, EpisodeError) and not isinstance(error, TimedOutError)
+            told = type(error)(f"environment `{self._name}` failed on task `{self._task.id}`: {error}")
+            raise told from error.__cause__
+
+
+class InWorker:
+    """An environment in a worker process."""
+
+    def __init__(self, pool: WorkerPool, worker: Worker, number: int) -> None:
+        self._pool, self._worker, self._number = pool, worker, number
+
+    async def make(self) -> None:
+        """See _Home."""
+        await self._call("make", self._pool.recipe)
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """See _Home."""
+        found: Observation = await self._call("reset", task, seed)
+        return found
+
+    async def step(self, action: str) -> StepResult:
+        """See _Home."""
+        return StepResult(*await self._call("step", action))
+
+    async def close(self) -> None:
+        """See _Home."""
+        self._worker.leave(self._number)
+
+    async def _call(self, kind: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._worker.submit(kind, (self._number, *arguments)))

@@ -1,0 +1,67 @@
+"""The program of a worker process that environments live in: one call at a time. Run by path."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import signal
+import traceback
+from typing import Any
+
+from rollmill.core.errors import ConfigError, RollmillError
+from rollmill.explorer.environments.base import checked_observation, checked_step
+from rollmill.explorer.environments.build import make_environment
+from rollmill.rewards.grader_worker import serve
+
+RAISED, WRONG, REFUSED, FAILED = "raised", "wrong", "config", "workflow"
+"""What an error is of: the environment raised; it returned something else; a configuration; an error for users."""
+
+_living: dict[int, Any] = {}
+_loop = asyncio.new_event_loop()
+
+
+def answered(kind: str, payload: Any) -> dict[str, Any]:
+    """The reply to a call: (number of the environment, arguments)."""
+    number, *arguments = payload
+    try:
+        return {"value": _called(kind, number, arguments)}
+    except ConfigError as error:
+        return {"error": str(error), "of": REFUSED}
+    except RollmillError as error:
+        return {"error": str(error), "of": FAILED}
+    except _WrongError as error:
+        return {"error": str(error), "of": WRONG}
+    except BaseException as error:  # SystemExit, too: an environment that exits ends its own episode alone
+        text = f"{type(error).__name__}: {error}"[:2000]
+        return {"error": text, "of": RAISED, "traceback": traceback.format_exc()[-4000:]}
+
+
+class _WrongError(Exception):
+    """A method returned something that it must not."""
+
+
+def _called(kind: str, number: int, arguments: list[Any]) -> Any:
+    if kind == "make":
+        _living[number] = make_environment(*arguments)
+        return None
+    if kind == "close":
+        target = _living.pop(number, None)
+        return _result(target.close()) if hasattr(target, "close") else None
+    target = _living[number]
+    found, where = _result(getattr(target, kind)(*arguments)), f"{type(target).__name__}.{kind}"
+    try:
+        if kind == "reset":
+            return checked_observation(found, where)
+        step = checked_step(found, where)
+    except TypeError as error:
+        raise _WrongError(str(error)) from None
+    return [step.observation, step.reward, step.done, dict(step.info)]
+
+
+def _result(found: Any) -> Any:
+    return _loop.run_until_complete(found) if inspect.isawaitable(found) else found
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    serve(answered)
