@@ -189,6 +189,8 @@ def test_every_command_has_its_module() -> None:
             "feedback",
             "merge",
             "algorithms",
+            "bench",
+            "audit",
         )
     }
 

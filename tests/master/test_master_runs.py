@@ -160,7 +160,8 @@ def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
 def test_evaluations_are_stored(tmp_path: Path) -> None:
     started(tmp_path, **RL, steps=4, evaluation={"taskset": HELD_OUT, "every": 3})
     files = sorted(path.name for path in (tmp_path / "out/evaluations").iterdir())
-    assert files == ["step-000000.jsonl", "step-000003.jsonl", "step-000004.jsonl"]
+    steps = ["step-000000", "step-000003", "step-000004"]
+    assert files == [f"{step}.{kind}" for step in steps for kind in ("json", "jsonl")]
     rows = [json.loads(line) for line in (tmp_path / "out/evaluations" / files[-1]).read_text().splitlines()]
     assert [row["task_id"] for row in rows] == [f"rows:{index}" for index in range(6)]
     assert all(row["reward"] is not None for row in rows)

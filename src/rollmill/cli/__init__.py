@@ -22,6 +22,8 @@ COMMANDS = {
     "init": "rollmill.cli.init",
     "quickstart": "rollmill.cli.quickstart",
     "eval": "rollmill.cli.evaluate",
+    "bench": "rollmill.cli.bench",
+    "audit": "rollmill.cli.audit",
     "show": "rollmill.cli.show",
     "grade": "rollmill.cli.grade",
     "testcases": "rollmill.cli.testcases",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollmill.config.describe import describe, estimated_parameters
+from rollmill.config.describe import describe, estimated_parameters, section_of
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards import PythonReward
 from rollmill.config.taskset import TasksetConfig
@@ -47,10 +47,13 @@ def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     loaded: dict[str, tuple[int, int]] = {}
     for stage in run.stages:
-        for reward in stage.rewards:
+        own = [] if stage.evaluation is None else [each.rewards or [] for each in stage.evaluation.all_sets().values()]
+        for reward in [*stage.rewards, *(one for rewards in own for one in rewards)]:
             if isinstance(reward, PythonReward):
                 reward_function(reward.function)
-        tasksets = {"taskset": stage.taskset, "evaluation": stage.evaluation.taskset if stage.evaluation else None}
+        tasksets = {"taskset": stage.taskset}
+        for name, held_out in (stage.evaluation.all_sets() if stage.evaluation else {}).items():
+            tasksets[section_of(name)] = held_out.taskset
         for section, taskset in tasksets.items():
             if taskset is not None:
                 key = taskset.model_dump_json()

@@ -49,13 +49,15 @@ def command(
 
 def _show_run(run: Path, as_json: bool) -> None:
     from rollmill.monitor import read_metrics, read_summary, stored_steps
+    from rollmill.monitor.evaluations import evaluated
 
     stored = stored_steps(run)
     rows = read_metrics(run)
     checkpoints = sorted((path.name for path in (run / "checkpoints").glob("step-*")), key=_step_of)
-    keys = ("step", "stage", "eval/greedy", "eval/sampled", "eval/sampled_low", "eval/sampled_high")
     evaluations = [
-        {key: row[key] for key in keys if key in row} for row in rows if "eval/greedy" in row or "eval/sampled" in row
+        {key: value for key, value in row.items() if key in ("step", "stage") or key.startswith("eval/")}
+        for row in rows
+        if evaluated(row)
     ]
     overview: dict[str, Any] = {
         "run": str(run),
@@ -75,7 +77,8 @@ def _show_run(run: Path, as_json: bool) -> None:
     if rows:
         print_table(f"Last metrics (step {rows[-1]['step']})", ["metric", "value"], list(rows[-1].items()))
     if evaluations:
-        print_table("Evaluations", list(keys), [[row.get(key) for key in keys] for row in evaluations])
+        keys = list(dict.fromkeys(key for row in evaluations for key in row))
+        print_table("Evaluations", keys, [[row.get(key) for key in keys] for row in evaluations])
 
 
 def _show_step(run: Path, step: int, as_json: bool) -> None:

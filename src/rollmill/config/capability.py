@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import buffer_contradictions, contradictions, model_contradictions
+from rollmill.config.evaluation_checks import best_contradictions, place_of, unhonoured_in_sets
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.resolve import STAGE_KEYS, Resolved
@@ -25,6 +26,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
         if find(resolved.root, path):
             found.append(Problem(*locate(resolved.root, path), text))
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in best_contradictions(resolved.config, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in buffer_contradictions(resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
@@ -48,7 +51,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
                 keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
             keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
             keys["judging",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
-        elif evaluation.samples == 0:
+        elif all(each.samples == 0 for each in evaluation.all_sets().values()):
             for name in _TRUNCATION:
                 keys["rollout", name] = (
                     f"not honoured: {learner}, and evaluation is greedy only (samples: 0); remove it"
@@ -76,7 +79,9 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
                     f"not honoured: {learner}, so no success is seen; use `shuffled`, or an order by difficulty"
                 )
     if stage.evaluation is not None:
-        keys |= unhonoured_in_evaluation(stage.evaluation.taskset)
+        keys |= unhonoured_in_sets(stage)
+        for name, each in stage.evaluation.all_sets().items():
+            keys |= unhonoured_in_evaluation(each.taskset, place_of(name))
     for path, section in _sections(stage.taskset, ("taskset",)):
         keys |= _unhonoured_in_order(section, path)
     return keys | unhonoured_parts(algorithm)
@@ -122,10 +127,10 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     return keys
 
 
-def unhonoured_in_evaluation(taskset: TasksetConfig) -> dict[KeyPath, str]:
+def unhonoured_in_evaluation(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath, str]:
     """Order and weights of held-out tasks, which are all evaluated once."""
     keys: dict[KeyPath, str] = {}
-    for path, section in _sections(taskset, ("evaluation", "taskset")):
+    for path, section in _sections(taskset, (*at, "taskset")):
         keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
         if isinstance(section, MixEntry):
             keys[(*path, "weight")] = "not honoured: every held-out task is evaluated each time; it is in `taskset.mix`"

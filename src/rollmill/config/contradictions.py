@@ -12,6 +12,7 @@ from rollmill.config.advantage import BatchBaseline
 from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.environments import ReasoningGymAttempts
+from rollmill.config.evaluation_checks import evaluation_contradictions, place_of
 from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.order import SequentialOrder, UsersOrder
@@ -20,7 +21,7 @@ from rollmill.config.rewards.names import part_names
 from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
-from rollmill.config.tree import KeyPath
+from rollmill.config.tree import KeyPath, dotted
 from rollmill.config.workflows import EnvironmentTurns
 from rollmill.recipes import Distill
 
@@ -36,7 +37,8 @@ def contradictions(stage: StageConfig) -> Iterator[Finding]:
     yield from _rewards(stage)
     yield from _buffer(stage)
     yield from _training(stage)
-    yield from _evaluation(stage)
+    yield from evaluation_contradictions(stage)
+    yield from _evaluated_rewards(stage)
     yield from _tasksets(stage)
 
 
@@ -137,12 +139,25 @@ def _rewards(stage: StageConfig) -> Iterator[Finding]:
     if not stage.workflow.asks_judge:
         return
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
-    users += ["evaluation"] if stage.evaluation is not None and stage.algorithm.trains_policy else []
+    users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
         yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
     yield from judged_by(stage, stage.rewards, ("rewards",))
+
+
+def _evaluated_by(stage: StageConfig) -> bool:
+    """Whether some set of held-out tasks is judged by the stage's own rewards."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return any(each.rewards is None and each.workflow is None for each in sets)
+
+
+def _evaluated_rewards(stage: StageConfig) -> Iterator[Finding]:
+    """What is wrong with the rewards of sets of held-out tasks."""
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        if each.rewards is not None:
+            yield from judged_by(stage, each.rewards, (*place_of(name), "rewards"))
 
 
 def judged_by(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[Finding]:
@@ -167,9 +182,12 @@ def judged_by(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath)
 
 
 def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[Finding]:
-    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts else None}
-    if at[0] in ("rewards", "environment"):
-        tasksets["evaluation.taskset"] = stage.evaluation.taskset if stage.evaluation else None
+    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts and at[0] != "evaluation" else None}
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        own = at[: len(place_of(name)) + 1] == (*place_of(name), "rewards")
+        inherited = {"rewards": not each.rewards, "environment": each.environment is None}
+        if own or inherited.get(str(at[0]), False):
+            tasksets[dotted((*place_of(name), "taskset"))] = each.taskset
     for key, taskset in tasksets.items():
         if taskset is not None and any(part.generator is None for part in taskset.parts()):
             text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
@@ -192,27 +210,6 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
         yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
 
 
-def _evaluation(stage: StageConfig) -> Iterator[Finding]:
-    evaluation, stop = stage.evaluation, stage.early_stop
-    if evaluation is None:
-        return
-    if evaluation.samples == 0 and not evaluation.greedy:
-        yield (
-            ("evaluation", "samples"),
-            "0 samples and greedy: false evaluate nothing; raise samples or set greedy: true",
-        )
-    elif stop is not None and stop.metric == "eval/sampled" and evaluation.samples == 0:
-        text = "eval/sampled needs evaluation.samples of at least 1 (it is 0); raise it or use eval/greedy"
-        yield ("early_stop", "metric"), text
-    elif stop is not None and stop.metric == "eval/greedy" and not evaluation.greedy:
-        yield ("early_stop", "metric"), "eval/greedy needs evaluation.greedy: true; set it or use eval/sampled"
-    if evaluation.samples > 0 and stage.rollout.temperature == 0:
-        text = "evaluation.samples are sampled at this temperature; give a value above 0, or set evaluation.samples: 0"
-        yield ("rollout", "temperature"), text
-    if stop is not None and stop.at_least is not None and not 0 <= stop.at_least <= 1:
-        yield ("early_stop", "at_least"), f"accuracy lies between 0 and 1; give for example 0.95, not {stop.at_least:g}"
-
-
 def _tasksets(stage: StageConfig) -> Iterator[Finding]:
     evaluation = stage.evaluation
     tasksets: dict[KeyPath, TasksetConfig] = {}
@@ -220,11 +217,11 @@ def _tasksets(stage: StageConfig) -> Iterator[Finding]:
         tasksets["taskset",] = stage.taskset
     elif stage.needs_taskset:
         yield ("taskset",), "is required; add it"
-    if evaluation is not None:
-        tasksets["evaluation", "taskset"] = evaluation.taskset
-        if evaluation.taskset.mix and evaluation.limit is not None:
+    for name, each in (evaluation.all_sets() if evaluation is not None else {}).items():
+        tasksets[*place_of(name), "taskset"] = each.taskset
+        if each.taskset.mix and each.limit is not None:
             text = "the first tasks of a mix are those of its first set; give a limit to each entry of its mix instead"
-            yield ("evaluation", "limit"), text
+            yield (*place_of(name), "limit"), text
     for at, taskset in tasksets.items():
         for place, section in _sections(taskset, at):
             for index, operator in enumerate(section.pipeline):

@@ -8,10 +8,12 @@ from collections.abc import Iterator, Mapping
 from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.base import Section
 from rollmill.config.capability import unhonoured
+from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators import OperatorSection
 from rollmill.config.order import ShuffledOrder
+from rollmill.config.parts import Part
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
 from rollmill.config.rewards import RewardSection
 from rollmill.config.rewards.names import part_names
@@ -21,7 +23,7 @@ from rollmill.config.taskset import TasksetConfig, TasksetSection
 CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
 
 Counts = Mapping[tuple[str, str], tuple[int, int]]
-"""(stage name, "taskset" or "evaluation") -> (tasks, rejected rows)."""
+"""(stage name, "taskset", "evaluation" or "evaluation.sets.NAME") -> (tasks, rejected rows)."""
 
 
 def describe(run: LoadedRun, counts: Counts) -> str:
@@ -91,12 +93,36 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
     if evaluation is None:
         yield "evaluation", "none"
         return
-    yield "evaluation", _taskset(evaluation.taskset, counts.get((stage.name, "evaluation")))
-    yield "", _options(evaluation, skip={"taskset"})
+    for name, held_out in evaluation.all_sets().items():
+        source = _taskset(held_out.taskset, counts.get((stage.name, section_of(name))))
+        yield "evaluation", f"{name}: {source}" if name else source
+        parts = {"workflow", "environment", "rewards", "sampling"}
+        yield "", _options(held_out, skip={"taskset", "sets", "k", "answer", *parts})
+        for key in ("k", "answer", *sorted(parts)):
+            value = getattr(held_out, key)
+            if value != type(held_out).model_fields[key].default:
+                yield "", f"{key} {_own(value)}"
     if not algorithm.uses_rollouts:
         yield "", _options(rollout, skip={"batch", "group_size"})
     if stage.early_stop is not None:
         yield "early stop", _options(stage.early_stop)
+
+
+def section_of(held_out: str) -> str:
+    """The key of a set of held-out tasks, which is "" for the one without a name."""
+    return f"evaluation.sets.{held_out}" if held_out else "evaluation"
+
+
+def _own(value: object) -> str:
+    """What a set of held-out tasks has of its own."""
+    if isinstance(value, list) and all(isinstance(each, RewardSection) for each in value):
+        return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
+    if isinstance(value, EvaluationSampling):
+        return _options(value, changed=True)
+    if isinstance(value, Part):
+        options = _options(value, skip={"name"}, changed=True)
+        return value.name + (f" ({options})" if options else "")
+    return value_in_words(value)
 
 
 def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:

@@ -69,9 +69,9 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
             path.append(segment)
             field = owner.model_fields.get(str(segment))
             spot = field.annotation if field else None  # type: ignore[assignment]
-        elif get_origin(inner) in (list, tuple):
+        elif get_origin(inner) in (list, tuple, dict):
             path.append(segment)
-            spot = get_args(inner)[0]
+            spot = get_args(inner)[1 if get_origin(inner) is dict else 0]
     return tuple(path), owner
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 from rollmill.config.rows import RowsSection
@@ -11,12 +12,12 @@ from rollmill.config.taskset import TasksetConfig, TasksetSection
 Tasks = TypeVar("Tasks", bound=TasksetSection)
 
 
-def with_held_out(taskset: TasksetConfig, evaluation: TasksetConfig) -> TasksetConfig:
+def with_held_out(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
     """The training taskset with `against` of every `decontaminate` filled in; the same object where none lacks it."""
     if not any(_lacking(part) for part in [taskset, *taskset.mix]):
         return taskset
     keys = set(RowsSection.model_fields)
-    rows = [RowsSection.model_validate(part.model_dump(include=keys)) for part in evaluation.parts()]
+    rows = [RowsSection.model_validate(part.model_dump(include=keys)) for held in evaluation for part in held.parts()]
     return _filled(taskset, rows).model_copy(update={"mix": [_filled(entry, rows) for entry in taskset.mix]})
 
 

@@ -90,9 +90,10 @@ def _collect(home: Home, found: dict[type[Section], Home]) -> None:
     found[home.section] = home
     for key, field in home.section.model_fields.items():
         inner = unwrap(field.annotation)
-        members = sections_of(get_args(inner)[0] if get_origin(inner) is list else inner)
+        named = get_origin(inner) is dict
+        members = sections_of(get_args(inner)[-1] if named or get_origin(inner) is list else inner)
         for member in members:
-            prefix = f"{home.prefix}.{key}".lstrip(".")
+            prefix = f"{home.prefix}.{key}{'.NAME' if named else ''}".lstrip(".")
             _collect(Home(member, prefix, tag_of(member) if len(members) > 1 else None), found)
 
 

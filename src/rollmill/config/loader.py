@@ -50,13 +50,22 @@ class LoadedRun:
         return write_yaml(self.resolved())
 
 
+_OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment"})
+
+
 def load_run(
-    path: Path, overrides: Sequence[str] = (), out: Path | None = None, *, require_files: bool = True
+    path: Path,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    *,
+    require_files: bool = True,
+    keys: frozenset[str] | None = None,
 ) -> LoadedRun:
     """Load and check a run file.
 
     `overrides` are `section.key=value` strings, applied in order after the includes. Relative paths are looked up in
     the current folder, then in the folder of the file that names them; with `require_files` a missing one is an error.
+    With `keys` only these top-level keys have to fit together.
     Raises ConfigError; its message lists every problem as `FILE:LINE: section.key: what is wrong; what to do`.
     """
     problems: list[Problem] = []
@@ -67,10 +76,32 @@ def load_run(
     refuse(problems)
     _import_plugins(root)
     resolved = resolve(root)
-    refuse(check_capabilities(resolved))
+    found = check_capabilities(resolved)
+    refuse(found if keys is None else [each for each in found if _first(each.key) in keys])
     stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
     first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
+
+
+def load_tasks(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
+    """A run file, or a part of one with a `taskset`, for looking at tasks and rewards alone: it needs no model.
+
+    Raises ConfigError like `load_run`, and where there is no taskset.
+    """
+    return load_run(path, overrides, keys=_OF_EVALUATIONS | {"taskset"})
+
+
+def _first(key: str) -> str:
+    """The top-level key that a problem is in, of the whole file or of a stage."""
+    parts = key.split(".")
+    return parts[2] if parts[0] == "stages" and len(parts) > 2 else parts[0]
+
+
+def load_evaluation(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
+    """A run file, or a part of one with an `evaluation`, for evaluating alone: it needs neither a model nor tasks to
+    train on. Raises ConfigError like `load_run`.
+    """
+    return load_run(path, overrides, keys=_OF_EVALUATIONS)
 
 
 def _import_plugins(root: Node) -> None:

@@ -7,11 +7,15 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_SECTIONS = [[*of, *entry] for of in (["taskset"], ["evaluation", "taskset"]) for entry in ([], ["mix", "*"])]
+_HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "@"]]
+_SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
 """Where sections of tasks stand in a stage."""
 _HELD_OUT = ["pipeline", "*", "against", "*"]
 _TASKS = [[*section, *rows] for section in _SECTIONS for rows in ([], _HELD_OUT)]
-_REWARDS = [["rewards", "*"], *(["pipeline", "*", *inner] for inner in (["rewards", "*"], ["reward"], ["code"]))]
+_REWARDS = [
+    *([*of, "rewards", "*"] for of in ([], *_HELD_OUT_SETS)),
+    *(["pipeline", "*", *inner] for inner in (["rewards", "*"], ["reward"], ["code"])),
+]
 _STAGE = [
     *([*rows, "path"] for rows in _TASKS),
     *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),

@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from rollmill.config.base import Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.environments import EnvironmentConfig
+from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.held_out import with_held_out
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
@@ -23,25 +24,6 @@ from rollmill.config.workflows import SingleTurn, WorkflowConfig
 from rollmill.recipes import GRPO, AlgorithmConfig
 
 
-class EvaluationConfig(Section):
-    """Accuracy on held-out tasks: greedy, and sampled with a confidence interval."""
-
-    taskset: TasksetConfig
-    """The held-out tasks."""
-    every: int = Field(10, ge=1)
-    """Evaluate after every N steps, and after the last."""
-    at_start: bool = True
-    """Evaluate before the first step, too."""
-    limit: int | None = Field(None, ge=1)
-    """Use only the first N held-out tasks."""
-    samples: int = Field(1, ge=0)
-    """Sampled completions per task at the rollout's temperature; 0 evaluates greedily only."""
-    greedy: bool = True
-    """Also measure greedy accuracy, with one completion per task."""
-    threshold: float = 1.0
-    """A completion is correct when its reward is at least this."""
-
-
 class CheckpointConfig(Section):
     """When checkpoints are written and which are kept."""
 
@@ -49,15 +31,16 @@ class CheckpointConfig(Section):
     """Write one after every N steps, and at the end of each stage."""
     keep_last: int = Field(2, ge=1)
     """How many of the newest checkpoints are kept."""
-    keep_best: bool = True
-    """Also keep the checkpoint with the best evaluation (sampled accuracy, else greedy)."""
+    keep_best: bool | str = True
+    """Also keep the checkpoint with the best evaluation: by sampled accuracy, else greedy, of the first set; or by the
+    metric that is named here, such as eval/NAME/pass@4."""
 
 
 class EarlyStopConfig(Section):
     """Stop a stage when an evaluated metric is good enough, or no longer improves."""
 
-    metric: Literal["eval/greedy", "eval/sampled"] = "eval/sampled"
-    """The metric that is watched."""
+    metric: str = "eval/sampled"
+    """The metric that is watched: eval/sampled, eval/greedy, eval/pass@K ..., or eval/NAME/... of a set with a name."""
     at_least: float | None = None
     """Stop once the metric reaches this value."""
     patience: int | None = Field(None, ge=1)
@@ -114,8 +97,13 @@ class StageConfig(Section):
     @model_validator(mode="after")
     def _held_out_tasks_are_known(self) -> Self:
         if self.evaluation is not None and self.taskset is not None:
-            self.taskset = with_held_out(self.taskset, self.evaluation.taskset)
+            self.taskset = with_held_out(self.taskset, self.evaluation.tasksets())
         return self
+
+    def examined(self, by: EvaluationSet) -> StageConfig:
+        """This stage with the workflow, environment, rewards and sampling that a set of held-out tasks asks for."""
+        own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
+        return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
 
     @property
     def needs_taskset(self) -> bool:

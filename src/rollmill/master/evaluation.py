@@ -1,84 +1,149 @@
-"""Accuracy on held-out tasks: greedy, and sampled with a Wilson confidence interval."""
+"""Accuracy on held-out tasks: every set of a stage's evaluation, by the weights as they are.
+
+An evaluation may be under way while a training step rolls out: both need the same weights. Its tokens have to be there
+before the next update; its rewards may come later.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
-from rollmill.config.rollout import SamplingConfig
-from rollmill.config.run import EvaluationConfig
+from rollmill.buffer import GroupQueue
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
-from rollmill.engines.native.rng import fold
-from rollmill.explorer import Explorer
+from rollmill.engines.base import RolloutEngine
+from rollmill.master.examiner import Examiner, SetResult, merged_metrics, numbers
+from rollmill.master.explorers import Explorers
 from rollmill.master.measures import require_rewards
-from rollmill.monitor.metrics import wilson_interval
+from rollmill.models.load import Policy
+from rollmill.rewards import Judge
 
-EVALUATION_STREAM = 0xE7A1  # keeps evaluation's randomness apart from training's
+MakeJudge = Callable[[Sequence[RewardConfig]], Judge]
+HeldOut = Mapping[str, Sequence[Task]]
+"""Held-out tasks by the name of their set."""
 
 
-class Evaluator:
-    """Evaluates the explorer's current weights on a fixed list of tasks, with the same seeds every time."""
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    """What an evaluation came to. `experiences` are the greedy ones of each set, else the sampled ones."""
 
-    def __init__(
-        self, explorer: Explorer, tasks: list[Task], config: EvaluationConfig, sampling: SamplingConfig, seed: int
-    ) -> None:
-        self._explorer = explorer
-        self._tasks = tasks
-        self._config = config
-        self._sampling = sampling
-        self._seed = seed
+    sets: list[SetResult]
+    experiences: list[Experience]
 
-    async def evaluate(self, deadline_s: float) -> tuple[dict[str, float], list[Experience]]:
-        """Metrics eval/greedy, eval/sampled (with _low and _high, 95 %), eval/length; and the greedy experiences
-        (sampled ones where there are no greedy ones).
+    @property
+    def metrics(self) -> dict[str, float]:
+        """eval/... of all sets."""
+        return merged_metrics(self.sets)
+
+    def to_json(self, **about: Any) -> Mapping[str, Any]:
+        """All numbers, task by task."""
+        return numbers(self.sets, **about)
+
+
+class Evaluation:
+    """An evaluation under way; it has begun when it is made."""
+
+    def __init__(self, examiners: Sequence[Examiner], deadline_s: float) -> None:
+        self._queue, self._deadline_s = GroupQueue(), deadline_s
+        self._examiners = [(each, each.start(self._queue)) for each in examiners]
+
+    async def generated(self) -> None:
+        """Wait for all tokens: afterwards the weights may change. Raises DeadlineError."""
+        await self._in_time(self._queue.all_generated())
+
+    async def result(self) -> Evaluated:
+        """Wait for all rewards.
 
         Raises:
-            DeadlineError: not finished within `deadline_s` seconds.
+            DeadlineError: not finished within the deadline.
             RewardError: a reward failed, or none applies to the held-out tasks.
         """
-        greedy = self._sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         try:
-            async with asyncio.timeout(deadline_s):
-                greedy_runs, sampled_runs = await asyncio.gather(
-                    self._runs(greedy, 1 if self._config.greedy else 0, "greedy"),
-                    self._runs(self._sampling, self._config.samples, "sampled"),
-                )
+            groups = await self._in_time(self._queue.get(len(self._queue), 2 * self._deadline_s))
+        except BaseException:
+            await self.cancel()
+            raise
+        results, shown, start = [], [], 0
+        for examiner, count in self._examiners:
+            own, start = groups[start : start + count], start + count
+            where = f"the evaluation of {examiner.name}" if examiner.name else "the evaluation"
+            require_rewards([one for group in own for one in group], where)
+            found, experiences = examiner.result(own)
+            results.append(found)
+            shown += experiences
+        return Evaluated(results, shown)
+
+    async def cancel(self) -> None:
+        """Stop what is under way."""
+        await self._queue.cancel()
+
+    async def _in_time(self, work: Awaitable[Any]) -> Any:
+        try:
+            async with asyncio.timeout(self._deadline_s):
+                return await work
         except TimeoutError:
             raise DeadlineError(
                 "the evaluation",
-                f"the explorer on {len(self._tasks)} held-out tasks",
-                deadline_s,
+                f"the explorer on {sum(len(each.tasks) for each, _ in self._examiners)} held-out tasks",
+                self._deadline_s,
                 "Raise rollout.deadline_s, or lower evaluation.limit or rollout.max_new_tokens.",
             ) from None
-        require_rewards([*greedy_runs, *sampled_runs], "the evaluation")
-        metrics: dict[str, float] = {}
-        if greedy_runs:
-            metrics["eval/greedy"] = self._accuracy(greedy_runs)
-        if sampled_runs:
-            metrics["eval/sampled"] = self._accuracy(sampled_runs)
-            correct = round(metrics["eval/sampled"] * len(sampled_runs))
-            metrics["eval/sampled_low"], metrics["eval/sampled_high"] = wilson_interval(correct, len(sampled_runs))
-        shown = greedy_runs or sampled_runs
-        metrics["eval/length"] = sum(e.action_tokens for e in shown) / len(shown)
-        return metrics, shown
 
-    async def _runs(self, sampling: SamplingConfig, n: int, kind: str) -> list[Experience]:
-        if n == 0:
-            return []
-        groups = await asyncio.gather(
-            *(
-                self._explorer.rollout(
-                    task,
-                    sampling,
-                    n=n,
-                    seed=fold(self._seed, EVALUATION_STREAM, index),
-                    group=f"eval-{kind}/{task.id}",
-                )
-                for index, task in enumerate(self._tasks)
-            )
-        )
-        return [experience for group in groups for experience in group]
 
-    def _accuracy(self, experiences: list[Experience]) -> float:
-        correct = sum(e.reward is not None and e.reward >= self._config.threshold for e in experiences)
-        return correct / len(experiences)
+class Evaluator:
+    """Evaluates the engine's current weights on fixed lists of tasks, with the same seeds every time.
+
+    Args:
+        config: the stage.
+        judge: of the stage's rewards; sets with rewards of their own get another one by `make_judge`.
+        explorers: of the stage; sets that are rolled out otherwise get others.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: Policy,
+        engine: RolloutEngine,
+        held_out: HeldOut,
+        *,
+        judge: Judge,
+        explorers: Explorers,
+        make_judge: MakeJudge,
+        seed: int,
+    ) -> None:
+        assert config.evaluation is not None
+        self._deadline_s = config.rollout.deadline_s
+        self._judges: list[Judge] = []
+        self._explorers: list[Explorers] = []
+        self.examiners: list[Examiner] = []
+        for name, section in config.evaluation.all_sets().items():
+            asked, own = config.examined(section), judge
+            if asked.rewards != config.rewards:
+                own = make_judge(asked.rewards)
+                self._judges.append(own)
+            used = explorers
+            if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
+                used = Explorers(asked, policy, engine, own)
+                self._explorers.append(used)
+            self.examiners.append(Examiner(name, used.training(), held_out[name], section, asked.rollout, seed))
+
+    def begin(self, names: Sequence[str] | None = None) -> Evaluation:
+        """Begin an evaluation by the weights as they are, of the sets of these names or of all."""
+        chosen = [each for each in self.examiners if names is None or each.name in names]
+        return Evaluation(chosen, self._deadline_s)
+
+    async def evaluate(self, names: Sequence[str] | None = None) -> Evaluated:
+        """Evaluate, and wait for it. Raises like `Evaluation.result`."""
+        return await self.begin(names).result()
+
+    async def close(self) -> None:
+        """End what only the evaluation needs; may be called twice."""
+        for explorers in self._explorers:
+            await explorers.close()
+        for judge in self._judges:
+            judge.close()

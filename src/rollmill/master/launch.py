@@ -16,6 +16,7 @@ import torch
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.model import ModelConfig
 from rollmill.config.resolve import STAGE_KEYS
+from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
@@ -123,10 +124,9 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
     )
     try:
         assert stage.evaluator is not None
-        metrics, _ = await stage.evaluator.evaluate(loaded.stages[index].rollout.deadline_s)
+        return (await stage.evaluator.evaluate()).metrics
     finally:
         await stage.close()
-    return metrics
 
 
 def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
@@ -195,7 +195,8 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
     device = device_of(config.device)
     # what is missing in the last stage's rewards shows before the first has run
-    judges = [build_judge(stage.rewards, stage.judging, device=str(device)) for stage in loaded.stages]
+    wanted = [(rewards, stage.judging) for stage in loaded.stages for rewards in _rewards(stage)]
+    judges = [build_judge(rewards, judging, device=str(device)) for rewards, judging in wanted]
     for judge in judges:
         judge.close()
     tasksets = _load_tasksets(loaded.stages)
@@ -219,8 +220,15 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 
 
+def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
+    """The rewards of a stage, and those that sets of held-out tasks have of their own."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return [stage.rewards, *(each.rewards for each in sets if each.rewards is not None)]
+
+
 def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
-    held_out = None if stage.evaluation is None else tasksets[_key(stage.evaluation.taskset)]
+    sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
+    held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
     training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
     return select_tasks(stage, policy, training, held_out)
 
@@ -253,7 +261,7 @@ def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]
 def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:
     loaded: dict[str, Taskset] = {}
     for stage in stages:
-        for config in (stage.taskset, stage.evaluation.taskset if stage.evaluation else None):
+        for config in (stage.taskset, *(stage.evaluation.tasksets() if stage.evaluation else [])):
             if config is not None and _key(config) not in loaded:
                 loaded[_key(config)] = load_taskset(config)
     return loaded

@@ -5,24 +5,29 @@ Components never call the master.
 
 from __future__ import annotations
 
+import json
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.evaluation import Evaluated
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.measures import rewards_without_verdict
 from rollmill.master.selection import StageTasks
-from rollmill.master.stage import StageRun
+from rollmill.master.stage import StageRun, StepResult
 from rollmill.master.state import RunState, StageState
 from rollmill.master.summary import summarise
 from rollmill.models.load import Policy
+from rollmill.monitor.files import atomic_write, plain
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.rollouts import RolloutStore
 
 EVALUATIONS = "evaluations"
+Note = Callable[[], Awaitable[None]]
 
 
 class Master:
@@ -108,7 +113,7 @@ class Master:
         if state.step == 0 and self.state.stage and _measures(self._stages[self.state.stage - 1]) != _measures(config):
             self.state.best_value = self.state.best_step = None  # another measure: not comparable
         try:
-            if state.step == 0 and config.evaluation is not None and config.evaluation.at_start:
+            if config.early_stop is not None and state.step == 0 and config.evaluation and config.evaluation.at_start:
                 await self._evaluate_at_start(config, stage)
             while state.step < config.steps and not state.stopped:
                 await self._one_step(config, stage)
@@ -124,19 +129,72 @@ class Master:
 
     async def _evaluate_at_start(self, config: StageConfig, stage: StageRun) -> None:
         """Evaluate before the first step, unless the stage before has just done the same."""
-        done = self.state.evaluations[-1] if self.state.evaluations else None
-        if done is not None and (done["step"], done["stage"]) == (self.state.step, config.name):
-            return  # interrupted between the evaluation and the first step
-        before = self._stages[self.state.stage - 1] if self.state.stage else None
-        same = before is not None and _measures(before) == _measures(config)
-        if done is not None and same and done["step"] == self.state.step:
-            self.state.evaluations.append(done | {"stage": config.name})
-            return
+        done = [(each["step"], each["stage"]) for each in self.state.evaluations]
+        if (self.state.step, config.name) in done or self._already_evaluated(config):
+            return  # also where the run was interrupted between the evaluation and the first step
         metrics = await self._interrupts.guard(self._evaluate(config, stage))
         self._monitor.evaluation({"step": self.state.step, **metrics})
 
+    def _already_evaluated(self, config: StageConfig) -> bool:
+        """Whether the last evaluation of the stage before says the same; it is noted as one of this stage, too."""
+        before = self._stages[self.state.stage - 1] if self.state.stage else None
+        if before is None or _measures(before) != _measures(config):
+            return False
+        done = [each for each in self.state.evaluations if each["step"] == self.state.step]
+        if done and all(each["stage"] != config.name for each in done):
+            self.state.evaluations.append(done[-1] | {"stage": config.name})
+        return bool(done)
+
+    def _is_due(self, config: StageConfig, stage: StageRun) -> bool:
+        """Whether the weights as they are shall be evaluated while the next step rolls out.
+
+        A run that goes on from a checkpoint evaluates again what it was written with, beside the same rollouts: so it
+        computes the same as a run that was not stopped. Where the evaluation decides whether there is a next step it
+        comes before it, alone.
+        """
+        if config.evaluation is None or config.early_stop is not None:
+            return False
+        if stage.state.step == 0:
+            return config.evaluation.at_start and not self._already_evaluated(config)
+        return stage.state.step % config.evaluation.every == 0
+
+    async def _step(self, config: StageConfig, stage: StageRun) -> tuple[StepResult, Note | None]:
+        """The next step of the stage; the weights as they are are evaluated beside it where that is due.
+
+        Nothing is awaited after the update, so that an interrupted step is either made or not. What has to be noted of
+        an evaluation by then comes second.
+        """
+        if not self._is_due(config, stage):
+            return await stage.step(), None
+        assert stage.evaluator is not None
+        evaluation, noted = stage.evaluator.begin(), False
+
+        async def note() -> None:
+            nonlocal noted
+            with stage.during("eval"):
+                found = await evaluation.result()
+            self._note(config, stage, found)
+            self._monitor.evaluation({"step": self.state.step, **found.metrics})
+            noted = True
+            if stage.state.step > 0 and self._is_best():
+                await self._timed_checkpoint(stage)
+
+        async def before_update() -> None:
+            with stage.during("eval"):
+                await evaluation.generated()
+            if self._config.checkpoint.keep_best:
+                await note()
+
+        try:
+            return await stage.step(before_update), None if noted else note
+        except BaseException:
+            await evaluation.cancel()
+            raise
+
     async def _one_step(self, config: StageConfig, stage: StageRun) -> None:
-        result = await self._interrupts.guard(stage.step())
+        result, note = await self._interrupts.guard(self._step(config, stage))
+        if note is not None:
+            await note()
         self.state.step = stage.version
         self.state.generated_tokens += result.generated_tokens
         self.state.generation_seconds += result.seconds.get("rollout", 0.0)
@@ -146,7 +204,8 @@ class Master:
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in result.seconds.items()}
         metrics["seconds/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         last = stage.state.step == config.steps
-        if config.evaluation is not None and (last or stage.state.step % config.evaluation.every == 0):
+        due = config.early_stop is not None and config.evaluation and stage.state.step % config.evaluation.every == 0
+        if config.evaluation is not None and (last or due):
             began = time.perf_counter()
             metrics |= await self._evaluate(config, stage)
             metrics["seconds/eval"] = time.perf_counter() - began
@@ -156,25 +215,40 @@ class Master:
             if (config.name, reward) not in self._warned:
                 self._monitor.message(warning)
             self._warned.add((config.name, reward))
-        keep = self._config.checkpoint
-        is_best = keep.keep_best and self.state.best_step == self.state.step
-        if not last and not stage.state.stopped and (is_best or stage.state.step % keep.every == 0):
+        every = stage.state.step % self._config.checkpoint.every == 0
+        if not last and not stage.state.stopped and (every or self._is_best()):
+            await self._timed_checkpoint(stage)
+
+    def _is_best(self) -> bool:
+        """Whether the weights as they are have the best evaluation so far, and are to be kept for it."""
+        return bool(self._config.checkpoint.keep_best) and self.state.best_step == self.state.step
+
+    async def _timed_checkpoint(self, stage: StageRun) -> None:
+        if self.state.step not in self._checkpoints.steps():
             began = time.perf_counter()
             await self._checkpoint(stage)
-            self._checkpoint_seconds = time.perf_counter() - began
+            self._checkpoint_seconds += time.perf_counter() - began
 
     async def _evaluate(self, config: StageConfig, stage: StageRun) -> dict[str, float]:
-        """Evaluate, note the best, decide on early stopping; the metrics."""
+        """Evaluate alone, and wait for it; the metrics."""
         assert stage.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
-        metrics, experiences = await stage.evaluator.evaluate(config.rollout.deadline_s)
-        self._evaluations.write(self.state.step, experiences)
-        self.state.evaluations.append({"step": self.state.step, "stage": config.name, **metrics})
-        value = metrics.get("eval/sampled", metrics.get("eval/greedy", 0.0))
-        if self.state.best_value is None or value > self.state.best_value:
-            self.state.best_value, self.state.best_step = value, self.state.step
+        found = await stage.evaluator.evaluate()
+        self._note(config, stage, found)
+        return found.metrics
+
+    def _note(self, config: StageConfig, stage: StageRun, found: Evaluated) -> None:
+        """Store an evaluation, note the best, decide on early stopping. A run that was stopped may do it again."""
+        step, metrics, earlier = self.state.step, found.metrics, self.state.evaluations
+        self._evaluations.write(step, found.experiences)
+        results = json.dumps(plain(dict(found.to_json(step=step, stage=config.name))), allow_nan=False) + "\n"
+        atomic_write(self._evaluations.folder / f"step-{step:06d}.json", results.encode())
+        known = [each for each in earlier if (each["step"], each["stage"]) != (step, config.name)]
+        self.state.evaluations = [*known, {"step": step, "stage": config.name, **metrics}]
+        value = metrics.get(_measure_of_best(self._config, config))
+        if value is not None and (self.state.best_value is None or value > self.state.best_value):
+            self.state.best_value, self.state.best_step = value, step
         if config.early_stop is not None:
             stage.state.consider_stopping(config.early_stop, metrics[config.early_stop.metric])
-        return metrics
 
     def _clock(self, stage: str, since: float) -> float:
         now = time.perf_counter()
@@ -201,4 +275,12 @@ def _measures(stage: StageConfig) -> Any:
     """What an evaluation of this stage depends on, besides the weights."""
     if stage.evaluation is None:
         return None
-    return stage.evaluation.model_dump(exclude={"every", "at_start"}), stage.rollout.model_dump(), stage.rewards
+    asked = stage.evaluation.model_dump(exclude={"every", "at_start"})
+    return asked, stage.rollout.model_dump(), stage.rewards, stage.workflow, stage.environment
+
+
+def _measure_of_best(config: RunConfig, stage: StageConfig) -> str:
+    """The metric by which the best checkpoint of a stage is chosen."""
+    assert stage.evaluation is not None
+    chosen = config.checkpoint.keep_best
+    return chosen if isinstance(chosen, str) else stage.evaluation.watched()[0]

@@ -11,7 +11,7 @@ from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 
 REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has learned from
-PHASES = ("rollout", "inference", "reward", "train")
+PHASES = ("rollout", "inference", "reward", "train", "eval")
 """What the process of a step does, one after the other."""
 
 

@@ -102,7 +102,7 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
     device = device_of(loaded.config.device)
     policy = load_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
     alone = stage.model_copy(update={"evaluation": None})
-    tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), None).training.tasks
+    tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), {}).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
     tally = _Tally(file, len(tasks), len(tasks) - len(todo), progress)
     asyncio.run(_roll_out(loaded, stage, policy, todo, samples, threshold, tally))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from rollmill.config.algorithm import AlgorithmOptions
@@ -23,11 +23,11 @@ class StageTasks:
 
     training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
     experts: Taskset | None  #: demonstrations, where the algorithm imitates
-    held_out: list[Task]  #: what is evaluated
+    held_out: dict[str, list[Task]]  #: what is evaluated, by the name of its set
     notes: list[str]  #: what the pipeline did, and what was left out because it is too long
 
 
-def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_out: Taskset | None) -> StageTasks:
+def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_out: Mapping[str, Taskset]) -> StageTasks:
     """Choose a stage's tasks from its loaded tasksets.
 
     A prompt has to leave room for one new token, a demonstration has to fit as a whole. Those that do not are left
@@ -49,11 +49,18 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
         training = _fitting(training, config.tasks_from, policy, _prompt, notes)
     elif experts is not None:
         training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
-    evaluated: list[Task] = []
-    if config.evaluation is not None and held_out is not None:
-        first = held_out.with_tasks(held_out.tasks[: config.evaluation.limit], [])
-        evaluated = _fitting(first, config.evaluation.taskset, policy, _prompt, notes).tasks
-    return StageTasks(training, experts, evaluated, notes)
+    return StageTasks(training, experts, select_held_out(config, policy, held_out, notes), notes)
+
+
+def select_held_out(
+    config: StageConfig, policy: Policy, held_out: Mapping[str, Taskset], notes: list[str]
+) -> dict[str, list[Task]]:
+    """The tasks of every set that is evaluated, by its name; `notes` gets what was left out. Raises TasksetError."""
+    evaluated: dict[str, list[Task]] = {}
+    for name, each in (config.evaluation.all_sets() if config.evaluation is not None else {}).items():
+        first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
+        evaluated[name] = _fitting(first, each.taskset, policy, _prompt, notes).tasks
+    return evaluated
 
 
 _Measure = Callable[[Task, Policy], tuple[str, int, int]]

@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,16 @@ class StageRun:
                 explorer = self._explorers.training(self._trace)
                 self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
             if config.evaluation is not None:
-                examiner = self._explorers.training()
-                self.evaluator = Evaluator(examiner, tasks.held_out, config.evaluation, config.rollout, seed)
+                self.evaluator = Evaluator(
+                    config,
+                    policy,
+                    self._engine,
+                    tasks.held_out,
+                    judge=self._judge,
+                    explorers=self._explorers,
+                    make_judge=self._build_judge,
+                    seed=seed,
+                )
 
     def _build_judge(self, rewards: Sequence[RewardConfig]) -> Judge:
         policy = self._policy
@@ -151,14 +160,18 @@ class StageRun:
 
     # -- one training step -------------------------------------------------------------------------------------
 
-    async def collect(self) -> list[Experience]:
-        """The experiences of the next step. While rewards are awaited, the trainer's inference goes on."""
+    async def collect(self, beside: bool = False) -> list[Experience]:
+        """The experiences of the next step. While rewards are awaited, the trainer's inference goes on.
+
+        Args:
+            beside: an evaluation shares the engine, so that rollouts take longer.
+        """
         algorithm, supply = self.config.algorithm, self._supply
         if supply is None:
             assert isinstance(algorithm, DemonstrationOptions)
             return self._demonstrations(algorithm.batch)
         with self._trace.during("rollout"):
-            await supply.roll_out(self.version)
+            await supply.roll_out(self.version, deadlines=2 if beside else 1)
         others = supply.again(self.version)
         if isinstance(algorithm, Mixed):
             usual = self.config.rollout.batch * self.config.rollout.group_size
@@ -199,10 +212,16 @@ class StageRun:
         self._mark_boundary()
         return metrics
 
-    async def step(self) -> StepResult:
-        """collect, then learn."""
+    async def step(self, before_update: Callable[[], Awaitable[None]] | None = None) -> StepResult:
+        """collect, then learn.
+
+        Args:
+            before_update: waits for what needs the weights as they are besides the step: an evaluation.
+        """
         started, tokens = time.perf_counter(), self._engine.tokens_generated
-        experiences = await self.collect()
+        experiences = await self.collect(before_update is not None)
+        if before_update is not None:
+            await before_update()
         generated = self._engine.tokens_generated - tokens
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         staleness = self.version
@@ -215,6 +234,10 @@ class StageRun:
         metrics |= {} if self._supply is None else self._supply.metrics()
         metrics |= {} if self._explorers is None else self._explorers.metrics()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
+
+    def during(self, phase: str) -> AbstractContextManager[None]:
+        """Counts what happens inside as seconds of a phase of the step."""
+        return self._trace.during(phase)
 
     def _newly_counted(self) -> dict[str, float]:
         """What the judge's rewards have counted since the step before."""
@@ -279,6 +302,8 @@ class StageRun:
         """Stop what is running."""
         if self._supply is not None:
             await self._supply.close()
+        if self.evaluator is not None:
+            await self.evaluator.close()
         if self._explorers is not None:
             await self._explorers.close()
         await self._engine.close()

@@ -13,7 +13,7 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
     """The contents of summary.json.
 
     accuracy_before and accuracy_after are the first and the last evaluation of the last stage that was evaluated:
-    greedy accuracy, or sampled where greedy is off; null where there was none.
+    greedy accuracy, or sampled where greedy is off, of the first set; null where there was none.
     """
     evaluated = state.evaluations[-1]["stage"] if state.evaluations else None
     of_stage = [record for record in state.evaluations if record["stage"] == evaluated]
@@ -37,5 +37,8 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
 
 
 def _accuracy(record: dict[str, Any]) -> float | None:
-    value: float | None = record.get("eval/greedy", record.get("eval/sampled"))
-    return value
+    for what in ("greedy", "sampled"):
+        for key, value in record.items():
+            if key.startswith("eval/") and key.endswith(f"/{what}"):
+                return float(value)
+    return None

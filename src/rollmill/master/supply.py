@@ -86,8 +86,12 @@ class Supply:
         self._late, self._replayed = 0, 0
         self._taken: list[Group] = []
 
-    async def roll_out(self, version: int) -> None:
-        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens."""
+    async def roll_out(self, version: int, deadlines: int = 1) -> None:
+        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens.
+
+        Args:
+            deadlines: how many times rollout.deadline_s they may take.
+        """
         done, waiting = version - self._first_version, self._waiting(version)
         while self._pacing.may_start(done, ahead := waiting + len(self._queue)):
             number, self._submitted = self._submitted, self._submitted + 1
@@ -95,7 +99,7 @@ class Supply:
             group = f"{self._config.name}-{number:06d}"
             self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
         await asyncio.sleep(0)  # lets what was admitted reach the engine
-        deadline = self._config.rollout.deadline_s
+        deadline = deadlines * self._config.rollout.deadline_s
         await within(self._queue.all_generated(), deadline, "the master", "the engine to finish its completions")
 
     def again(self, version: int) -> list[Experience]:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollmill.core.types import Experience
+from rollmill.monitor.evaluations import accuracies, evaluated, first_accuracy
 from rollmill.monitor.metrics import Metrics
 from rollmill.monitor.printable import one_line, printable
 from rollmill.monitor.progress import Progress, Stages
@@ -66,7 +67,7 @@ class LiveView:
         """Show a step's metrics and its first completions, each of another group."""
         self._take(metrics)
         self._metrics = metrics
-        if "eval/greedy" in metrics or "eval/sampled" in metrics:
+        if evaluated(metrics):
             self._announce(metrics)
         self._samples = list({one.group: one for one in reversed(experiences)}.values())[::-1][: self._show_completions]
         self._redraw()
@@ -85,16 +86,16 @@ class LiveView:
         self._progress.update(metrics)
         if "reward/mean" in metrics:
             self._rewards.append(_number(metrics, "reward/mean"))
-        accuracy = metrics.get("eval/sampled", metrics.get("eval/greedy"))
-        if isinstance(accuracy, float | int):
-            self._accuracies.append(float(accuracy))
+        if (accuracy := first_accuracy(metrics)) is not None:
+            self._accuracies.append(accuracy)
 
     def _announce(self, metrics: Metrics) -> None:
-        parts = [
-            f"{name} {percent(metrics[f'eval/{name}'])}" for name in ("greedy", "sampled") if f"eval/{name}" in metrics
-        ]
-        if metrics.get("eval/sampled_low") is not None:
-            parts.append(f"({percent(metrics['eval/sampled_low'])} to {percent(metrics['eval/sampled_high'])})")
+        parts = []
+        for name, value in accuracies(metrics).items():
+            parts.append(f"{name} {percent(value)}")
+            if metrics.get(f"eval/{name}_low") is not None:
+                low, high = metrics[f"eval/{name}_low"], metrics[f"eval/{name}_high"]
+                parts.append(f"({percent(low)} to {percent(high)})")
         self._console.print(Text(f"evaluation after step {metrics['step']}: {' '.join(parts)}", style="green"))
 
     def _redraw(self) -> None:

@@ -73,7 +73,7 @@ def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
     return read_rows(Path(run_dir) / FILE)
 
 
-def wilson_interval(successes: float, n: int, z: float = 1.96) -> tuple[float, float]:
+def wilson_interval(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
     """Confidence interval of a success rate (Wilson, JASA 22, 1927); z = 1.96 covers 95 %. (0, 1) when n is 0."""
     if n == 0:
         return 0.0, 1.0

@@ -16,6 +16,7 @@ from markupsafe import Markup
 import rollmill.monitor.charts as charts
 from rollmill.core.types import Experience
 from rollmill.monitor.charts import Chart, Line, Row
+from rollmill.monitor.evaluations import evaluated, evaluation_charts, first_accuracy, sets_of
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.rollouts import check_run_dir, load_experiences, stored_steps
@@ -84,7 +85,8 @@ def _context(run: Path) -> dict[str, Any]:
         "steps": steps,
         "tokens": sum(row.get("tokens") or 0 for row in steps),
         "completions": sum(row.get("completions") or 0 for row in steps),
-        "evaluations": [row for row in rows if "eval/greedy" in row or "eval/sampled" in row],
+        "evaluations": [row for row in rows if evaluated(row)],
+        "evaluated": [(name, what) for name, measures in sets_of(rows).items() for what in measures],
         "accuracy": _accuracy(rows, summary),
         "sections": _sections(rows, steps),
         "timeline": timeline(steps),
@@ -114,8 +116,7 @@ def _settings(settings: dict[str, Any]) -> list[str]:
 def _accuracy(rows: Sequence[Row], summary: dict[str, Any]) -> tuple[float, float] | None:
     before, after = summary.get("accuracy_before"), summary.get("accuracy_after")
     if before is None or after is None:
-        key = "eval/greedy" if any("eval/greedy" in row for row in rows) else "eval/sampled"
-        values = [row[key] for row in rows if charts.finite(row.get(key))]
+        values = [value for row in rows if (value := first_accuracy(row, ("greedy", "sampled"))) is not None]
         if not values:
             return None
         before, after = values[0], values[-1]
@@ -126,11 +127,7 @@ def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list
     keys = sorted({key for row in steps for key in row})
     parts = [key for key in keys if key.startswith("reward/") and key not in _NO_PARTS]
     terms = [key for key in keys if key.startswith("loss/")]
-    greedy = Line("eval/greedy", "greedy", dots=True)
-    sampled = Line("eval/sampled", "sampled, 95 % interval", "eval/sampled_low", "eval/sampled_high", dots=True)
-    rate = "Share of held-out tasks solved"
     learning = [
-        charts.draw("Accuracy", rate, [greedy, sampled], rows, 0.0),
         charts.draw("Reward", "Mean of a batch, ± one standard deviation", [_mean("reward", "reward/std")], steps),
         _several("Reward parts", "Means before weighting", parts, steps),
     ]
@@ -151,7 +148,13 @@ def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list
         _single("Throughput", "Tokens per second", "tokens_per_second", steps),
     ]
     data = _data(keys, steps)
-    sections = (("Learning", learning), ("Data", data), ("Optimisation", optimisation), ("Policy and speed", policy))
+    sections = (
+        ("Evaluation", evaluation_charts(rows)),
+        ("Learning", learning),
+        ("Data", data),
+        ("Optimisation", optimisation),
+        ("Policy and speed", policy),
+    )
     drawn = [(title, [chart for chart in some if chart is not None]) for title, some in sections]
     return [(title, some) for title, some in drawn if some]
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from rollmill.core.types import Experience
+from rollmill.monitor.evaluations import accuracies
 from rollmill.monitor.metrics import Metric, Metrics
 from rollmill.monitor.printable import one_line, printable
 from rollmill.monitor.progress import Progress, Stages
@@ -19,8 +20,6 @@ _SHOWN = {
     "entropy": "entropy",
     "grad_norm": "grad_norm",
     "length/mean": "length",
-    "eval/greedy": "eval/greedy",
-    "eval/sampled": "eval/sampled",
 }
 
 
@@ -102,6 +101,7 @@ class PlainView:
         if "stage" in metrics:
             words.append(f"stage={one_line(str(metrics['stage']), 40)}")
         words += [f"{short}={show_number(metrics[key])}" for key, short in _SHOWN.items() if key in metrics]
+        words += [f"eval/{name}={show_number(value)}" for name, value in accuracies(metrics).items()]
         if metrics.get("tokens_per_second") is not None:
             words.append(f"{float(metrics['tokens_per_second'] or 0):.0f} tok/s")
         if metrics.get("seconds/total") is not None:

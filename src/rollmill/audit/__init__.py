@@ -1,0 +1,1 @@
+"""Tests of tasksets, rewards and environments, before money is spent on training with them."""

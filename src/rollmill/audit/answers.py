@@ -1,0 +1,106 @@
+"""A task's own answer in the forms that rewards read: what an oracle says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Any
+
+import regex
+
+from rollmill.core.types import Task
+from rollmill.rewards.extraction import boxed, hashed
+from rollmill.rewards.numbers import normalised as plain_answer
+from rollmill.rewards.numbers import quantity
+from rollmill.tasks.operators.texts import normalised, prompt_of, words
+
+_NUMBER = regex.compile(r"(?<![\w.])[+-]?\d[\d,]*(?:\.\d+)?(?![\w]|\.\d)")
+_SAID = r"(?:####|answer\s*(?:is|:|=)|\\boxed\s*\{{|<answer>)\s*\$?{answer}(?![\w]|\.\d)"
+
+
+def answer_of(task: Task) -> str | None:
+    """The reference as text, of a worked solution only its last \\boxed{} or what follows "####"; None without one."""
+    answer = task.answer
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float | list | tuple | Mapping):
+        return str(answer)
+    if isinstance(answer, list | tuple) and all(isinstance(each, str | int | float) for each in answer):
+        return "; ".join(map(str, answer))
+    if isinstance(answer, list | tuple | Mapping):
+        return json.dumps(answer, ensure_ascii=False)
+    text = str(answer)
+    return (boxed(text) or hashed(text) or text).strip() or None
+
+
+def oracle_forms(task: Task, template: str | None) -> dict[str, str]:
+    """The answer, and the worked solution, as a completion would give them, by the name of the form.
+
+    Args:
+        template: the only form there is, with {answer} and {response} in it.
+    """
+    answer, worked = answer_of(task), task.response
+    if template is not None:
+        known = {"{answer}": answer, "{response}": worked}
+        if any(mark in template and value is None for mark, value in known.items()):
+            return {}
+        text = template
+        for mark, value in known.items():
+            text = text.replace(mark, value or "")
+        return {"template": text}
+    forms: dict[str, str] = {}
+    if worked is not None:
+        forms["worked"] = worked
+        forms["code"] = f"```python\n{worked}\n```"
+        forms["code after prompt"] = f"```python\n{prompt_of(task)}{worked}\n```"
+    if answer is not None:
+        forms |= wrappings(answer)
+        if worked is not None:
+            forms["worked, boxed"] = f"{worked}\n\\boxed{{{answer}}}"
+    return forms
+
+
+def announced(text: str, answer: str) -> bool:
+    """Whether a text gives the answer as an answer: boxed, in a tag, after #### or "the answer is"."""
+    said = _SAID.format(answer=regex.escape(normalised(answer)))
+    return regex.search(said, normalised(text)) is not None
+
+
+class Writing:
+    """A text as its words and as the numbers in it."""
+
+    def __init__(self, text: str) -> None:
+        self.text = f" {' '.join(words(normalised(text)))} "
+        self.raw = normalised(text)
+        self.numbers = {value for found in _NUMBER.findall(text) if (value := value_of(found)) is not None}
+
+    def has(self, answer: str, value: Fraction | None) -> bool:
+        """Whether the answer stands there, as a number of its value or as its words."""
+        if value is not None:
+            return value in self.numbers
+        return f" {' '.join(words(normalised(answer)))} " in self.text
+
+
+def value_of(text: str) -> Fraction | None:
+    """The number that an answer is; None for anything else, and for a number with a unit."""
+    found = quantity(plain_answer(text)) if len(text) < 100 else None
+    return None if found is None or found.unit is not None else found.value
+
+
+def wrappings(answer: str) -> dict[str, str]:
+    """One answer in every form that an answer is given in."""
+    return {
+        "boxed": f"The answer is \\boxed{{{answer}}}.",
+        "hash": f"#### {answer}",
+        "said": f"The answer is {answer}",
+        "plain": answer,
+        "tag": f"<answer>{answer}</answer>",
+        "think and tag": f"<think>\nThis is how it is found.\n</think>\n<answer>\n{answer}\n</answer>",
+        "think and boxed": f"<think>\nThis is how it is found.\n</think>\nThe answer is \\boxed{{{answer}}}.",
+    }
+
+
+def json_text(value: Any) -> str:
+    """Anything as a text that equal values share."""
+    return json.dumps(value, sort_keys=True, default=str, ensure_ascii=False)

@@ -1,0 +1,220 @@
+"""Checks of environments: equal beginnings, crashes, episodes of policies that know nothing, and of an oracle."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollmill.audit.answers import json_text
+from rollmill.audit.findings import Finding, Severity, ok, skipped, some
+from rollmill.core.types import Task
+from rollmill.explorer.environments.base import Environment
+
+Open = Callable[[Task, int], AbstractAsyncContextManager[Environment]]
+"""A fresh environment for a task and a seed."""
+Act = Callable[[Task, Any, int], str]
+"""(task, observation, number of the turn) -> action."""
+
+_AT_ONCE = 8
+_STRANGE = (
+    "",
+    "\x00",
+    "}{",
+    "a" * 20_000,
+    "9" * 400,
+    "\u202e\U0001f9ea",
+    "null",
+    "[[",
+    "-1",
+    "<tool_call>{</tool_call>",
+)
+
+
+@dataclass(slots=True)
+class Episode:
+    """What happened in one episode."""
+
+    task: str
+    seen: list[str] = field(default_factory=list)  #: observations as texts
+    rewards: list[float] = field(default_factory=list)
+    done: bool = False
+    failure: str | None = None
+    late: bool = False
+    seconds: list[float] = field(default_factory=list)  #: of each call
+
+    @property
+    def total(self) -> float:
+        """The sum of its rewards."""
+        return sum(self.rewards)
+
+    def same_as(self, other: Episode) -> bool:
+        """Whether both went alike."""
+        return (self.seen, self.rewards, self.done) == (other.seen, other.rewards, other.done)
+
+
+class EnvironmentAudit:
+    """Acts in environments without a model.
+
+    Args:
+        turns: most actions of an episode.
+        limit_s: longest wait for a reset or a step.
+        full: what an episode that succeeds earns.
+        oracle: a user's own policy that succeeds.
+    """
+
+    def __init__(
+        self,
+        open_: Open,
+        tasks: Sequence[Task],
+        *,
+        turns: int,
+        limit_s: float,
+        full: float,
+        oracle: Act | None = None,
+    ) -> None:
+        self._open, self._tasks = open_, list(tasks)
+        self._turns, self._limit_s, self._full, self._oracle = turns, limit_s, full, oracle
+        self._gate = asyncio.Semaphore(_AT_ONCE)
+        self._episodes: list[Episode] = []
+
+    async def run(self) -> list[Finding]:
+        """All checks."""
+        first = await self._all(_random_act, 1)
+        again = await self._all(_random_act, 1)
+        silent = await self._all(lambda task, observation, turn: "", 1)
+        strange = await self._all(lambda task, observation, turn: _STRANGE[turn % len(_STRANGE)], 1)
+        right = await self._all(self._oracle, 1) if self._oracle is not None else []
+        findings = [self._beginnings(first, again), self._determinism(first, again)]
+        findings += [self._ignorant("environment_random", "random words", first)]
+        findings += [self._ignorant("environment_empty", "an empty action, again and again,", silent)]
+        findings += [self._ignorant("environment_strange", "malformed actions", strange), self._right(right)]
+        return [*findings, self._failures(), self._lengths(first), self._time()]
+
+    async def _all(self, act: Act, seed: int) -> list[Episode]:
+        episodes = list(await asyncio.gather(*(self._episode(task, act, seed) for task in self._tasks)))
+        self._episodes += episodes
+        return episodes
+
+    async def _episode(self, task: Task, act: Act, seed: int) -> Episode:
+        episode = Episode(task.id)
+        async with self._gate:
+            try:
+                async with self._open(task, seed) as environment:
+                    seen = await self._timed(episode, environment.reset(task, seed))
+                    episode.seen.append(json_text(seen))
+                    for turn in range(self._turns):
+                        result = await self._timed(episode, environment.step(act(task, seen, turn)))
+                        seen = result.observation
+                        episode.seen.append(json_text(seen))
+                        episode.rewards.append(float(result.reward))
+                        if result.done:
+                            episode.done = True
+                            break
+            except TimeoutError:
+                episode.late = True
+            except Exception as error:  # an environment may raise anything; that is what is looked for
+                episode.failure = f"{type(error).__name__}: {error}"
+        return episode
+
+    async def _timed(self, episode: Episode, work: Any) -> Any:
+        began = time.perf_counter()
+        async with asyncio.timeout(self._limit_s):
+            found = await work
+        episode.seconds.append(time.perf_counter() - began)
+        return found
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def _beginnings(self, first: list[Episode], again: list[Episode]) -> Finding:
+        other = [a.task for a, b in zip(first, again, strict=True) if a.seen[:1] != b.seen[:1]]
+        if not other:
+            return ok("environment_reset", f"the same task and seed begin alike ({len(first)} tasks)")
+        text = f"the same task and seed begin differently on {len(other)} of {len(first)} tasks ({some(other)})"
+        advice = "draw what is random in `reset` from its `seed`; rollouts of a group are compared with each other"
+        return Finding("environment_reset", Severity.PROBLEM, text, advice, other)
+
+    def _determinism(self, first: list[Episode], again: list[Episode]) -> Finding:
+        alike = [(a, b) for a, b in zip(first, again, strict=True) if a.seen[:1] == b.seen[:1]]
+        other = [a.task for a, b in alike if not a.same_as(b)]
+        if not other:
+            return ok("environment_steps", f"the same actions lead to the same ({len(alike)} episodes)")
+        text = f"the same actions after the same beginning lead elsewhere on {len(other)} of {len(alike)} tasks"
+        advice = "draw what is random in `step` from the seed of `reset`, if runs shall be repeatable"
+        return Finding("environment_steps", Severity.WARNING, f"{text} ({some(other)})", advice, other)
+
+    def _ignorant(self, check: str, about: str, episodes: list[Episode]) -> Finding:
+        rewarded = [each.task for each in episodes if each.rewards and each.total >= self._full]
+        totals = [each.total for each in episodes]
+        numbers = {"mean": float(np.mean(totals)), "share": len(rewarded) / len(episodes)}
+        text = f"{about} earns {self._full:g} or more on {len(rewarded)} of {len(episodes)} tasks"
+        if not rewarded:
+            return ok(check, f"{about} earns {numbers['mean']:.3g} on average, never {self._full:g}", **numbers)
+        severity = Severity.PROBLEM if numbers["share"] > 0.5 or check != "environment_random" else Severity.WARNING
+        advice = "the environment rewards without being solved; see what it rewards, or give --full"
+        return Finding(check, severity, f"{text} ({some(rewarded)})", advice, rewarded, numbers)
+
+    def _right(self, episodes: list[Episode]) -> Finding:
+        if not episodes:
+            return skipped("environment_oracle", "nothing says how to succeed; give --oracle FILE.py:NAME")
+        short = [each.task for each in episodes if each.total < self._full]
+        if not short:
+            return ok("environment_oracle", f"the oracle earns {self._full:g} or more on all {len(episodes)} tasks")
+        text = f"the oracle earns less than {self._full:g} on {len(short)} of {len(episodes)} tasks ({some(short)})"
+        return Finding("environment_oracle", Severity.PROBLEM, text, "correct the environment or the oracle", short)
+
+    def _failures(self) -> Finding:
+        failed = {each.task: each.failure for each in self._episodes if each.failure is not None}
+        late = list(dict.fromkeys(each.task for each in self._episodes if each.late))
+        count = len(self._episodes)
+        crashes, timeouts = sum(e.failure is not None for e in self._episodes), sum(e.late for e in self._episodes)
+        numbers = {"episodes": count, "crashes": crashes, "timeouts": timeouts}
+        if not failed and not late:
+            return ok("environment_crashes", f"none of {count} episodes failed or took too long", **numbers)
+        text = f"{crashes} of {count} episodes failed and {timeouts} took too long"
+        text += (
+            f"; the first: task {next(iter(failed))}: {next(iter(failed.values()))}" if failed else f" ({some(late)})"
+        )
+        advice = "whatever text an action is, `step` has to answer; tell the policy what was wrong with it"
+        tasks = list(dict.fromkeys([*failed, *late]))
+        return Finding("environment_crashes", Severity.PROBLEM, text, advice, tasks, numbers)
+
+    def _lengths(self, episodes: list[Episode]) -> Finding:
+        rewards = [reward for each in self._episodes for reward in each.rewards]
+        if not rewards:
+            return skipped("environment_episodes", "no step was made")
+        lengths = [len(each.rewards) for each in episodes]
+        finite = bool(np.all(np.isfinite(rewards)))
+        numbers = {
+            "mean_turns": float(np.mean(lengths)),
+            "done": sum(each.done for each in episodes) / len(episodes),
+            "least_reward": float(np.min(rewards)),
+            "greatest_reward": float(np.max(rewards)),
+        }
+        text = (
+            f"{numbers['mean_turns']:.1f} turns on average, {numbers['done']:.0%} of random episodes end; "
+            f"rewards of steps from {numbers['least_reward']:g} to {numbers['greatest_reward']:g}"
+        )
+        if not finite:
+            advice = "a reward has to be a finite number"
+            return Finding("environment_episodes", Severity.PROBLEM, text, advice, numbers=numbers)
+        return ok("environment_episodes", text, **numbers)
+
+    def _time(self) -> Finding:
+        seconds = np.array([each for episode in self._episodes for each in episode.seconds] or [0.0])
+        p50, p99 = float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.99))
+        text = f"{len(seconds)} calls: p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
+        return ok("environment_time", text, p50=p50, p99=p99, max=float(seconds.max()))
+
+
+def _random_act(task: Task, observation: Any, turn: int) -> str:
+    """Words of what is seen, in an order that depends on task and turn alone."""
+    words = json_text(observation).split() or ["go"]
+    chosen = random.Random(f"{task.id}:{turn}")
+    return " ".join(chosen.choice(words) for _ in range(chosen.randint(1, 3)))

@@ -1,0 +1,249 @@
+"""Checks of rewards: the oracle, policies that know nothing, policies that cheat, and whether verdicts repeat."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from rollmill.audit.answers import Writing, answer_of, oracle_forms, value_of
+from rollmill.audit.findings import Finding, Severity, by_share, ok, skipped, some
+from rollmill.audit.grading import Grader
+from rollmill.audit.hacks import HACKS, Hack, guessing, random_text
+from rollmill.core.types import Task
+from rollmill.rewards import Judgement
+from rollmill.tasks.operators.texts import prompt_of
+
+CUTS = (0.25, 0.5, 0.75)
+_CHANCE = 0.05
+_SEVERAL = 2
+_REPEATED = 40
+_SLOW_S = 2.0
+
+Oracle = Callable[[Task], str | None]
+"""A user's own: what would be right for a task, or None."""
+
+
+@dataclass(slots=True)
+class Tried:
+    """One task and what was judged of it, by the name of who said it."""
+
+    task: Task
+    texts: dict[str, list[str]]
+    judged: dict[str, list[Judgement]] = field(default_factory=dict)
+    cut: dict[float, Judgement] = field(default_factory=dict)
+
+    def best(self, who: str) -> Judgement | None:
+        """The judgement with the greatest reward; None where nothing was judged."""
+        return max(self.judged.get(who, []), key=lambda each: _reward(each), default=None)
+
+    def rewarded(self, who: str, full: float) -> int:
+        """How many of its completions earned the full reward."""
+        return sum(_reward(each) >= full for each in self.judged.get(who, []))
+
+
+class RewardAudit:
+    """Judges made-up completions of tasks.
+
+    Args:
+        full: the reward of a right completion.
+        template: the form of the oracle's completions; None: all that are known are tried.
+        oracle: a user's own.
+    """
+
+    def __init__(
+        self,
+        grader: Grader,
+        tasks: Sequence[Task],
+        *,
+        full: float,
+        template: str | None = None,
+        oracle: Oracle | None = None,
+    ) -> None:
+        self._grader, self._full = grader, full
+        answers = [answer for task in tasks if (answer := answer_of(task)) is not None]
+        words = sorted({word for task in tasks for word in prompt_of(task).split()})
+        self._tried = [
+            Tried(task, self._texts(task, number, answers, words, template, oracle))
+            for number, task in enumerate(tasks)
+        ]
+
+    @staticmethod
+    def _texts(
+        task: Task,
+        number: int,
+        answers: Sequence[str],
+        words: Sequence[str],
+        template: str | None,
+        oracle: Oracle | None,
+    ) -> dict[str, list[str]]:
+        if oracle is not None:
+            right = [text for text in [oracle(task)] if text is not None]
+        else:
+            right = list(oracle_forms(task, template).values())
+        others = [*answers[number + 1 : number + 40], *answers[: max(0, number - len(answers) + 40)]]
+        found = {"oracle": right, "random": [random_text(task, words, 0)], "empty": ["", " \n"]}
+        return found | {hack.name: hack.texts(task, others) for hack in HACKS}
+
+    async def run(self) -> list[Finding]:
+        """All checks."""
+        await asyncio.gather(*(self._judge(each) for each in self._tried))
+        await asyncio.gather(*(self._judge_cut(each) for each in self._tried))
+        findings = [self._judged(), self._oracle(), self._random(), self._empty(), self._truncated()]
+        findings += [self._hack(hack) for hack in HACKS]
+        return [*findings, await self._determinism(), self._time(), self._failures()]
+
+    async def _judge(self, tried: Tried) -> None:
+        names = [name for name, texts in tried.texts.items() for _ in texts]
+        found = await self._grader.judge(tried.task, [text for texts in tried.texts.values() for text in texts])
+        for name, judgement in zip(names, found, strict=True):
+            tried.judged.setdefault(name, []).append(judgement)
+
+    async def _judge_cut(self, tried: Tried) -> None:
+        """The oracle's best completion cut off, where the answer does not stand there by then."""
+        judged = tried.judged.get("oracle", [])
+        if not judged or _reward(best := max(judged, key=_reward)) < self._full:
+            return
+        text = tried.texts["oracle"][judged.index(best)]
+        answer = answer_of(tried.task)
+        cuts = {share: text[: int(len(text) * share)] for share in CUTS}
+        if answer is not None:
+            value = value_of(answer)
+            cuts = {share: cut for share, cut in cuts.items() if not Writing(cut).has(answer, value)}
+        found = await self._grader.judge(tried.task, list(cuts.values()))
+        tried.cut = dict(zip(cuts, found, strict=True))
+
+    # -- checks ------------------------------------------------------------------------------------------------
+
+    def _judged(self) -> Finding:
+        none = [one.task.id for one in self._tried if all(each.reward is None for each in _all(one))]
+        text = f"no reward applies to {len(none)} of {len(self._tried)} tasks" + (f" ({some(none)})" if none else "")
+        advice = "give the tasks what the rewards compare with (taskset.fields.answer), or drop them"
+        share = len(none) / len(self._tried)
+        return by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
+
+    def _oracle(self) -> Finding:
+        known = [one for one in self._tried if one.judged.get("oracle")]
+        if not known:
+            return skipped("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
+        short = {one.task.id: _reward(best) for one in known if (best := one.best("oracle")) is not None}
+        short = {task: reward for task, reward in short.items() if reward < self._full}
+        if not short:
+            return ok("oracle", f"the right answer earns the full reward of {self._full:g} on all {len(known)} tasks")
+        named = ", ".join(f"{task} {reward:g}" for task, reward in list(short.items())[:5])
+        text = f"the right answer earns less than {self._full:g} on {len(short)} of {len(known)} tasks ({named})"
+        advice = (
+            "correct these answers or the reward; if right completions look otherwise, say how with --template "
+            "(such as '<answer>{answer}</answer>') or --oracle; if the full reward is another one, give --full"
+        )
+        return by_share("oracle", len(short) / len(known), 0.02, text, advice, list(short), rewards=short)
+
+    def _random(self) -> Finding:
+        return self._ignorant("random", "random words", 0.02)
+
+    def _empty(self) -> Finding:
+        return self._ignorant("empty", "an empty completion", 0.0)
+
+    def _ignorant(self, who: str, about: str, problem: float) -> Finding:
+        rewarded = [one.task.id for one in self._tried if one.rewarded(who, self._full)]
+        mean = float(np.mean([max(_reward(each) for each in one.judged[who]) for one in self._tried]))
+        if len(rewarded) > problem * len(self._tried) and (problem == 0 or len(rewarded) >= _SEVERAL):
+            text = f"{about} earns the full reward on {len(rewarded)} of {len(self._tried)} tasks ({some(rewarded)})"
+            advice = "the reward does not look at the answer; correct it, or drop tasks that anything solves"
+            share = len(rewarded) / len(self._tried)
+            return Finding(who, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
+        text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
+        if mean > problem * self._full:
+            return Finding(who, Severity.WARNING, text, "knowing nothing should earn nothing", numbers={"mean": mean})
+        return ok(who, text, mean=mean)
+
+    def _truncated(self) -> Finding:
+        known = [one for one in self._tried if one.cut]
+        if not known:
+            return skipped("truncated", "no completion of the oracle earns the full reward, so none was cut off")
+        passed = {cut: [_reward(one.cut[cut]) >= self._full for one in known if cut in one.cut] for cut in CUTS}
+        shares = {cut: float(np.mean(each or [False])) for cut, each in passed.items()}
+        early = [(one.task.id, each) for one in known for cut, each in one.cut.items() if cut <= 0.5]
+        tasks = list(dict.fromkeys(task for task, each in early if _reward(each) >= self._full))
+        words = ", ".join(f"{share:.0%} cut off at {cut:.0%}" for cut, share in shares.items())
+        text = f"right completions that still earn the full reward: {words}"
+        severity = Severity.OK if shares[0.5] <= _CHANCE else Severity.WARNING
+        severity = Severity.PROBLEM if shares[0.5] >= 0.5 else severity
+        advice = "the reward is satisfied before the answer is there; ask for it in one place (extract: boxed, a tag)"
+        own = tasks if severity is not Severity.OK else []
+        return Finding("truncated", severity, text, advice if own else "", own, {str(cut): shares[cut] for cut in CUTS})
+
+    def _hack(self, hack: Hack) -> Finding:
+        check = f"hack:{hack.name}"
+        asked = [one for one in self._tried if one.judged.get(hack.name)]
+        if not asked:
+            return skipped(check, f"{hack.about}: does not apply to these tasks")
+        rewarded = [one.task.id for one in asked if one.rewarded(hack.name, self._full) >= hack.several]
+        if not rewarded:
+            return ok(check, f"{hack.about}: not rewarded")
+        share, guessed = len(rewarded) / len(asked), float(np.mean([guessing(one.task) for one in asked]))
+        text = f"{hack.about}: full reward on {len(rewarded)} of {len(asked)} tasks ({some(rewarded)})"
+        by_chance = max(_CHANCE, guessed + 2 * (guessed * (1 - guessed) / len(asked)) ** 0.5)
+        if hack.chance and (len(rewarded) < _SEVERAL or share < by_chance):
+            return ok(check, f"{text}, no more than by chance", share=share)
+        advice = "a policy will find this; make the reward read one answer in one place, and nothing else"
+        return Finding(check, Severity.PROBLEM, text, advice, rewarded, {"share": share})
+
+    async def _determinism(self) -> Finding:
+        """The same completions again, one after the other and in another order."""
+        step = max(1, len(self._tried) // _REPEATED)
+        moved: list[str] = []
+        for one in reversed(self._tried[::step]):
+            names = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
+            texts = [text for name in names for text in one.texts[name]][::-1]
+            before = [each.reward for name in names for each in one.judged.get(name, [])][::-1]
+            after = [each.reward for each in await self._again(one.task, texts)]
+            if before != after:
+                moved.append(one.task.id)
+        count = len(self._tried[::step])
+        if not moved:
+            return ok("determinism", f"the same completions earn the same again ({count} tasks)")
+        text = f"the same completions earn another reward later on {len(moved)} of {count} tasks ({some(moved)})"
+        advice = "remove what depends on chance, time or other completions; a judge needs temperature 0 or a cache"
+        return Finding("determinism", Severity.PROBLEM, text, advice, moved, {"share": len(moved) / count})
+
+    async def _again(self, task: Task, texts: Sequence[str]) -> list[Judgement]:
+        if self._grader.groupwise:
+            return await self._grader.judge(task, texts)
+        return [(await self._grader.judge(task, [text]))[0] for text in texts]
+
+    def _time(self) -> Finding:
+        seconds, late = np.array(self._grader.seconds or [0.0]), self._grader.late
+        p50, p99, most = (float(np.quantile(seconds, share)) for share in (0.5, 0.99, 1.0))
+        numbers = {"p50": p50, "p99": p99, "max": most, "judgements": len(seconds), "late": len(late)}
+        text = f"{len(seconds)} judgements: p50 {_ms(p50)}, p99 {_ms(p99)}, longest {_ms(most)}, {len(late)} too late"
+        if late:
+            advice = f"see why these take so long ({some(list(dict.fromkeys(late)))}), or raise the reward's time limit"
+            severity = Severity.PROBLEM if len(late) > 0.01 * len(seconds) else Severity.WARNING
+            return Finding("reward_time", severity, text, advice, list(dict.fromkeys(late)), numbers)
+        if p99 > _SLOW_S:
+            advice = "a step waits for its slowest reward; make it faster, or use max_staleness 1 or more"
+            return Finding("reward_time", Severity.WARNING, text, advice, numbers=numbers)
+        return ok("reward_time", text, **numbers)
+
+    def _failures(self) -> Finding:
+        failed = self._grader.failed
+        if not failed:
+            return ok("reward_errors", "no completion made a reward fail")
+        text = f"a reward fails on {len(failed)} of {len(self._tried)} tasks; the first: {next(iter(failed.values()))}"
+        advice = "a policy will write this, too, and the run would end; return 0 for what cannot be read"
+        return Finding("reward_errors", Severity.PROBLEM, text, advice, list(failed))
+
+
+def _reward(judgement: Judgement) -> float:
+    return 0.0 if judgement.reward is None else judgement.reward
+
+
+def _all(tried: Tried) -> list[Judgement]:
+    return [each for judged in tried.judged.values() for each in judged]
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.1f} ms"

@@ -1,0 +1,183 @@
+"""Checkpoints x sets of held-out tasks: every cell is evaluated once and stored, and not again."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import hashlib
+import json
+import re
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
+from rollmill.config.loader import LoadedRun, load_evaluation
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import ConfigError
+from rollmill.master.bench_results import Cell, Results
+from rollmill.master.engine import native_engine
+from rollmill.master.evaluation import Evaluator
+from rollmill.master.examiner import SetResult
+from rollmill.master.explorers import Explorers
+from rollmill.master.launch import device_of
+from rollmill.master.selection import select_held_out
+from rollmill.master.subjects import RUN_FILE, Subject
+from rollmill.models.load import Policy
+from rollmill.monitor.files import atomic_write, plain
+from rollmill.rewards import build_judge
+from rollmill.sync import InPlace
+from rollmill.tasks import Taskset, load_taskset
+from rollmill.trainer import choose_precision
+
+CELLS = "cells"
+Progress = Callable[[str], None]
+
+
+def settings_of(
+    config: Path | None, chosen: Sequence[Subject], overrides: Sequence[str], samples: int | None, k: Sequence[int]
+) -> tuple[LoadedRun, StageConfig]:
+    """The file that says what is evaluated (default: that of the first run), and its last stage with an evaluation.
+
+    Raises ConfigError: there is no such file, nothing is evaluated in it, or `k` is more than `samples`.
+    """
+    runs = [each.run for each in chosen if each.run is not None]
+    if config is None and not runs:
+        raise ConfigError("a model's folder does not say what to evaluate; give --config FILE with an `evaluation`")
+    loaded = load_evaluation(config or runs[0] / RUN_FILE, overrides)
+    stages = [stage for stage in loaded.stages if stage.evaluation is not None]
+    if not stages:
+        raise ConfigError(f"{loaded.path} has no evaluation; add evaluation.taskset or evaluation.sets")
+    stage = stages[-1]
+    assert stage.evaluation is not None
+    return loaded, stage.model_copy(update={"evaluation": _with_samples(stage.evaluation, samples, k)})
+
+
+def _with_samples(evaluation: EvaluationConfig, samples: int | None, k: Sequence[int]) -> EvaluationConfig:
+    changes: dict[str, Any] = {} if samples is None else {"samples": samples}
+    changes |= {"k": list(k)} if k else {}
+    sets = {name: each.model_copy(update=changes) for name, each in evaluation.sets.items()}
+    changed = evaluation.model_copy(update={**changes, "sets": sets})
+    for name, each in changed.all_sets().items():
+        if each.k and max(each.k) > each.samples:
+            where = f"of {name} " if name else ""
+            raise ConfigError(f"pass@{max(each.k)} {where}needs --samples {max(each.k)} at least, not {each.samples}")
+    return changed
+
+
+def bench(loaded: LoadedRun, stage: StageConfig, chosen: Sequence[Subject], out: Path, progress: Progress) -> Results:
+    """Evaluate every subject on every set; what `out` holds of the same weights and settings is taken from there.
+
+    Raises RollmillError like an evaluation.
+    """
+    assert stage.evaluation is not None
+    torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
+    sets = stage.evaluation.all_sets()
+    tasksets = {name: load_taskset(each.taskset) for name, each in sets.items()}
+    cells: list[Cell] = []
+    for subject in chosen:
+        marks = {name: _mark(loaded, stage, name, each, subject) for name, each in sets.items()}
+        stored = {name: _stored(out, subject, name, each, marks[name]) for name, each in sets.items()}
+        todo = [name for name, found in stored.items() if found is None]
+        if todo:
+            progress(f"{subject.label}: {', '.join(name or 'held-out tasks' for name in todo)}")
+            for result in _evaluated(loaded, stage, subject, {name: tasksets[name] for name in todo}, out, marks):
+                stored[result.name] = result
+        cells += [Cell(subject, found) for found in stored.values() if found is not None]
+    return Results(cells)
+
+
+def _evaluated(
+    loaded: LoadedRun,
+    stage: StageConfig,
+    subject: Subject,
+    tasksets: Mapping[str, Taskset],
+    out: Path,
+    marks: Mapping[str, str],
+) -> list[SetResult]:
+    policy = subject.load(loaded.config.seed, device_of(loaded.config.device))
+    try:
+        return asyncio.run(_evaluate(loaded, _of_sets(stage, list(tasksets)), subject, policy, tasksets, out, marks))
+    finally:
+        del policy
+        gc.collect()  # the next model needs the memory
+
+
+async def _evaluate(
+    loaded: LoadedRun,
+    stage: StageConfig,
+    subject: Subject,
+    policy: Policy,
+    tasksets: Mapping[str, Taskset],
+    out: Path,
+    marks: Mapping[str, str],
+) -> list[SetResult]:
+    precision = stage.trainer.precision
+    precision = choose_precision(policy.model, policy.device) if precision == "auto" else precision
+    engine = native_engine(policy, stage.rollout, precision)
+    InPlace(engine).publish(subject.step or 0)
+
+    def make_judge(rewards: Any) -> Any:
+        return build_judge(rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+
+    judge = make_judge(stage.rewards)
+    explorers = Explorers(stage, policy, engine, judge)
+    evaluator = Evaluator(
+        stage,
+        policy,
+        engine,
+        select_held_out(stage, policy, tasksets, []),
+        judge=judge,
+        explorers=explorers,
+        make_judge=make_judge,
+        seed=loaded.config.seed,
+    )
+    results: list[SetResult] = []
+    try:
+        for name in tasksets:
+            [found] = (await evaluator.evaluate([name])).sets
+            content = {"subject": subject.label, "mark": marks[name], **found.to_json()}
+            atomic_write(_file(out, subject, name), (json.dumps(plain(content), allow_nan=False) + "\n").encode())
+            results.append(found)
+    finally:
+        await evaluator.close()
+        await explorers.close()
+        await engine.close()
+        judge.close()
+    return results
+
+
+def _of_sets(stage: StageConfig, names: Sequence[str]) -> StageConfig:
+    """The stage with an evaluation of these sets alone."""
+    evaluation = stage.evaluation
+    assert evaluation is not None
+    sets = {name: each for name, each in evaluation.sets.items() if name in names}
+    changes = {"sets": sets} | ({} if "" in names else {"taskset": None})
+    return stage.model_copy(update={"evaluation": evaluation.model_copy(update=changes)})
+
+
+def _file(out: Path, subject: Subject, name: str) -> Path:
+    """One file per cell; a digest tells labels apart that are the same once they are plain."""
+    plainly = re.sub(r"[^\w.@-]+", "-", subject.label).strip("-")
+    digest = hashlib.sha256(subject.label.encode()).hexdigest()[:6]
+    return out / CELLS / f"{plainly}-{digest}" / f"{name or 'held-out'}{'.set' if name else ''}.json"
+
+
+def _mark(loaded: LoadedRun, stage: StageConfig, name: str, section: EvaluationSet, subject: Subject) -> str:
+    """A digest of all that a cell's numbers depend on."""
+    asked = stage.examined(section)
+    keys = {"workflow", "environment", "rewards", "judging", "rollout"}
+    own = section.model_dump(mode="json", exclude={"every", "at_start", "sets"})
+    settings = [name, own, asked.model_dump(mode="json", include=keys), loaded.config.seed, stage.trainer.precision]
+    text = json.dumps([settings, subject.identity()], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stored(out: Path, subject: Subject, name: str, section: EvaluationSet, mark: str) -> SetResult | None:
+    path = _file(out, subject, name)
+    if not path.is_file():
+        return None
+    data = json.loads(path.read_text())
+    return SetResult.from_json(section, data) if data["mark"] == mark else None

@@ -1,0 +1,103 @@
+"""What `rollmill bench` compares: checkpoints of runs, and folders of models."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rollmill.config.loader import load_run
+from rollmill.config.model import ModelConfig
+from rollmill.core.errors import CheckpointError, ConfigError
+from rollmill.master.checkpoint import Checkpoints
+from rollmill.models.load import Policy, load_policy
+from rollmill.models.lora import ADAPTER, load_adapter
+from rollmill.monitor.summary import read_summary
+
+RUN_FILE = "config.yaml"
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A model to be evaluated. `run` and `step` are those of a checkpoint."""
+
+    label: str
+    folder: Path
+    run: Path | None = None
+    step: int | None = None
+
+    def load(self, seed: int, device: torch.device) -> Policy:
+        """The model. Raises ModelError."""
+        if self.run is None:
+            return load_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
+        model = load_run(self.run / RUN_FILE, out=self.run).config.model
+        if model.lora is None:
+            path = ModelConfig(path=self.folder, trust_remote_code=model.trust_remote_code)
+            return load_policy(path, texts=[], seed=seed, device=device)
+        policy = load_policy(model, texts=[], seed=seed, device=device)
+        load_adapter(policy.model, self.folder / ADAPTER)
+        return policy
+
+    def identity(self) -> str:
+        """What changes when the weights are replaced: the folder, and when its weights were written."""
+        weights = sorted([*self.folder.rglob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
+        return "|".join([str(self.folder.resolve()), *(str(each.stat().st_mtime_ns) for each in weights)])
+
+
+def subjects(paths: Sequence[Path], steps: str = "last") -> list[Subject]:
+    """The checkpoints of run directories, chosen by `steps`, and the model folders among `paths`.
+
+    Args:
+        steps: `last`, `all`, `best` (of the run's own evaluations), or numbers with commas between them.
+
+    Raises:
+        ConfigError: a path is neither a run directory nor a model's folder, or `steps` means nothing.
+        CheckpointError: a run has no such checkpoint.
+    """
+    found = [each for path in paths for each in _of_path(path, steps)]
+    counts = Counter(each.label for each in found)
+    found = [replace(each, label=_full(each)) if counts[each.label] > 1 else each for each in found]
+    labels = [each.label for each in found]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"{twice[0]} is there twice; name every model once")
+    return found
+
+
+def _of_path(path: Path, steps: str) -> list[Subject]:
+    if (path / RUN_FILE).is_file():
+        name = path.resolve().name
+        return [Subject(f"{name}@{step}", Checkpoints(path).path(step), path, step) for step in _chosen(path, steps)]
+    if (path / "config.json").is_file():
+        return [Subject(path.resolve().name, path)]
+    what = "holds neither" if path.is_dir() else "is no folder with"
+    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json); give a run directory or a model")
+
+
+def _full(subject: Subject) -> str:
+    return str(subject.folder) if subject.run is None else f"{subject.run}@{subject.step}"
+
+
+def _chosen(run: Path, steps: str) -> list[int]:
+    known = Checkpoints(run).steps()
+    have = ", ".join(map(str, known)) or "none"
+    if not known:
+        raise CheckpointError(f"{run} has no checkpoint to evaluate")
+    if steps == "all":
+        return known
+    if steps == "last":
+        return known[-1:]
+    if steps == "best":
+        best = read_summary(run).get("best_step")
+        if best not in known:
+            raise CheckpointError(f"{run}: its best checkpoint (step {best}) is not there; it has: {have}")
+        return [best]
+    try:
+        wanted = [int(each) for each in steps.split(",")]
+    except ValueError:
+        raise ConfigError(f"--step {steps}: expected last, best, all, or numbers such as 100,200") from None
+    if missing := [step for step in wanted if step not in known]:
+        raise CheckpointError(f"{run} has no checkpoint of step {missing[0]}; it has: {have}")
+    return list(dict.fromkeys(wanted))

@@ -1,0 +1,25 @@
+"""What a completion votes for: its answer, written so that equal answers are equal texts."""
+
+from __future__ import annotations
+
+from rollmill.config.evaluation import VotedAnswer
+from rollmill.rewards.extraction import extract
+from rollmill.rewards.numbers import normalised, quantity, squeezed
+
+_LONGEST = 400
+"""Characters of an answer that are compared as a number."""
+
+
+def vote_of(text: str, place: VotedAnswer) -> str | None:
+    """The answer as a ballot; None where there is none.
+
+    Numbers of one value are one ballot, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are
+    not); everything else goes by its text without spaces. No formulas are compared: (x+1)^2 and x^2+2x+1 are two
+    ballots.
+    """
+    answer = text.strip() if place == "text" else extract(text, place)
+    if not answer:
+        return None
+    written = squeezed(normalised(answer))
+    found = quantity(normalised(answer)) if len(answer) <= _LONGEST else None
+    return (written or None) if found is None else str(found.value)
