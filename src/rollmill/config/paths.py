@@ -16,6 +16,7 @@ _STAGE = [
     *([*rows, "path"] for rows in _TASKS),
     *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),
     ["algorithm", "teacher"],
+    ["workflow", "folder"],
     *([*reward, "path"] for reward in _REWARDS),
 ]
 _STAGE_CODE = [
@@ -45,6 +46,13 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
     def settle_source(node: Node) -> Node:
         return node if node.value in ("taskset", "run") else settle(node)
 
+    def settle_argument(node: Node) -> Node:
+        """Of a command: a file where there is one of that name, else any text."""
+        if not isinstance(node.value, str) or not Path(node.value).suffix:
+            return node
+        found = _lookup(node, node.value, problems, required=False)
+        return _changed(node, found) if Path(found).is_file() else node
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     for prefix in ([], ["stages", "*"]):
@@ -53,6 +61,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         for pattern in _STAGE_CODE:
             root = edit(root, prefix + pattern, settle_code)
         root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
+        root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root
 
 

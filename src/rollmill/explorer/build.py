@@ -10,7 +10,8 @@ from rollmill.config import workflows as config
 from rollmill.config.environments import EnvironmentSection
 from rollmill.core.errors import ConfigError
 from rollmill.explorer.environments.build import EnvironmentPool
-from rollmill.explorer.user import ENVIRONMENT, JUDGE
+from rollmill.explorer.serving.endpoint import Endpoint
+from rollmill.explorer.user import ENDPOINT, ENVIRONMENT, JUDGE
 from rollmill.explorer.workflow import Rollout, RolloutJudge, Solve, Source, Workflow
 from rollmill.rewards import Judge
 
@@ -21,16 +22,19 @@ class Resources:
     Args:
         judge: of the stage's rewards.
         environment: the section, if there is one.
+        endpoint: serves the policy to programs; started when one is needed.
     """
 
-    def __init__(self, judge: Judge, environment: EnvironmentSection | None) -> None:
+    def __init__(self, judge: Judge, environment: EnvironmentSection | None, endpoint: Endpoint) -> None:
         self._environments = None if environment is None else EnvironmentPool(environment)
-        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge)}
+        self.endpoint = endpoint
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), ENDPOINT: endpoint.one}
         if self._environments is not None:
             self.sources[ENVIRONMENT] = self._environments.one
 
     async def close(self) -> None:
-        """End processes; may be called twice."""
+        """End processes and the endpoint; may be called twice."""
+        await self.endpoint.close()
         if self._environments is not None:
             await self._environments.close()
 
@@ -44,7 +48,8 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
         return None
     solve, names = _solve(section)
     if "*" in names:
-        names = [name for name in resources.sources if name not in names] + [name for name in names if name != "*"]
+        others = [name for name in resources.sources if name not in names and name != ENDPOINT]
+        names = others + [name for name in names if name != "*"]
     missing = [name for name in names if name not in resources.sources]
     if missing:
         known = ", ".join(f"`{name}`" for name in resources.sources)
@@ -52,7 +57,10 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
             f"workflow `{section.name}` asks for `{missing[0]}`, which the run does not have; there are {known}. "
             "Add the section of that name, or an entry of `models`"
         )
-    return Workflow(section.name, solve, {name: resources.sources[name] for name in names})
+    sources = {name: resources.sources[name] for name in names}
+    if isinstance(section, config.Program) and not section.own_sampling:
+        sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
+    return Workflow(section.name, solve, sources)
 
 
 def _solve(section: config.WorkflowSection) -> tuple[Solve, Sequence[str]]:
@@ -65,6 +73,10 @@ def _solve(section: config.WorkflowSection) -> tuple[Solve, Sequence[str]]:
             from rollmill.explorer.workflows.environment import environment_turns
 
             return partial(environment_turns, section), [ENVIRONMENT]
+        case config.Program():
+            from rollmill.explorer.workflows.program import ProgramRuns
+
+            return ProgramRuns(section), [ENDPOINT, JUDGE]
     raise AssertionError(f"no workflow is built from {type(section).__name__}")
 
 

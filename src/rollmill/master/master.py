@@ -6,6 +6,8 @@ Components never call the master.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,10 @@ from rollmill.monitor.rollouts import RolloutStore
 EVALUATIONS = "evaluations"
 
 
+Serving = Callable[[StageRun], AbstractAsyncContextManager[None]]
+"""Serves a stage's policy to an application while it is trained."""
+
+
 class Master:
     """Runs the stages of a run in this process."""
 
@@ -39,6 +45,7 @@ class Master:
         *,
         precision: str,
         buffers: Buffers,
+        serving: Serving | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._config = config
@@ -48,6 +55,7 @@ class Master:
         self._monitor = monitor
         self._precision = precision
         self._buffers = buffers
+        self._serving = serving
         self._checkpoints = Checkpoints(run_dir)
         self._evaluations = RolloutStore(run_dir / EVALUATIONS)
         self._interrupts: Interrupts
@@ -91,7 +99,8 @@ class Master:
                 stage.begin(self.state.current.stores)
                 self._announce(config, stage)
             self.state.current = stage.state
-            await self._train(config, stage)
+            async with nullcontext() if self._serving is None else self._serving(stage):
+                await self._train(config, stage)
         finally:
             await stage.close()
 
