@@ -16,3 +16,10 @@ def closeness(task: Task, completion: Completion, scale: float = 9.0) -> dict[st
         return {"right": 0.0, "near": 0.0}
     distance = abs(int(text) - int(task.answer))
     return {"right": float(distance == 0), "near": 0.1 * max(0.0, 1 - distance / scale)}
+
+
+def guessing(task: Task, completion: Completion) -> float:
+    """A guessing game, which printed all guesses: up to half for guessing digits, half for finding the number."""
+    guesses = completion.text.split()
+    digits = sum(guess.isdecimal() for guess in guesses)
+    return 0.5 * digits / max(len(guesses), 1) + 0.5 * (guesses[-1:] == [str(task.answer)])

@@ -17,10 +17,11 @@ from rollmill.config.model import TokenizerConfig
 from rollmill.core.types import Experience, StopReason, Turn
 from rollmill.feedback import Desk, open_desk
 from rollmill.feedback.guard import Guard
-from rollmill.feedback.serve import listen, make_server
+from rollmill.feedback.serve import make_server
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.models.tokenizer import train_tokenizer
 from rollmill.monitor.rollouts import RolloutStore
+from rollmill.web.hosts import listen
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]
 TOKENIZER = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), TEXTS)

@@ -59,6 +59,8 @@ RUN_ELSEWHERE = {
     "rollmill feedback runs/minimal --import-label-studio export.json": (
         "tests/cli/test_cli_feedback.py::test_label_studio_there_and_back"
     ),
+    "pip install 'rollmill[serve]'": "tests/cli/test_cli_serve.py::test_a_missing_library_is_named",
+    "rollmill serve runs/minimal": "tests/cli/test_cli_serve.py::test_a_checkpoint_is_served_recorded_and_ends_cleanly",
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_cli_buffer.py::test_ls_filters"
     ),
@@ -158,7 +160,7 @@ def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.Captur
     _write_files(name)
     for block in blocks(ROOT / name, "yaml"):
         keys = yaml.safe_load(block.text).keys()
-        whole = {"model", "taskset"} <= keys
+        whole = "model" in keys and bool({"taskset", "workflow"} & keys)
         evaluation = (
             "" if whole or "early_stop" not in block.text else "evaluation: {taskset: {path: data/test.jsonl}}\n"
         )

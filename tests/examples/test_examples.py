@@ -264,3 +264,16 @@ def test_shortest_correct_completions_and_pairs_train(
         ended = server.run("run", f"{name}.yaml", "--out", name, folder=tmp_path)
         assert ended.code == 0, ended.err
         assert {each.response for each in load_experiences(name)} <= {"2+3 #25", "2+3+1 #26", "2+3 1+1 #25"}
+
+
+@pytest.mark.slow
+def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tmp_path: Path) -> None:
+    """agent.py knows the openai client alone."""
+    text = (EXAMPLES / "agent.py").read_text()
+    assert "rollmill" not in text
+    rows = run(server, tmp_path, "agent_program.yaml", "out", "steps=6", "workflow.at_once=2")
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.1
+    for one in load_experiences(tmp_path / "out"):
+        assert {turn.role for turn in one.turns} <= {"prompt", "assistant", "observation"}
+        assert one.action_tokens >= len([turn for turn in one.turns if turn.role == "assistant"]) > 0

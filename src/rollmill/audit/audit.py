@@ -22,9 +22,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.workflows import EnvironmentTurns
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
-from rollmill.explorer.build import Resources
-from rollmill.explorer.environments.base import Environment
-from rollmill.explorer.user import ENVIRONMENT
+from rollmill.explorer.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.models.load import read_tokenizer
 from rollmill.rewards import build_judge
 from rollmill.tasks import encode_prompt, load_taskset
@@ -115,13 +113,12 @@ async def _rewards(stage: StageConfig, tasks: Sequence[Task], options: Options, 
 
 async def _environment(stage: StageConfig, tasks: Sequence[Task], options: Options) -> list[Finding]:
     assert stage.environment is not None
-    judge = build_judge([])
-    resources = Resources(judge, stage.environment)
+    pool = EnvironmentPool(stage.environment)
 
     @asynccontextmanager
-    async def opened(task: Task, seed: int) -> AsyncIterator[Environment]:
+    async def opened(task: Task, seed: int) -> AsyncIterator[RunningEnvironment]:
         rollout: Any = SimpleNamespace(id=f"audit/{task.id}", task=task, seed=seed, group_seed=seed, index=0)
-        async with resources.sources[ENVIRONMENT](rollout) as environment:
+        async with pool.one(rollout) as environment:
             yield environment
 
     workflow = stage.workflow
@@ -136,8 +133,7 @@ async def _environment(stage: StageConfig, tasks: Sequence[Task], options: Optio
     try:
         return await checks.run()
     finally:
-        await resources.close()
-        judge.close()
+        await pool.close()
 
 
 def _tokenizer(loaded: LoadedRun) -> tuple[Any, int | None]:

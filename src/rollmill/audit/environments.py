@@ -15,9 +15,9 @@ import numpy as np
 from rollmill.audit.answers import json_text
 from rollmill.audit.findings import Finding, Severity, ok, skipped, some
 from rollmill.core.types import Task
-from rollmill.explorer.environments.base import Environment
+from rollmill.explorer.environments.pool import RunningEnvironment
 
-Open = Callable[[Task, int], AbstractAsyncContextManager[Environment]]
+Open = Callable[[Task, int], AbstractAsyncContextManager[RunningEnvironment]]
 """A fresh environment for a task and a seed."""
 Act = Callable[[Task, Any, int], str]
 """(task, observation, number of the turn) -> action."""

@@ -30,6 +30,7 @@ COMMANDS = {
     "algorithms": "rollmill.cli.algorithms",
     "merge": "rollmill.cli.merge",
     "feedback": "rollmill.cli.feedback",
+    "serve": "rollmill.cli.serve",
 }
 """Command name -> module."""
 GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}

@@ -6,7 +6,6 @@ import getpass
 import os
 import re
 import secrets
-import socket
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -59,9 +58,10 @@ def command(
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -> None:
     from rollmill.feedback import open_desk
-    from rollmill.feedback.guard import Guard, is_loopback
+    from rollmill.feedback.guard import Guard
     from rollmill.feedback.requests import author_of
-    from rollmill.feedback.serve import listen, make_server
+    from rollmill.feedback.serve import make_server
+    from rollmill.web.hosts import address_of, is_loopback, listen
 
     name = author_of(author or _user())
     token = os.environ.get(TOKEN_VARIABLE) or None
@@ -76,8 +76,7 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
         )
     server = make_server(open_desk(run), Guard(host, token), name)
     listener = listen(host, port)
-    shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
-    address = f"http://{shown}:{listener.getsockname()[1]}/" + (f"?token={token}" if token else "")
+    address = f"{address_of(host, listener)}/" + (f"?token={token}" if token else "")
     print(f"feedback on {run}: {address} (Ctrl-C ends)", flush=True)
     if browser:
         import webbrowser

@@ -12,7 +12,7 @@ from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
-from rollmill.config.workflows import EnvironmentTurns
+from rollmill.config.workflows import EnvironmentTurns, Traffic
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
@@ -64,7 +64,9 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     keys |= _unhonoured_by_buffer(stage)
     keys |= _unhonoured_by_workflow(stage)
-    if not stage.needs_taskset:
+    if not stage.needs_taskset and isinstance(stage.workflow, Traffic):
+        keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
+    elif not stage.needs_taskset:
         keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
     if evaluation is None:
         keys["early_stop",] = (
@@ -101,8 +103,23 @@ def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     if not stage.workflow.asks_judge:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if isinstance(stage.workflow, Traffic):
+        keys |= _unhonoured_by_traffic(stage, stage.workflow)
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
         keys["workflow",] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
+    return keys
+
+
+def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPath, str]:
+    """Keys of rollouts that an application makes."""
+    keys: dict[KeyPath, str] = {
+        (
+            "evaluation",
+        ): "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
+    }
+    if workflow.group == "session":
+        keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
+        keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
     return keys
 
 

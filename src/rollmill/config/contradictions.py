@@ -22,7 +22,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, dotted
-from rollmill.config.workflows import EnvironmentTurns
+from rollmill.config.workflows import EnvironmentTurns, Traffic
 from rollmill.recipes import Distill
 
 Finding = tuple[KeyPath, str]
@@ -85,6 +85,29 @@ def _workflow(stage: StageConfig) -> Iterator[Finding]:
         if advantage is not None and advantage.uses_episodes:
             text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
             yield ("workflow", "steps"), f"{text}, or give history as a number"
+    if isinstance(stage.workflow, Traffic) and stage.algorithm.uses_rollouts:
+        yield from _traffic(stage, stage.workflow)
+
+
+def _traffic(stage: StageConfig, workflow: Traffic) -> Iterator[Finding]:
+    """What cannot learn from the sessions of an application."""
+    if stage.max_staleness == 0:
+        text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"
+        yield ("max_staleness",), text
+    if not stage.buffer.in_database(stage.persistent):
+        text = "sessions that were committed since the last checkpoint would be lost with the process; use `sql`"
+        yield ("buffer", "store"), text
+    advantage = getattr(stage.algorithm, "advantage", None)
+    fit = "use algorithm reinforce_plus_plus, reinforce or ppo"
+    if advantage is not None and advantage.uses_greedy:
+        text = f"`{stage.algorithm.name}` compares with a greedy completion, which no application makes; {fit}"
+        yield ("algorithm",), text
+    elif advantage is not None and advantage.compares_groups and workflow.group == "session":
+        text = (
+            f"`{stage.algorithm.name}` compares completions of a group, and each session is a group of its own; {fit}, "
+            "or set workflow.group: prompt, where applications repeat their first prompts"
+        )
+        yield ("algorithm",), text
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:

@@ -20,6 +20,7 @@ _STAGE = [
     *([*rows, "path"] for rows in _TASKS),
     *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),
     ["algorithm", "teacher"],
+    ["workflow", "folder"],
     *([*reward, "path"] for reward in _REWARDS),
 ]
 _STAGE_CODE = [
@@ -58,6 +59,13 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         found = _lookup(node, str(node.value), problems, required=False)
         return _changed(node, found)
 
+    def settle_argument(node: Node) -> Node:
+        """Of a command: a file where there is one of that name, else any text."""
+        if not isinstance(node.value, str) or not Path(node.value).suffix:
+            return node
+        found = _lookup(node, node.value, problems, required=False)
+        return _changed(node, found) if Path(found).is_file() else node
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     for prefix in ([], ["stages", "*"]):
@@ -68,6 +76,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         root = edit(root, [*prefix, "workflow", "python"], settle_python)
+        root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root
 
 

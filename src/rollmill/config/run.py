@@ -108,7 +108,10 @@ class StageConfig(Section):
     @property
     def needs_taskset(self) -> bool:
         """Whether anything is rolled out, or taken from the taskset."""
-        return self.algorithm.uses_rollouts or "taskset" in self.experts.sources
+        if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
+            return True
+        imitates = self.algorithm.uses_experts or self.algorithm.uses_pairs
+        return imitates and "taskset" in self.experts.sources
 
     @property
     def persistent(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -33,6 +33,19 @@ class Draft:
     top_probs: FloatArray
 
 
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """A token, the moment it was sampled.
+
+    `logprob` and those of `top` are at the request's temperature (1 where it is greedy), without truncation.
+    """
+
+    index: int  #: of the completion
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  #: the most probable tokens with their log-probs, as many as were asked for
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """Ask for `n` completions of one prompt.
@@ -48,6 +61,8 @@ class Request:
     id: str = "request"
     begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
     drafts: Sequence[Draft | None] = ()  #: by index
+    on_token: Callable[[Sampled], None] | None = None  #: told of every token; the completion says which ones count
+    top: int = 0  #: how many of the most probable tokens it is told of
 
 
 class RolloutEngine(Protocol):

@@ -11,6 +11,7 @@ from rollmill.config import workflows as config
 from rollmill.config.environments import EnvironmentSection
 from rollmill.core.errors import ConfigError
 from rollmill.explorer.environments.pool import EnvironmentPool
+from rollmill.explorer.serving.endpoint import Endpoint
 from rollmill.explorer.user import ENDPOINT, ENVIRONMENT, JUDGE
 from rollmill.explorer.workflow import Rollout, RolloutJudge, Solve, Source, Workflow
 from rollmill.rewards import Judge
@@ -31,12 +32,14 @@ class Resources:
     Args:
         judge: of the stage's rewards.
         environment: the section, if there is one.
+        endpoint: serves the policy to programs; started when one is needed.
     """
 
-    def __init__(self, judge: Judge, environment: EnvironmentSection | None) -> None:
+    def __init__(self, judge: Judge, environment: EnvironmentSection | None, endpoint: Endpoint) -> None:
         self._environments = None if environment is None else EnvironmentPool(environment)
         self._kept: list[tuple[config.WorkflowSection, Closable]] = []
-        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge)}
+        self.endpoint = endpoint
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), ENDPOINT: endpoint.one}
         if self._environments is not None:
             self.sources[ENVIRONMENT] = self._environments.one
 
@@ -53,9 +56,10 @@ class Resources:
         return made
 
     async def close(self) -> None:
-        """End processes; may be called twice."""
+        """End processes and the endpoint; may be called twice."""
         for _, made in self._kept:
             await made.close()
+        await self.endpoint.close()
         if self._environments is not None:
             await self._environments.close()
 
@@ -69,7 +73,8 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
         return None
     solve, names = _solve(section, resources)
     if "*" in names:
-        names = [name for name in resources.sources if name not in names] + [name for name in names if name != "*"]
+        others = [name for name in resources.sources if name not in names and name != ENDPOINT]
+        names = others + [name for name in names if name != "*"]
     missing = [name for name in names if name not in resources.sources]
     if missing:
         known = ", ".join(f"`{name}`" for name in resources.sources)
@@ -77,7 +82,10 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
             f"workflow `{section.name}` asks for `{missing[0]}`, which the run does not have; there are {known}. "
             "Add the section of that name, or an entry of `models`"
         )
-    return Workflow(section.name, solve, {name: resources.sources[name] for name in names})
+    sources = {name: resources.sources[name] for name in names}
+    if isinstance(section, config.Program) and not section.own_sampling:
+        sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
+    return Workflow(section.name, solve, sources)
 
 
 def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve, Sequence[str]]:
@@ -96,6 +104,10 @@ def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve
 
             pool = resources.kept(section, lambda: VerifiersPool(section))
             return partial(verifiers_rollout, pool), [ENDPOINT]
+        case config.Program():
+            from rollmill.explorer.workflows.program import ProgramRuns
+
+            return ProgramRuns(section), [ENDPOINT, JUDGE]
     raise AssertionError(f"no workflow is built from {type(section).__name__}")
 
 

@@ -20,7 +20,8 @@ def workflow(target: Target) -> Target:
     """Register a workflow under its name: `workflow: NAME`, or `workflow: {name: NAME, ...}` with options.
 
     It is an `async def solve(task, policy)`. Further parameters are parts of the run that it is given by name: `judge`
-    (what `rewards` say of a reply), `environment` (a fresh one), and every name under `models`. Keyword-only parameters
+    (what `rewards` say of a reply), `environment` (a fresh one), `endpoint` (the policy as an OpenAI-compatible server:
+    `base_url`, `api_key`), and every name under `models`. Keyword-only parameters
     with a type and a default are keys of the run file. It returns the reward: a number, a mapping of parts (their sum
     counts), what `judge` gave, or None to reject the rollout.
 

@@ -9,14 +9,12 @@ sites may not send without being asked first.
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import secrets
-import socket
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 from rollmill.feedback.refused import RefusedError
+from rollmill.web.hosts import is_here
 
 if TYPE_CHECKING:
     from starlette.requests import Request
@@ -48,7 +46,7 @@ class Guard:
     def check(self, request: Request) -> None:
         """Raises RefusedError for a request that must not be answered."""
         host = request.headers.get("host", "")
-        if not self._is_here(host):
+        if not is_here(host, self.host):
             raise RefusedError(f"the request is for the host {host[:100]!r}, which is not this server", status=403)
         site, mode = request.headers.get("sec-fetch-site"), request.headers.get("sec-fetch-mode")
         reads = request.method in ("GET", "HEAD")
@@ -79,27 +77,6 @@ class Guard:
         if not self.is_token(shown):
             raise RefusedError("open the address that was printed, or send `Authorization: Bearer TOKEN`", status=401)
 
-    def _is_here(self, host: str) -> bool:
-        """Whether a Host header names this server. Addresses cannot be rebound; any port may be forwarded here."""
-        try:
-            name = urlsplit(f"//{host}").hostname or ""
-        except ValueError:
-            return False
-        try:
-            address = ipaddress.ip_address(name)
-        except ValueError:
-            own = {"localhost"} if is_loopback(self.host) else {"localhost", self.host.lower(), *_own_names()}
-            return name.removesuffix(".") in own
-        return address.is_loopback or not is_loopback(self.host)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach what listens on `host`."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
 
 def add_headers(response: Response) -> None:
     """What every answer says to browsers: run only this server's scripts, never inside a frame, keep nothing."""
@@ -122,7 +99,3 @@ def _check_size(request: Request) -> None:
         raise RefusedError("send Content-Length", status=411)
     if int(length) > MAX_BODY:
         raise RefusedError(f"the body has {length} bytes, at most {MAX_BODY} are taken; send less", status=413)
-
-
-def _own_names() -> set[str]:
-    return {socket.gethostname().lower(), socket.getfqdn().lower()}

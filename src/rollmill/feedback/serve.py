@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +26,6 @@ def open_desk(run_dir: Path) -> Desk:
         StoreError: the database cannot be opened.
     """
     return Desk(run_dir, run_store(check_run_dir(run_dir)))
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections; port 0 is any free one. Raises ConfigError where that is impossible."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    try:
-        return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --port (0: any)") from error
 
 
 def make_server(desk: Desk, guard: Guard, author: str) -> uvicorn.Server:

@@ -8,6 +8,7 @@ from rollmill.explorer import Explorer
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.runner import WorkflowRunner
+from rollmill.explorer.serving.endpoint import Endpoint
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Trace
 from rollmill.rewards import Judge
@@ -18,7 +19,9 @@ class Explorers:
 
     def __init__(self, config: StageConfig, policy: Policy, engine: RolloutEngine, judge: Judge) -> None:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
-        self._resources = Resources(judge, config.environment)
+        chat = ChatFormat(policy.tokenizer, policy.eos_ids)
+        endpoint = Endpoint(engine, chat, policy.context, config.rollout.deadline_s)
+        self._resources = Resources(judge, config.environment, endpoint)
 
     def training(self, trace: Trace | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""

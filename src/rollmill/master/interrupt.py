@@ -54,14 +54,19 @@ class Interrupts:
             raise Interrupted
 
     async def guard(self, work: Awaitable[T]) -> T:
-        """The result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised."""
+        """The result of `work`, unless a signal comes first: then `work` is cancelled and Interrupted raised. What does
+        not let itself be cancelled ends.
+        """
         task = asyncio.ensure_future(work)
         signalled = asyncio.ensure_future(self._event.wait())
         try:
             self.check()
             await asyncio.wait({task, signalled}, return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise Interrupted
+                task.cancel()
+                await asyncio.wait({task})
+                if task.cancelled() or task.exception() is not None:
+                    raise Interrupted
             return task.result()
         finally:
             for pending in (task, signalled):

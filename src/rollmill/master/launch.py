@@ -19,12 +19,13 @@ from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
+from rollmill.config.workflows import Traffic
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.core.types import Task
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.interrupt import Interrupted
-from rollmill.master.master import Master
+from rollmill.master.master import Master, Serving
 from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState
@@ -64,17 +65,24 @@ def run(
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
+    return start(loaded, out, view)
+
+
+def start(
+    loaded: LoadedRun, out: str | Path | None, view: View | None, serving: Serving | None = None
+) -> dict[str, Any]:
+    """Run what was loaded, in a directory of its own; see `run`."""
     run_dir = _fresh(Path(out)) if out is not None else numbered(loaded.out)
     atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
-    return _execute(loaded, run_dir, view, resumed=False)
+    return execute(loaded, run_dir, view, resumed=False, serving=serving)
 
 
-def resume(run_dir: str | Path, view: View | None = None) -> dict[str, Any]:
+def resume(run_dir: str | Path, view: View | None = None, serving: Serving | None = None) -> dict[str, Any]:
     """Go on with an interrupted or killed run, from its newest checkpoint; see `run`."""
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
-    return _execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True)
+    return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -129,7 +137,15 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
         await stage.close()
 
 
-def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
+def execute(
+    loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool, serving: Serving | None = None
+) -> dict[str, Any]:
+    """Run what is left of a run and return the summary; see `run`."""
+    if serving is None and any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
+        raise ConfigError(
+            f"{loaded.path}: workflow `traffic` waits for an application: start it by "
+            f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
+        )
     checkpoints = Checkpoints(run_dir)
     steps = checkpoints.steps() if resumed else []
     start: tuple[RunState, dict[str, Any]] | None = None
@@ -150,6 +166,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
         monitor,
         precision=setup.precision,
         buffers=buffers,
+        serving=serving,
     )
     try:
         buffers.open_all(loaded.stages)
@@ -158,8 +175,9 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bo
             monitor.resume_at(steps[-1] if steps else 0)
         summary = asyncio.run(master.run(start))
     except Interrupted:
+        again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
         summary = summarise(master.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
-        monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill resume {run_dir}")
+        monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill {again}")
         monitor.close(summary)
         raise KeyboardInterrupt from None
     except BaseException:

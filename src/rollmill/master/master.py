@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,10 @@ EVALUATIONS = "evaluations"
 Note = Callable[[], Awaitable[None]]
 
 
+Serving = Callable[[StageRun], AbstractAsyncContextManager[None]]
+"""Serves a stage's policy to an application while it is trained."""
+
+
 class Master:
     """Runs the stages of a run in this process."""
 
@@ -44,6 +49,7 @@ class Master:
         *,
         precision: str,
         buffers: Buffers,
+        serving: Serving | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._config = config
@@ -53,6 +59,7 @@ class Master:
         self._monitor = monitor
         self._precision = precision
         self._buffers = buffers
+        self._serving = serving
         self._checkpoints = Checkpoints(run_dir)
         self._evaluations = RolloutStore(run_dir / EVALUATIONS)
         self._interrupts: Interrupts
@@ -96,7 +103,8 @@ class Master:
                 stage.begin(self.state.current.stores)
                 self._announce(config, stage)
             self.state.current = stage.state
-            await self._train(config, stage)
+            async with nullcontext() if self._serving is None else self._serving(stage):
+                await self._train(config, stage)
         finally:
             await stage.close()
 

@@ -45,7 +45,7 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
             experts = _fitting(found, config.tasks_from, policy, measure, notes)
         elif not set(config.experts.sources) - {"taskset", "run"}:
             raise TasksetError(_no_experts(training, algorithm))
-    if algorithm.uses_rollouts:
+    if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _fitting(training, config.tasks_from, policy, _prompt, notes)
     elif experts is not None:
         training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])

@@ -25,8 +25,10 @@ from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.trainer import TrainerConfig
+from rollmill.config.workflows import Traffic
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Task
+from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
 from rollmill.master.buffers import Buffers
@@ -35,6 +37,7 @@ from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
+from rollmill.master.online import OnlineSupply, Unasked
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.master.supply import Facts, Supply
@@ -126,10 +129,13 @@ class StageRun:
     def _make_supply(self, explorer: Explorer, ratings: Ratings) -> Supply:
         config, policy, tasks = self.config, self._policy, self.tasks.training
         advantage = getattr(config.algorithm, "advantage", None)
+        online = isinstance(config.workflow, Traffic)
         by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
-        return Supply(
+        made = OnlineSupply if online else Supply
+        batch = config.rollout.batch
+        return made(
             config,
-            sampler=build_sampler(tasks, config.tasks_from.order, self._seed, batch=config.rollout.batch),
+            sampler=Unasked() if online else build_sampler(tasks, config.tasks_from.order, self._seed, batch=batch),
             explorer=explorer,
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
             store=self._store,
@@ -152,6 +158,22 @@ class StageRun:
         recipe = build_recipe(algorithm, max_new_tokens=limit, reward_weights=weights)
         teacher, device = _teacher(self.config, policy), policy.device
         return Trainer(policy.model, recipe, config, total_steps=steps, device=device, seed=self._seed, teacher=teacher)
+
+    @property
+    def policy(self) -> Policy:
+        """What is trained."""
+        return self._policy
+
+    @property
+    def engine(self) -> NativeEngine:
+        """What rolls out."""
+        return self._engine
+
+    @property
+    def arrivals(self) -> Callable[[list[Experience]], None]:
+        """Takes groups that an application has made."""
+        assert isinstance(self._supply, OnlineSupply)
+        return self._supply.arrived
 
     @property
     def version(self) -> int:
@@ -204,7 +226,30 @@ class StageRun:
 
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """Update the weights and publish them; the trainer's metrics."""
-        metrics = self._trainer.step(experiences, self.version)
+        return self._learned(self._trainer.step(experiences, self.version))
+
+    async def _learn_beside(self, experiences: list[Experience]) -> dict[str, float]:
+        """`learn` in a thread, so that requests are taken meanwhile; the engine rests, since it has the same weights.
+
+        Once begun it is not cancelled: weights that have changed belong to the step.
+        """
+        self._engine.pause()
+        try:
+            await self._engine.drain()
+            work = asyncio.ensure_future(asyncio.to_thread(self._trainer.step, experiences, self.version))
+            while not work.done():
+                try:
+                    await asyncio.wait([work])
+                except asyncio.CancelledError:
+                    task = asyncio.current_task()
+                    assert task is not None
+                    task.uncancel()
+            return self._learned(work.result())
+        finally:
+            self._engine.resume()
+
+    def _learned(self, metrics: dict[str, float]) -> dict[str, float]:
+        """Publish the weights of a step that was made."""
         self.state.step += 1
         self._sync.publish(self.version)
         if self._supply is not None:
@@ -226,7 +271,9 @@ class StageRun:
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         staleness = self.version
         with self._trace.during("train"):
-            metrics: dict[str, Any] = batch_metrics(experiences, staleness) | self.learn(experiences)
+            online = isinstance(self.config.workflow, Traffic)
+            learned = await self._learn_beside(experiences) if online else self.learn(experiences)
+            metrics: dict[str, Any] = batch_metrics(experiences, staleness) | learned
         total = time.perf_counter() - started  # evaluation and checkpoints come on top
         spans = self._trace.take()
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}

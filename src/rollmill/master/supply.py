@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollmill.buffer import Group, GroupQueue, Shelf, Store
-from rollmill.buffer.base import oldest_version
+from rollmill.buffer.base import EXPLORER, oldest_version
 from rollmill.buffer.grouping import grouped
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.replay import mean_advantage
@@ -57,6 +57,8 @@ class Supply:
         seed: what completions' seeds and replay derive from.
         uses_greedy: the algorithm compares with one greedy completion per task.
     """
+
+    writer = EXPLORER  #: of the groups that are put into the store
 
     def __init__(
         self,
@@ -169,6 +171,8 @@ class Supply:
         own = [_copied(each) for each in experiences] if len(self._pipeline) else experiences
         left = await self._pipeline.process(own, self._context(version))
         groups = grouped(left, experiences[0].group, self._facts.fingerprint)
+        for group in groups:
+            group.writer = self.writer if group.shelf is Shelf.USUAL else group.writer
         self._store.put(groups)
         return any(group.shelf is Shelf.USUAL for group in groups)
 

@@ -9,7 +9,9 @@ from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 from rollmill.config.parts import Chosen
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentTurns
+from rollmill.config.workflows.program import Program
 from rollmill.config.workflows.single import SingleTurn
+from rollmill.config.workflows.traffic import Traffic
 from rollmill.config.workflows.verifiers import Verifiers
 
 
@@ -19,9 +21,11 @@ def _in_full(value: Any) -> Any:
 
 
 WorkflowConfig = Annotated[
-    SerializeAsAny[Annotated[SingleTurn | EnvironmentTurns | Verifiers, Field(discriminator="name")]],
+    SerializeAsAny[
+        Annotated[SingleTurn | EnvironmentTurns | Verifiers | Program | Traffic, Field(discriminator="name")]
+    ],
     WrapValidator(Chosen("workflow")),
     BeforeValidator(_in_full),
 ]
 
-__all__ = ["EnvironmentTurns", "SingleTurn", "Verifiers", "WorkflowConfig", "WorkflowSection"]
+__all__ = ["EnvironmentTurns", "Program", "SingleTurn", "Traffic", "Verifiers", "WorkflowConfig", "WorkflowSection"]

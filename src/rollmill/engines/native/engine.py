@@ -21,6 +21,7 @@ from rollmill.engines.base import Request
 from rollmill.engines.native.cache import Cache
 from rollmill.engines.native.runner import Runner
 from rollmill.engines.native.sequence import Group, Row, make_group
+from rollmill.engines.native.telling import tell
 from rollmill.engines.native.weights import Weights
 
 
@@ -234,6 +235,7 @@ class NativeEngine:
     def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire the rows that have finished."""
         tokens, logprobs, kept = self._runner.sample(rows, logits_BV)
+        tell(rows, tokens, logprobs, kept, logits_BV)
         self.tokens_generated += sum(row.stop_reason is None for row in rows)
         finished = [
             row

@@ -1,0 +1,105 @@
+"""The explorer's own endpoint: programs and frameworks that take a base URL are rollouts."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from rollmill.core.errors import ConfigError
+from rollmill.engines.base import RolloutEngine
+from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.serving.build import MISSING
+from rollmill.explorer.serving.front import Rules
+from rollmill.explorer.serving.generation import Gate
+from rollmill.explorer.serving.server import Server
+from rollmill.explorer.serving.service import Service
+from rollmill.explorer.serving.session import Session
+from rollmill.explorer.serving.sessions import Sessions
+from rollmill.explorer.workflow import Rollout
+from rollmill.web.hosts import listen
+
+HOST = "127.0.0.1"
+_MOST = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """The part `endpoint`: an OpenAI-compatible server that is this rollout's policy, and records."""
+
+    base_url: str  #: ends with /v1
+    api_key: str
+    session: Session
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """What was posted to /feedback, by name."""
+        return dict(self.session.parts)
+
+    @property
+    def address(self) -> str:
+        """Where /feedback is."""
+        return self.base_url.removesuffix("/v1")
+
+
+class Endpoint:
+    """Serves an engine to the rollouts of this process; started by the first that asks for it."""
+
+    def __init__(self, engine: RolloutEngine, chat: ChatFormat, context: int, deadline_s: float) -> None:
+        self._engine, self._chat, self._context, self._deadline_s = engine, chat, context, deadline_s
+        self._server: Server | None = None
+        self._lock = asyncio.Lock()
+        self._key = f"sk-{secrets.token_urlsafe(24)}"
+        self._address = ""
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout, *, forced: bool = False) -> AsyncIterator[Access]:
+        """The endpoint for one rollout. `forced`: temperature and truncation are the rollout's, whatever is asked."""
+        service = (await self._started()).service
+        session = Session(
+            secrets.token_hex(8),
+            self._chat,
+            rollout.sampling,
+            recorder=rollout.recorder,
+            seed=rollout.seed,
+            index=rollout.index,
+            forced=forced,
+        )
+        service.sessions.add(session)
+        try:
+            yield Access(f"{self._address}/v1", f"{self._key}:{session.id}", session)
+        finally:
+            service.sessions.remove(session)
+            await session.abort()
+
+    async def close(self) -> None:
+        """End the server; may be called twice."""
+        if self._server is not None:
+            await self._server.stop(abort=True)
+            self._server = None
+
+    async def _started(self) -> Server:
+        async with self._lock:
+            if self._server is None:
+                try:
+                    from rollmill.explorer.serving.gauges import Gauges
+                except ImportError as error:
+                    raise ConfigError(MISSING) from error
+                gauges = Gauges()
+                service = Service(
+                    engine=self._engine,
+                    chat=self._chat,
+                    name="policy",
+                    context=self._context,
+                    sessions=Sessions(gauges, None, most=_MOST, idle_s=float("inf")),
+                    gate=Gate(_MOST, self._deadline_s, gauges),
+                    gauges=gauges,
+                )
+                listener = listen(HOST, 0)
+                self._address = f"http://{HOST}:{listener.getsockname()[1]}"
+                server = Server(service, Rules(HOST, self._key), listener)
+                await server.start()
+                self._server = server
+            return self._server

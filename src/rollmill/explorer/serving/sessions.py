@@ -1,0 +1,153 @@
+"""The sessions that are held: bounded in number and age. Whatever is dropped is counted."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from rollmill.core.types import Experience
+from rollmill.explorer.recording import Decode
+from rollmill.explorer.serving.refusals import ApiError
+from rollmill.explorer.serving.session import Session
+
+if TYPE_CHECKING:
+    from rollmill.explorer.serving.gauges import Gauges
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A session that was handed over. `id` differs between all sessions that ever were; `name` is the client's."""
+
+    id: str
+    name: str
+    prompt: str  #: of its first call, as text
+    experiences: list[Experience]
+    reward: float | None
+
+
+class Sink(Protocol):
+    """Where finished sessions go."""
+
+    def check(self, session: Session) -> None:
+        """Raises ApiError where a session cannot be taken."""
+
+    def take(self, finished: Finished) -> int:
+        """Take a session; how many that were taken before are dropped, for they wait too long for others."""
+
+
+class Sessions:
+    """Sessions by name.
+
+    Args:
+        make: a new session; None: sessions are only those that were added.
+        most: how many are held; the one that was used longest ago makes room.
+        idle_s: seconds after which one that is not used is dropped.
+    """
+
+    def __init__(
+        self, gauges: Gauges, make: Callable[[str], Session] | None, *, most: int = 2000, idle_s: float = 3600.0
+    ) -> None:
+        self._make, self._most, self._idle_s, self._gauges = make, most, idle_s, gauges
+        self._held: OrderedDict[str, Session] = OrderedDict()
+        self._by_answer: dict[str, str] = {}
+        self._start, self._count = secrets.token_hex(4), 0
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def of(self, name: str) -> Session:
+        """The session of that name, or a new one. Raises ApiError where there is none and none is made."""
+        self._drop_old()
+        if name not in self._held:
+            if self._make is None:
+                raise ApiError(f"there is no session {name}; it has ended", 404, code="session_not_found")
+            self.add(self._make(name))
+        self._held.move_to_end(name)
+        return self._held[name]
+
+    def add(self, session: Session) -> None:
+        """Hold a session."""
+        self._held[session.id] = session
+        if len(self._held) > self._most:
+            idle = (each for each in self._held.values() if not each.busy and each is not session)
+            if (oldest := next(idle, None)) is not None:
+                self._drop(oldest, "number")
+        self._gauges.sessions.set(len(self._held))
+
+    def answered(self, session: Session, answer: str) -> None:
+        """Note the id of an answer."""
+        session.answers.append(answer)
+        self._by_answer[answer] = session.id
+
+    def find(self, *, name: str | None = None, answer: str | None = None) -> Session:
+        """A session that is held, by its name or by the id of one of its answers. Raises ApiError."""
+        if (name is None) == (answer is None):
+            text = "name either a `session` or a `completion`"
+            raise ApiError(text, code="invalid_value", param="session")
+        self._drop_old()
+        wanted = name or self._by_answer.get(answer or "", "")
+        if wanted not in self._held:
+            what = f"session {name!r}" if answer is None else f"completion {answer[:100]!r}"
+            text = f"{what} is not held: it was never asked for, or was committed or dropped before"
+            raise ApiError(text, 404, code="session_not_found")
+        return self._held[wanted]
+
+    def rewarded(self) -> list[Session]:
+        """Sessions that have a reward and are not being answered."""
+        return [each for each in self._held.values() if each.parts and not each.busy]
+
+    def remove(self, session: Session) -> None:
+        """Forget a session; it takes no more calls."""
+        session.closed = True
+        self._held.pop(session.id, None)
+        for answer in session.answers:
+            self._by_answer.pop(answer, None)
+        self._gauges.sessions.set(len(self._held))
+
+    def commit(self, sessions: Sequence[Session], sink: Sink, decode: Decode) -> int:
+        """Hand sessions over, all or none; the number of experiences. Raises ApiError where one cannot be."""
+        for session in sessions:
+            if session.busy:
+                text = f"session {session.id} is being answered; commit it afterwards"
+                raise ApiError(text, 409, code="session_busy")
+            if not session.recorder.calls:
+                text = f"session {session.id} has recorded no completion; there is nothing to commit"
+                raise ApiError(text, 409, code="session_empty")
+            sink.check(session)
+        count = 0
+        for session in sessions:
+            finished = self._finished(session, decode)
+            if dropped := sink.take(finished):
+                self._gauges.dropped.labels("unmatched").inc(dropped)
+            self.remove(session)
+            count += len(finished.experiences)
+        self._gauges.committed.inc(len(sessions))
+        self._gauges.experiences.inc(count)
+        return count
+
+    def _finished(self, session: Session, decode: Decode) -> Finished:
+        id, self._count = f"{self._start}-{self._count:06d}", self._count + 1
+        prompt = session.recorder.calls[0].prompt
+        made = session.recorder.experiences(id=id, task_id=session.id, group=id, decode=decode)
+        for experience in made:
+            experience.reward, experience.reward_parts = session.reward, dict(session.parts)
+            experience.info["session"] = session.id
+            if len(made) > 1:
+                experience.info["step_reward"] = (session.reward or 0.0) if experience is made[-1] else 0.0
+        return Finished(id, session.id, prompt, made, session.reward)
+
+    def _drop_old(self) -> None:
+        limit = time.monotonic() - self._idle_s
+        for session in list(self._held.values()):
+            if session.used_at > limit and not session.busy:
+                break  # those behind it were used later
+            if session.used_at <= limit and not session.busy:
+                self._drop(session, "age")
+
+    def _drop(self, session: Session, why: str) -> None:
+        self.remove(session)
+        self._gauges.dropped.labels(why).inc()

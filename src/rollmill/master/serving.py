@@ -1,0 +1,162 @@
+"""Serving a model to applications: a checkpoint as it is, or a run that learns from what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.loader import load_run
+from rollmill.config.model import ModelConfig
+from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.config.workflows import Traffic
+from rollmill.core.errors import CheckpointError, ConfigError
+from rollmill.engines.native import NativeEngine
+from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.serving.build import Limits, application_service
+from rollmill.explorer.serving.files import SessionFiles
+from rollmill.explorer.serving.front import Rules
+from rollmill.explorer.serving.server import Server
+from rollmill.explorer.serving.sessions import Sink
+from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.engine import native_engine
+from rollmill.master.launch import CONFIG, device_of, resume, start
+from rollmill.master.online import SessionGroups
+from rollmill.master.stage import StageRun
+from rollmill.models.load import Policy, load_policy
+from rollmill.monitor.view import View
+from rollmill.trainer import choose_precision
+
+_RUN_FILES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a server listens, and whom it serves. `ready` is called when it does."""
+
+    listener: socket.socket
+    rules: Rules
+    limits: Limits
+    name: str
+    ready: Callable[[], None]
+
+
+def serve_checkpoint(
+    source: Path, place: Place, *, step: int | None = None, record: Path | None = None, device: str = "auto"
+) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM; requests under way are answered.
+
+    Args:
+        source: a model's folder, a run directory (its newest checkpoint, or that of `step`), or a run file.
+        record: where committed sessions are written.
+
+    Raises:
+        ConfigError: there is no model at `source`.
+        CheckpointError: the run has no checkpoint of that step.
+        ModelError: the checkpoint cannot be used.
+    """
+    folder = checkpoint_of(source, step)
+    where = device_of(device)
+    policy = load_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+    engine = native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
+    sampling = SamplingConfig(max_new_tokens=policy.context)
+    asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFiles(record)))
+
+
+def checkpoint_of(source: Path, step: int | None) -> Path:
+    """The folder of the model that is meant. Raises ConfigError or CheckpointError where there is none."""
+    if source.suffix in _RUN_FILES:
+        model = load_run(source).config.model
+        if not isinstance(model.path, Path):
+            raise ConfigError(f"{source}: a new model has learned nothing; serve the directory of a run instead")
+        return model.path
+    if not (source / CONFIG).is_file():
+        if step is not None:
+            raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
+        return source
+    checkpoints = Checkpoints(source)
+    steps = checkpoints.steps()
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{source} has no {'checkpoint' if step is None else f'step {step}'}; it has: {have}")
+    return checkpoints.path(steps[-1] if step is None else step)
+
+
+async def _serve(
+    policy: Policy, engine: NativeEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
+) -> None:
+    async with _served(policy, engine, sampling, place, sink):
+        ended, loop = asyncio.Event(), asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, ended.set)
+        await ended.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # another one ends at once
+    await engine.close()
+
+
+@asynccontextmanager
+async def _served(
+    policy: Policy, engine: NativeEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
+) -> AsyncIterator[None]:
+    service = application_service(
+        engine,
+        ChatFormat(policy.tokenizer, policy.eos_ids),
+        name=place.name,
+        context=policy.context,
+        sampling=sampling,
+        limits=place.limits,
+        sink=sink,
+    )
+    server = Server(service, place.rules, place.listener)
+    await server.start()
+    place.ready()
+    try:
+        yield
+    finally:
+        await server.stop()
+
+
+def serve_training(
+    source: Path, place: Place, *, overrides: Sequence[str] = (), out: Path | None = None, view: View | None = None
+) -> dict[str, Any]:
+    """Serve a policy and train it on the sessions that are committed, until `steps` are made or SIGINT; the summary.
+
+    Args:
+        source: a run file, or the directory of such a run to go on with.
+
+    Raises:
+        ConfigError: the run is not rolled out by applications, or has several stages.
+        RollmillError: the run failed.
+        KeyboardInterrupt: the user ended it; a checkpoint is written.
+    """
+    is_run = (source / CONFIG).is_file()
+    if is_run and (overrides or out is not None):
+        raise ConfigError("--set and --out are honoured where a run is started, not where it goes on")
+    loaded = load_run(source / CONFIG if is_run else source, overrides, out)
+    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, Traffic):
+        raise ConfigError(
+            f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have tasks to do"
+        )
+
+    @asynccontextmanager
+    async def serving(stage: StageRun) -> AsyncIterator[None]:
+        workflow, rollout = stage.config.workflow, stage.config.rollout
+        assert isinstance(workflow, Traffic)
+        groups = SessionGroups(workflow, rollout.group_size, stage.arrivals)
+        async with _served(stage.policy, stage.engine, rollout, place, groups):
+            yield
+
+    return resume(source, view, serving) if is_run else start(loaded, out, view, serving)
+
+
+def threads(count: int) -> None:
+    """How many CPU threads this process computes with."""
+    torch.set_num_threads(count)

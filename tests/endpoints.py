@@ -1,0 +1,134 @@
+"""Real servers over toy models, for tests of the endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from toys import CONTEXT, toy_model, toy_tokenizer
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.native import NativeEngine
+from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.serving.build import Limits, application_service
+from rollmill.explorer.serving.front import Rules
+from rollmill.explorer.serving.server import Server
+from rollmill.explorer.serving.service import Service
+from rollmill.explorer.serving.sessions import Finished
+from rollmill.web.hosts import listen
+
+KEY = "sk-test"
+
+
+@dataclass
+class Kept:
+    """A sink that keeps what it takes."""
+
+    finished: list[Finished] = field(default_factory=list)
+
+    def check(self, session: Any) -> None:
+        """Everything is taken."""
+
+    def take(self, finished: Finished) -> int:
+        """Keep it."""
+        self.finished.append(finished)
+        return 0
+
+
+@dataclass
+class Running:
+    """A server that answers, in a thread with an event loop of its own."""
+
+    address: str
+    service: Service
+    kept: Kept
+    loop: asyncio.AbstractEventLoop
+    server: Server
+
+    @property
+    def base_url(self) -> str:
+        """What OpenAI's clients take."""
+        return f"{self.address}/v1"
+
+    def call(self, work: Any) -> Any:
+        """Run a coroutine in the server's loop."""
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+
+
+def scripted(engine: NativeEngine, tokenizer: Any, texts: Sequence[str]) -> None:
+    """Make the engine say these texts, one per completion, in the order of requests; then it goes on by itself.
+
+    The tokens are forced where they are sampled, so everything else is as it is with tokens that a model chose.
+    """
+    left = [[*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id] for text in texts]
+    of: dict[Any, list[int]] = {}
+    sample = engine._runner.sample
+
+    def forced(rows: Any, logits_BV: Any) -> Any:
+        for row, logits_V in zip(rows, logits_BV, strict=True):
+            if row not in of and left and not row.tokens:
+                of[row] = left.pop(0)
+            if row in of and len(row.tokens) < len(of[row]):
+                logits_V[:] = -30.0
+                logits_V[of[row][len(row.tokens)]] = 30.0
+        return sample(rows, logits_BV)
+
+    engine._runner.sample = forced  # type: ignore[method-assign]
+
+
+def toy_engine(seed: int = 0, **model: Any) -> tuple[NativeEngine, Any]:
+    """A random model, with its tokenizer."""
+    tokenizer = toy_tokenizer()
+    network = toy_model("qwen3", len(tokenizer), seed, **model)
+    eos = frozenset([tokenizer.eos_token_id])
+    context = int(model.get("max_position_embeddings", CONTEXT))
+    return NativeEngine(network, tokenizer, eos_ids=eos, context=context), tokenizer
+
+
+@contextmanager
+def running(
+    says: Sequence[str] = (),
+    *,
+    limits: Limits | None = None,
+    key: str | None = KEY,
+    sink: bool = True,
+    max_new_tokens: int = 16,
+    template: str | None = None,
+    host: str = "127.0.0.1",
+    **model: Any,
+) -> Iterator[Running]:
+    """A server over a toy model that first says the texts of `says`."""
+    engine, tokenizer = toy_engine(**model)
+    if template is not None:
+        tokenizer.chat_template = template
+    if says:
+        scripted(engine, tokenizer, says)
+    limits, kept = limits or Limits(), Kept()
+    service = application_service(
+        engine,
+        ChatFormat(tokenizer, frozenset([tokenizer.eos_token_id])),
+        name="toy",
+        context=engine._context,
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        limits=limits,
+        sink=kept if sink else None,
+    )
+    listener = listen("127.0.0.1", 0)
+    server = Server(service, Rules(host, key, limits.most_bytes), listener)
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    made = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, kept, loop, server)
+    try:
+        made.call(server.start())
+        yield made
+    finally:
+        made.call(server.stop(abort=True))
+        made.call(engine.close())
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()

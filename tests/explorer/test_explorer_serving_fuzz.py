@@ -1,0 +1,111 @@
+"""Requests made from the OpenAPI description, right and wrong ones: none makes the server fail."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from endpoints import KEY, Running, running
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from schemathesis.checks import (
+    content_type_conformance,
+    not_a_server_error,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+HEADERS = {"authorization": f"Bearer {KEY}"}
+CHECKS: list[Any] = [
+    not_a_server_error, status_code_conformance, content_type_conformance, response_schema_conformance,
+]  # fmt: skip
+
+
+def fuzz(site: Running, examples: int) -> int:
+    """Try every operation with right and wrong requests; how many were made."""
+    schema = schemathesis.openapi.from_url(f"{site.address}/openapi.json", headers=HEADERS)
+    made = 0
+    for found in schema.get_all_operations():
+        operation = found.ok()
+        for mode in schemathesis.GenerationMode:
+
+            @given(case=operation.as_strategy(generation_mode=mode))
+            @settings(
+                max_examples=examples,
+                deadline=None,
+                database=None,
+                phases=[Phase.generate],
+                suppress_health_check=list(HealthCheck),
+                derandomize=True,
+            )
+            def once(case: Any) -> None:
+                nonlocal made
+                made += 1
+                case.validate_response(case.call(base_url=site.address, headers=HEADERS, timeout=60), checks=CHECKS)
+
+            try:
+                once()
+            except Exception as error:
+                if "Unsatisfiable" not in type(error).__name__:
+                    raise
+    return made
+
+
+def still_answers(site: Running) -> None:
+    """The engine and the server are as they were."""
+    assert httpx.get(f"{site.address}/health").json()["status"] == "ok"
+    body = {"messages": [{"role": "user", "content": "hi"}]}
+    assert httpx.post(f"{site.base_url}/chat/completions", json=body, headers=HEADERS).status_code == 200
+    assert site.service.gate.under_way == 0
+    assert not any(session.busy for session in site.service.sessions._held.values())
+
+
+@pytest.mark.slow
+def test_many_requests_of_every_kind() -> None:
+    with running(max_new_tokens=4) as site:
+        assert fuzz(site, 50) > 400
+        still_answers(site)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+SAMPLING = ("n", "seed", "stop", "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop_token_ids", "logit_bias")
+OTHERS = ("messages", "prompt", "model", "tools", "tool_choice", "logprobs", "top_logprobs", "echo", "suffix", "user")
+STREAMS = ("stream", "stream_options", "response_format", "return_token_ids")
+FIELDS = st.sampled_from([*SAMPLING, *OTHERS, *STREAMS])
+
+
+@settings(max_examples=30, deadline=None)
+@given(change=st.dictionaries(FIELDS, JSON, max_size=2), path=st.sampled_from(["chat/completions", "completions"]))
+def test_any_value_in_any_field_is_answered_or_refused(change: dict[str, Any], path: str) -> None:
+    site = shared()
+    body = {"messages": [{"role": "user", "content": "hi"}]} if path.startswith("chat") else {"prompt": "hi"}
+    content = json.dumps(body | change).encode()
+    headers = HEADERS | {"content-type": "application/json"}
+    answer = httpx.post(f"{site.base_url}/{path}", content=content, headers=headers, timeout=60)
+    assert answer.status_code in (200, 400), answer.text
+
+
+_shared: list[Any] = []
+
+
+def shared() -> Running:
+    """A server for all examples of this module."""
+    if not _shared:
+        context = running(max_new_tokens=4)
+        _shared[:] = [context, context.__enter__()]
+    site: Running = _shared[1]
+    return site
+
+
+def teardown_module() -> None:
+    """End it."""
+    if _shared:
+        still_answers(_shared[1])
+        _shared[0].__exit__(None, None, None)
