@@ -43,7 +43,8 @@ CASES = {
     "key of another section": (
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
-        "`rewards.N.temperature (reward judge, pairwise, ranking)` and `algorithm.temperature (algorithm distill)`",
+        "`rewards.N.temperature (reward judge, pairwise, ranking)`, `models.NAME.temperature` and "
+        "`algorithm.temperature (algorithm distill)`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",

@@ -10,7 +10,9 @@ from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
+from rollmill.config.tools import PythonTool
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
+from rollmill.config.workflows import FewShot, Reflection, ToolTurns
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
@@ -85,14 +87,39 @@ def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
-    if not stage.workflow.uses_environment:
+    if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
-    if not stage.workflow.asks_judge:
+    if not stage.workflow.judged:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if not (stage.workflow.uses_tools or stage.workflow.takes("tools")):
+        keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
+    for index, tool in enumerate(stage.tools):
+        if isinstance(tool, PythonTool) and tool.state == "call":
+            keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
+    for model in stage.models:
+        if not stage.workflow.takes(model):
+            text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
+            keys["models", model] = text
+    keys |= _unhonoured_options(stage)
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
-        keys["workflow",] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
+        for key in ("workflow", "environment", "tools", "models"):
+            keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
+
+
+def _unhonoured_options(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of the workflow itself."""
+    match stage.workflow:
+        case FewShot(choose="first"):
+            return {("workflow", "seed"): "not honoured with choose `first`; it is with `random`"}
+        case Reflection(critic="rewards"):
+            return {("workflow", "check"): "not honoured with critic `rewards`; it is with `self`"}
+        case Reflection(critic="self"):
+            return {("workflow", "threshold"): "not honoured with critic `self`; it is with `rewards`"}
+        case ToolTurns() if stage.taskset is not None and all(part.chat for part in stage.taskset.parts()):
+            return {("workflow", "result"): "not honoured with taskset.chat, whose template writes results; remove it"}
+    return {}
 
 
 def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:

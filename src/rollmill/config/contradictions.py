@@ -20,10 +20,13 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import Judged
 from rollmill.recipes import Distill
 
 Finding = tuple[KeyPath, str]
 
+_TAKEN = ("task", "policy", "judge", "environment", "tools", "examples")
+"""Parts of workflows that are no models."""
 _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 
@@ -74,6 +77,19 @@ def _workflow(stage: StageConfig) -> Iterator[Finding]:
     if stage.workflow.uses_environment and stage.environment is None:
         text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
         yield ("environment",), text
+    if stage.workflow.uses_tools and not stage.tools:
+        yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
+    names = [tool.known_as for tool in stage.tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield ("tools", index), f"two tools are called `{name}`; give one another name with `called`"
+    for name in stage.models:
+        if not name.isidentifier() or name in _TAKEN:
+            text = "a workflow takes it as a parameter, so it has to be a name of Python's, and none of"
+            yield ("models", name), f"{text} {', '.join(_TAKEN)}; rename it"
+    if isinstance(stage.workflow, Judged) and stage.workflow.by not in stage.models:
+        text = f"no model `{stage.workflow.by}`; add it to the section models, or name another"
+        yield ("workflow", "by"), text
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
@@ -125,10 +141,11 @@ def buffer_contradictions(stages: Sequence[StageConfig]) -> Iterator[Finding]:
 
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
-    if not stage.workflow.asks_judge:
+    if not stage.workflow.judged:
         return
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if stage.evaluation is not None and stage.algorithm.trains_policy else []
+    users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):

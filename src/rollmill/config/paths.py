@@ -17,6 +17,8 @@ _STAGE = [
     *([*section, "pipeline", "*", "scores"] for section in _SECTIONS),
     ["algorithm", "teacher"],
     *([*reward, "path"] for reward in _REWARDS),
+    ["tools", "*", "path"],
+    ["models", "*", "path"],
 ]
 _STAGE_CODE = [
     *([*rows, "function"] for rows in _TASKS),
@@ -25,7 +27,8 @@ _STAGE_CODE = [
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
-    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets and rewards, `FILE.py:NAME` functions.
+    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models, and
+    `FILE.py:NAME` functions.
 
     A path that is found nowhere is a problem if `required`, else it is left as written.
     """

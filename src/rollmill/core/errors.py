@@ -35,6 +35,10 @@ class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
 
 
+class ContextError(EngineError):
+    """A prompt leaves no room for a completion in the model's context."""
+
+
 class TrainingError(RollmillError):
     """Training cannot go on, for example because the loss is not finite."""
 

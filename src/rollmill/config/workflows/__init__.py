@@ -7,8 +7,10 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.parts import Chosen
+from rollmill.config.workflows.agents import React, ToolTurns
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentTurns
+from rollmill.config.workflows.second import FewShot, Judged, Reflection, Vote
 from rollmill.config.workflows.single import SingleTurn
 
 
@@ -18,9 +20,25 @@ def _in_full(value: Any) -> Any:
 
 
 WorkflowConfig = Annotated[
-    SerializeAsAny[Annotated[SingleTurn | EnvironmentTurns, Field(discriminator="name")]],
+    SerializeAsAny[
+        Annotated[
+            SingleTurn | FewShot | ToolTurns | React | EnvironmentTurns | Reflection | Vote | Judged,
+            Field(discriminator="name"),
+        ]
+    ],
     WrapValidator(Chosen("workflow")),
     BeforeValidator(_in_full),
 ]
 
-__all__ = ["EnvironmentTurns", "SingleTurn", "WorkflowConfig", "WorkflowSection"]
+__all__ = [
+    "EnvironmentTurns",
+    "FewShot",
+    "Judged",
+    "React",
+    "Reflection",
+    "SingleTurn",
+    "ToolTurns",
+    "Vote",
+    "WorkflowConfig",
+    "WorkflowSection",
+]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.errors import EngineError
+from rollmill.core.errors import ContextError, EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native.cache import Cache
@@ -135,7 +135,7 @@ class NativeEngine:
         if length == 0:
             raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
         if length >= self._context:
-            raise EngineError(
+            raise ContextError(
                 f"{request.id}: the prompt has {length} tokens but the model's context is {self._context}, which "
                 "leaves no room for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
             )

@@ -1,0 +1,1 @@
+"""Tools that a policy calls, and how calls are written in text."""
