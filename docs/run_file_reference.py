@@ -21,6 +21,8 @@ from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
 from rollmill.config.run import RunConfig
 from rollmill.config.taskset import RowsSection, TasksetSection
+from rollmill.config.tools import ToolSection
+from rollmill.config.workflows.agents import AgentSection
 
 HEAD = """\
 # The run file: every section and key
@@ -69,6 +71,8 @@ FAMILIES = (
     Family(OrderSection, "taskset.order", "keys of all orders", "The tables of the orders list their own keys."),
     Family(TrackedOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
     Family(EnvironmentSection, "environment", "keys of all environments", "The tables below list their own keys."),
+    Family(AgentSection, "workflow", "keys of {members}", "How the policy calls tools."),
+    Family(ToolSection, "tools", "keys of all tools", "The tables below list their own keys."),
     Family(
         PolicyGradientOptions,
         "algorithm",

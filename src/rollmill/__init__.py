@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollmill.core.registry import reward as reward
     from rollmill.explorer.user import environment as environment
+    from rollmill.explorer.user import tool as tool
     from rollmill.explorer.user import workflow as workflow
     from rollmill.master import run as run
     from rollmill.monitor.rollouts import load_experiences as load_experiences
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "advantage": "rollmill.recipes.user",
     "environment": "rollmill.explorer.user",
+    "tool": "rollmill.explorer.user",
     "workflow": "rollmill.explorer.user",
     "algorithm": "rollmill.recipes.user",
     "loss": "rollmill.recipes.user",
@@ -46,6 +48,7 @@ __all__ = [
     "reward",
     "run",
     "task_operator",
+    "tool",
     "workflow",
 ]
 

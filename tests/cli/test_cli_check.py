@@ -191,6 +191,7 @@ def test_every_command_has_its_module() -> None:
             "algorithms",
             "bench",
             "audit",
+            "serve",
         )
     }
 

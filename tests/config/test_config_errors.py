@@ -43,8 +43,8 @@ CASES = {
     "key of another section": (
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
-        "`rewards.N.temperature (reward judge, pairwise, ranking)`, `algorithm.temperature (algorithm distill)` and "
-        "`evaluation.sampling.temperature`",
+        "`rewards.N.temperature (reward judge, pairwise, ranking)`, `models.NAME.temperature`, "
+        "`algorithm.temperature (algorithm distill)` and `evaluation.sampling.temperature`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",

@@ -27,7 +27,7 @@ stages:
     pipeline: [{name: invalid_reward}]
     buffer: {replay: {groups: 1}}
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
-  - {name: critic, steps: 1, algorithm: {name: ppo}}
+  - {name: critic, steps: 1, algorithm: {name: ppo}, workflow: {name: tools, describe: false}, tools: [calculator]}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}
 evaluation: {taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 4, seed: 1, digits: 1}}}
 monitor: {tensorboard: true}

@@ -12,7 +12,8 @@ from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
-from rollmill.config.workflows import EnvironmentTurns, Traffic
+from rollmill.config.workflow_checks import unhonoured_by_workflow
+from rollmill.config.workflows import Traffic
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
@@ -63,7 +64,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     keys |= _unhonoured_by_buffer(stage)
-    keys |= _unhonoured_by_workflow(stage)
+    keys |= unhonoured_by_workflow(stage)
     if not stage.needs_taskset and isinstance(stage.workflow, Traffic):
         keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:
@@ -87,40 +88,6 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     for path, section in _sections(stage.taskset, ("taskset",)):
         keys |= _unhonoured_in_order(section, path)
     return keys | unhonoured_parts(algorithm)
-
-
-def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
-    """Keys of what tasks are rolled out by."""
-    keys: dict[KeyPath, str] = {}
-    name = stage.workflow.name
-    if not stage.workflow.uses_environment:
-        keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
-    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":
-        keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
-    if stage.environment is not None and stage.environment.processes == 0:
-        for key in ("restart_after", "memory_gb"):
-            keys["environment", key] = "not honoured with processes 0: it is about worker processes; give processes"
-    if not stage.workflow.asks_judge:
-        for key in ("rewards", "judging"):
-            keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
-    if isinstance(stage.workflow, Traffic):
-        keys |= _unhonoured_by_traffic(stage, stage.workflow)
-    if not stage.algorithm.uses_rollouts and stage.evaluation is None:
-        keys["workflow",] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
-    return keys
-
-
-def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPath, str]:
-    """Keys of rollouts that an application makes."""
-    keys: dict[KeyPath, str] = {
-        (
-            "evaluation",
-        ): "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
-    }
-    if workflow.group == "session":
-        keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
-        keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
-    return keys
 
 
 def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:

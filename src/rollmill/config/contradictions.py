@@ -22,18 +22,21 @@ from rollmill.config.run import StageConfig
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, dotted
-from rollmill.config.workflows import EnvironmentTurns, Traffic
+from rollmill.config.workflow_checks import workflow_contradictions
 from rollmill.recipes import Distill
 
 Finding = tuple[KeyPath, str]
 
+"""Parts of workflows that are no models."""
 _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 
 def contradictions(stage: StageConfig) -> Iterator[Finding]:
     """Key paths within the stage, each with what is wrong and what to do."""
     yield from _rollouts(stage)
-    yield from _workflow(stage)
+    yield from workflow_contradictions(stage)
+    if isinstance(stage.environment, ReasoningGymAttempts):
+        yield from _ungenerated(stage, ("environment",))
     yield from _rewards(stage)
     yield from _buffer(stage)
     yield from _training(stage)
@@ -72,42 +75,6 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
-
-
-def _workflow(stage: StageConfig) -> Iterator[Finding]:
-    if stage.workflow.uses_environment and stage.environment is None:
-        text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
-        yield ("environment",), text
-    if isinstance(stage.environment, ReasoningGymAttempts):
-        yield from _ungenerated(stage, ("environment",))
-    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history == "full" and not stage.workflow.steps:
-        advantage = getattr(stage.algorithm, "advantage", None)
-        if advantage is not None and advantage.uses_episodes:
-            text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
-            yield ("workflow", "steps"), f"{text}, or give history as a number"
-    if isinstance(stage.workflow, Traffic) and stage.algorithm.uses_rollouts:
-        yield from _traffic(stage, stage.workflow)
-
-
-def _traffic(stage: StageConfig, workflow: Traffic) -> Iterator[Finding]:
-    """What cannot learn from the sessions of an application."""
-    if stage.max_staleness == 0:
-        text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"
-        yield ("max_staleness",), text
-    if not stage.buffer.in_database(stage.persistent):
-        text = "sessions that were committed since the last checkpoint would be lost with the process; use `sql`"
-        yield ("buffer", "store"), text
-    advantage = getattr(stage.algorithm, "advantage", None)
-    fit = "use algorithm reinforce_plus_plus, reinforce or ppo"
-    if advantage is not None and advantage.uses_greedy:
-        text = f"`{stage.algorithm.name}` compares with a greedy completion, which no application makes; {fit}"
-        yield ("algorithm",), text
-    elif advantage is not None and advantage.compares_groups and workflow.group == "session":
-        text = (
-            f"`{stage.algorithm.name}` compares completions of a group, and each session is a group of its own; {fit}, "
-            "or set workflow.group: prompt, where applications repeat their first prompts"
-        )
-        yield ("algorithm",), text
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
@@ -159,10 +126,11 @@ def buffer_contradictions(stages: Sequence[StageConfig]) -> Iterator[Finding]:
 
 def _rewards(stage: StageConfig) -> Iterator[Finding]:
     learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
-    if not stage.workflow.asks_judge:
+    if not stage.workflow.judged:
         return
     users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
     users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
+    users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
     if users and not stage.rewards:
         yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
     if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):

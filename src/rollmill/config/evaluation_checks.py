@@ -35,7 +35,7 @@ def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPa
     workflow = stage.examined(each).workflow
     if not workflow.uses_environment:
         yield ("environment",), f"not honoured by workflow `{workflow.name}`, which acts in none; remove it"
-    if not workflow.asks_judge:
+    if not workflow.judged:
         yield ("rewards",), f"not honoured by workflow `{workflow.name}`, which rewards by itself; remove it"
     if each.samples == 0:
         for key in _TRUNCATION:
@@ -72,7 +72,7 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
     if asked.workflow.uses_environment and asked.environment is None and (name or each.workflow is not None):
         yield ("workflow",), f"workflow `{asked.workflow.name}` acts in an environment; add a section `environment`"
     differs = each.rewards is not None or each.workflow is not None
-    if differs and asked.workflow.asks_judge and not asked.rewards and stage.algorithm.trains_policy:
+    if differs and asked.workflow.judged and not asked.rewards and stage.algorithm.trains_policy:
         yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
 
 

@@ -40,8 +40,9 @@ _NOUNS = {
     "pipeline": "operator",
     "workflow": "workflow",
     "environment": "environment",
+    "tools": "tool",
 }
-_LISTS = ("rewards", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
+_LISTS = ("rewards", "tools", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ def _collect(home: Home, found: dict[type[Section], Home]) -> None:
     found[home.section] = home
     for key, field in home.section.model_fields.items():
         inner = unwrap(field.annotation)
-        named = get_origin(inner) is dict
-        members = sections_of(get_args(inner)[-1] if named or get_origin(inner) is list else inner)
+        many, named = get_origin(inner) in (list, dict), get_origin(inner) is dict
+        members = sections_of(get_args(inner)[-1] if many else inner)
         for member in members:
             prefix = f"{home.prefix}.{key}{'.NAME' if named else ''}".lstrip(".")
             _collect(Home(member, prefix, tag_of(member) if len(members) > 1 else None), found)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
 
-_HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "@"]]
+_HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
 _SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
 """Where sections of tasks stand in a stage."""
 _HELD_OUT = ["pipeline", "*", "against", "*"]
@@ -22,6 +22,8 @@ _STAGE = [
     ["algorithm", "teacher"],
     ["workflow", "folder"],
     *([*reward, "path"] for reward in _REWARDS),
+    ["tools", "*", "path"],
+    ["models", "*", "path"],
 ]
 _STAGE_CODE = [
     *([*rows, "function"] for rows in _TASKS),
@@ -31,7 +33,8 @@ _STAGE_CODE = [
 
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
-    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets and rewards, `FILE.py:NAME` functions.
+    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models, and
+    `FILE.py:NAME` functions.
 
     A path that is found nowhere is a problem if `required`, else it is left as written.
     """

@@ -15,10 +15,12 @@ from rollmill.config.held_out import with_held_out
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.operators import OperatorConfig
+from rollmill.config.other_models import OtherModelConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
 from rollmill.config.rewards.names import part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
+from rollmill.config.tools import ToolConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import SingleTurn, WorkflowConfig
 from rollmill.recipes import GRPO, AlgorithmConfig
@@ -82,9 +84,13 @@ class StageConfig(Section):
     """How a task is rolled out: a name, or a section."""
     environment: EnvironmentConfig | None = None
     """What the workflow acts in, if it acts in something: a name, or a section."""
+    tools: list[ToolConfig] = []
+    """What the policy may call in a workflow with tools: names, or sections."""
     rollout: RolloutConfig = RolloutConfig()
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
+    models: dict[str, OtherModelConfig] = {}
+    """Models besides the policy, such as an opponent or a judge; a workflow gets each as the part of its name."""
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or make experiences before they are learned from, in order."""
     buffer: BufferConfig = BufferConfig()
@@ -154,7 +160,7 @@ class RunConfig(StageConfig):
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
     `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`, `@rollmill.order`,
-    `@rollmill.workflow`, `@rollmill.environment`) is found by name."""
+    `@rollmill.workflow`, `@rollmill.environment`, `@rollmill.tool`) is found by name."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []

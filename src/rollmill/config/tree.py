@@ -109,18 +109,14 @@ def leaves(node: Node) -> Iterator[Node]:
 
 
 def edit(node: Node, pattern: Sequence[str], change: Callable[[Node], Node]) -> Node:
-    """The tree with `change` applied to every node that `pattern` matches.
-
-    `*` matches every entry of a list, `@` every one of a mapping.
-    """
+    """The tree with `change` applied to every node that `pattern` matches; `*` is every entry of a list or mapping."""
     if not pattern:
         return change(node)
     head, rest = pattern[0], pattern[1:]
     if head == "*" and isinstance(node.value, list):
         return Node([edit(entry, rest, change) for entry in node.value], node.origin, node.path)
-    if head == "@" and isinstance(node.value, dict):
-        inner = {key: edit(entry, rest, change) for key, entry in node.value.items()}
-        return Node(inner, node.origin, node.path)
+    if head == "*" and isinstance(node.value, dict):
+        return Node({key: edit(entry, rest, change) for key, entry in node.value.items()}, node.origin, node.path)
     if isinstance(node.value, dict) and head in node.value:
         return Node({**node.value, head: edit(node.value[head], rest, change)}, node.origin, node.path)
     return node

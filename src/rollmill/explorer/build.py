@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Protocol, TypeVar
 
 from rollmill.config import workflows as config
 from rollmill.config.environments import EnvironmentSection
+from rollmill.config.tools import ToolSection
 from rollmill.core.errors import ConfigError
+from rollmill.core.types import Task
 from rollmill.explorer.environments.pool import EnvironmentPool
 from rollmill.explorer.serving.endpoint import Endpoint
-from rollmill.explorer.user import ENDPOINT, ENVIRONMENT, JUDGE
+from rollmill.explorer.tools.build import ToolPool
+from rollmill.explorer.user import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS
 from rollmill.explorer.workflow import Rollout, RolloutJudge, Solve, Source, Workflow
 from rollmill.rewards import Judge
 
@@ -33,19 +36,42 @@ class Resources:
         judge: of the stage's rewards.
         environment: the section, if there is one.
         endpoint: serves the policy to programs; started when one is needed.
+        tools: the section; a workflow gets them where there are some.
+        models: sources of the models besides the policy, by name.
+        examples: tasks with worked solutions.
     """
 
-    def __init__(self, judge: Judge, environment: EnvironmentSection | None, endpoint: Endpoint) -> None:
+    def __init__(
+        self,
+        judge: Judge,
+        environment: EnvironmentSection | None = None,
+        endpoint: Endpoint | None = None,
+        *,
+        tools: Sequence[ToolSection] = (),
+        models: Mapping[str, Source] | None = None,
+        examples: Sequence[Task] = (),
+    ) -> None:
         self._environments = None if environment is None else EnvironmentPool(environment)
+        self._tools = ToolPool(tools) if tools else None
+        self._told: dict[str, float] = {}
         self._kept: list[tuple[config.WorkflowSection, Closable]] = []
         self.endpoint = endpoint
-        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), ENDPOINT: endpoint.one}
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), EXAMPLES: partial(_examples, examples)}
+        if endpoint is not None:
+            self.sources[ENDPOINT] = endpoint.one
         if self._environments is not None:
             self.sources[ENVIRONMENT] = self._environments.one
+        if self._tools is not None:
+            self.sources[TOOLS] = self._tools.one
+        self.sources |= models or {}
 
     def metrics(self) -> dict[str, float]:
-        """What has happened since the last call."""
-        return {} if self._environments is None else self._environments.metrics()
+        """What has happened since the last call in environments and tools."""
+        found = {} if self._environments is None else self._environments.metrics()
+        if self._tools is not None:
+            before, self._told = self._told, self._tools.counters()
+            found |= {f"tools/{key}": value - before.get(key, 0.0) for key, value in self._told.items()}
+        return found
 
     def kept(self, section: config.WorkflowSection, make: Callable[[], Kept]) -> Kept:
         """What workflows of equal sections share; made at the first call, closed with the resources."""
@@ -56,12 +82,15 @@ class Resources:
         return made
 
     async def close(self) -> None:
-        """End processes and the endpoint; may be called twice."""
+        """End processes, the endpoint and tools; may be called twice."""
         for _, made in self._kept:
             await made.close()
-        await self.endpoint.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
         if self._environments is not None:
             await self._environments.close()
+        if self._tools is not None:
+            self._tools.close()
 
 
 def build_workflow(section: config.WorkflowSection, resources: Resources) -> Workflow | None:
@@ -83,7 +112,7 @@ def build_workflow(section: config.WorkflowSection, resources: Resources) -> Wor
             "Add the section of that name, or an entry of `models`"
         )
     sources = {name: resources.sources[name] for name in names}
-    if isinstance(section, config.Program) and not section.own_sampling:
+    if isinstance(section, config.Program) and not section.own_sampling and resources.endpoint is not None:
         sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
     return Workflow(section.name, solve, sources)
 
@@ -108,9 +137,40 @@ def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve
             from rollmill.explorer.workflows.program import ProgramRuns
 
             return ProgramRuns(section), [ENDPOINT, JUDGE]
+        case config.ToolTurns():
+            from rollmill.explorer.workflows.tools import tool_turns
+
+            return partial(tool_turns, section), [JUDGE, TOOLS]
+        case config.React():
+            from rollmill.explorer.workflows.react import react
+
+            return partial(react, section), [JUDGE, TOOLS]
+        case config.FewShot():
+            from rollmill.explorer.workflows.few_shot import few_shot
+
+            return partial(few_shot, section), [JUDGE, EXAMPLES]
+        case config.Reflection():
+            from rollmill.explorer.workflows.reflection import reflection
+
+            return partial(reflection, section), [JUDGE]
+        case config.Vote():
+            from rollmill.explorer.workflows.vote import vote
+
+            return partial(vote, section), [JUDGE]
+        case config.Judged():
+            from rollmill.explorer.workflows.judged import judged
+
+            return partial(judged, section), [section.by]
     raise AssertionError(f"no workflow is built from {type(section).__name__}")
 
 
 @asynccontextmanager
 async def _judge(judge: Judge, rollout: Rollout) -> AsyncIterator[RolloutJudge]:
     yield RolloutJudge(judge, rollout)
+
+
+@asynccontextmanager
+async def _examples(tasks: Sequence[Task], rollout: Rollout) -> AsyncIterator[list[Task]]:
+    """Worked examples: other tasks than the rollout's, with other prompts."""
+    own = rollout.task
+    yield [each for each in tasks if each.id != own.id and each.prompt != own.prompt]

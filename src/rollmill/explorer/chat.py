@@ -7,15 +7,14 @@ the history is rendered anew: the sample forks there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion
-
-ChatMessage = Mapping[str, Any]
-"""One message of a chat as OpenAI's interface has it: `role`, `content`, perhaps `tool_calls` and others."""
+from rollmill.explorer.template import ChatMessage, Template
+from rollmill.explorer.tools.formats import Format
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +49,14 @@ class ChatFormat:
 
     def __init__(self, tokenizer: Any, eos_ids: frozenset[int]) -> None:
         self.tokenizer, self._eos_ids = tokenizer, eos_ids
+        self._template = Template(tokenizer)
 
-    def render(self, messages: Sequence[ChatMessage], tools: Any = None, *, name: str = "a chat") -> str:
+    def render(
+        self, messages: Sequence[ChatMessage], tools: Any = None, *, format: Format = "auto", name: str = "a chat"
+    ) -> str:
         """Messages as text, ready for the policy's turn.
+
+        What the template does not show of tools, calls and results is put into texts, calls in `format`.
 
         Raises:
             EngineError: the tokenizer has no chat template, or the template refuses the messages.
@@ -62,15 +66,18 @@ class ChatFormat:
                 f"{name}: the model's tokenizer has no chat template; use a checkpoint with one, or `policy.complete`"
             )
         try:
-            text: str = self.tokenizer.apply_chat_template(
-                [dict(each) for each in messages], tools=tools, add_generation_prompt=True, tokenize=False
-            )
+            return self._template.apply(*self._template.fitted(messages, tools, format))
         except Exception as error:  # templates are programs: they raise Jinja's errors and Python's
             raise EngineError(f"{name}: the tokenizer's chat template refuses the messages: {error}") from error
-        return text
 
     def prompt(
-        self, messages: Sequence[ChatMessage], said: Sequence[Said] = (), tools: Any = None, *, name: str = "a chat"
+        self,
+        messages: Sequence[ChatMessage],
+        said: Sequence[Said] = (),
+        tools: Any = None,
+        *,
+        format: Format = "auto",
+        name: str = "a chat",
     ) -> Prompt:
         """The tokens of a conversation, going on from the longest of what was `said` that it begins with.
 
@@ -79,7 +86,7 @@ class ChatFormat:
         known = [each for each in said if each.tools == tools and _begins(messages, each.messages)]
         known.sort(key=lambda each: len(each.messages), reverse=True)
         raw = (*known[0].raw, *messages[len(known[0].messages) :]) if known else tuple(messages)
-        text = self.render(raw, tools, name=name)
+        text = self.render(raw, tools, format=format, name=name)
         for each in known:
             behind = self._behind(each, text)
             if behind is not None:

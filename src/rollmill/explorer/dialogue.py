@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.core.types import Task
-from rollmill.explorer.chat import ChatMessage
 from rollmill.explorer.environments.base import Observation, observed_text
 from rollmill.explorer.policy import Policy, Reply
+from rollmill.explorer.template import ChatMessage
 
 
 class Dialogue:

@@ -10,8 +10,10 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request, RolloutEngine
 from rollmill.engines.native.rng import fold
-from rollmill.explorer.chat import ChatFormat, ChatMessage, Said
+from rollmill.explorer.chat import ChatFormat, Said
 from rollmill.explorer.recording import Recorder
+from rollmill.explorer.template import ChatMessage
+from rollmill.explorer.tools.formats import Format, Reading, ToolCall, read
 from rollmill.monitor.trace import GENERATE, Trace
 
 
@@ -22,6 +24,8 @@ class Reply:
     text: str  #: without special tokens, and without a stop string
     completion: Completion
     message: dict[str, Any] = field(default_factory=dict)  #: to be put into the conversation as it is
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)  #: what is wrong with calls that are none
 
     @property
     def stop_reason(self) -> StopReason:
@@ -63,7 +67,13 @@ class Policy:
         self._asked = 0
 
     async def chat(
-        self, messages: Sequence[ChatMessage], *, tools: Any = None, learn: bool = True, **sampling: Any
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Any = None,
+        tool_format: Format | None = None,
+        learn: bool = True,
+        **sampling: Any,
     ) -> Reply:
         """The next turn of a conversation.
 
@@ -72,27 +82,38 @@ class Policy:
 
         Args:
             messages: OpenAI's format: `{"role": "user", "content": "..."}`.
-            tools: their descriptions in OpenAI's format, for templates that show them.
+            tools: their descriptions in OpenAI's format. Templates that show none get them in the system message.
+            tool_format: how calls are written: auto, hermes or json. Calls are looked for where this or tools is given.
             learn: False leaves the reply out of the loss.
             sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
 
         Raises:
             EngineError: there is no chat template, it refuses the messages, or the prompt does not fit.
         """
-        [reply] = await self.chat_n(messages, 1, tools=tools, learn=learn, **sampling)
+        [reply] = await self.chat_n(messages, 1, tools=tools, tool_format=tool_format, learn=learn, **sampling)
         return reply
 
     async def chat_n(
-        self, messages: Sequence[ChatMessage], n: int, *, tools: Any = None, learn: bool = True, **sampling: Any
+        self,
+        messages: Sequence[ChatMessage],
+        n: int,
+        *,
+        tools: Any = None,
+        tool_format: Format | None = None,
+        learn: bool = True,
+        **sampling: Any,
     ) -> list[Reply]:
         """Several independent next turns, see `chat`."""
         messages = [dict(each) for each in messages]
-        prompt = self._chat.prompt(messages, self._said, tools, name=self.name)
+        format = tool_format or "auto"
+        prompt = self._chat.prompt(messages, self._said, tools, format=format, name=self.name)
         replies = []
         for completion in await self._ask(prompt.token_ids, prompt.text, n, learn, sampling):
-            message = {"role": "assistant", "content": completion.text}
-            self._said.append(self._chat.said([*messages, message], prompt, tools, completion))
-            replies.append(Reply(completion.text, completion, message))
+            reading = Reading(completion.text)
+            if tools or tool_format:
+                reading = read(completion.text, format, salt=str(len(messages)))
+            self._said.append(self._chat.said([*messages, reading.message], prompt, tools, completion))
+            replies.append(Reply(completion.text, completion, reading.message, reading.calls, reading.malformed))
         return replies
 
     async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:
@@ -100,10 +121,17 @@ class Policy:
 
         Raises EngineError where the prompt does not fit.
         """
+        [reply] = await self.complete_n(prompt, 1, learn=learn, **sampling)
+        return reply
+
+    async def complete_n(
+        self, prompt: str | Sequence[int], n: int, *, learn: bool = True, **sampling: Any
+    ) -> list[Reply]:
+        """Several independent completions, see `complete`."""
         ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
         text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
-        [completion] = await self._ask(ids, text, 1, learn, sampling)
-        return Reply(completion.text, completion, {"role": "assistant", "content": completion.text})
+        found = await self._ask(ids, text, n, learn, sampling)
+        return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
 
     def encode(self, text: str, *, start: bool = False) -> list[int]:
         """Token ids of a text; `start` adds what the tokenizer puts in front of a whole one."""
@@ -111,6 +139,24 @@ class Policy:
         if start and ids[-1:] == [self.tokenizer.eos_token_id] and self.encode(text)[-1:] != ids[-1:]:
             return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
         return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The exact text of tokens, special ones included."""
+        return self._chat.decode(token_ids)
+
+    def reward(self, reply: Reply, value: float) -> None:
+        """Say what the branch that ends with a reply is worth; it counts as a rollout of its own within its group.
+
+        For branches that are worth different amounts, such as votes, or the two sides of a game. Branches that nothing
+        is said of get what the workflow returns.
+        """
+        for call in [] if self._recorder is None else self._recorder.calls:
+            if call.completion is reply.completion:
+                call.reward = float(value)
+
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """A chat as tokens up to where the policy's turn begins, for `complete`. Raises EngineError like `chat`."""
+        return self._chat.prompt([dict(each) for each in messages], name=self.name).token_ids
 
     def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
         """End a step: what came since the last one is an experience of its own.

@@ -26,6 +26,7 @@ class Call:
     prompt: str  #: as text
     temperature: float
     learned: bool = True  #: counts in the loss
+    reward: float | None = None  #: of the branches that go through it, in place of the rollout's
     step: int = 0  #: of a rollout whose steps are rewarded one by one
     token_ids: IntArray = field(init=False)  #: prompt and completion
 
@@ -82,7 +83,8 @@ class Recorder:
             made.append(self._experience(path, set(own), name, task_id, group, decode))
         if len(made) > 1 or self.steps:
             for number, experience in enumerate(made):
-                experience.info |= {"episode": id, "branch": number}
+                alone = experience.reward is not None
+                experience.info |= {"episode": experience.id if alone else id, "branch": number}
         return made
 
     def _parents(self) -> list[int | None]:
@@ -141,6 +143,7 @@ class Recorder:
             turns=turns,
             prompt=first.prompt,
             response=last.completion.text,
+            reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
             info=info,
         )

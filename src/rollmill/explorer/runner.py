@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from dataclasses import replace
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
@@ -87,8 +86,7 @@ class WorkflowRunner:
         found = await self._judge.finish_group(task, completions, [judgement for _, _, judgement in judged])
         outcomes = list(outcomes)
         for (index, _, _), judgement in zip(judged, found, strict=True):
-            old = outcomes[index]
-            outcomes[index] = replace(old, reward=judgement.reward, parts=dict(judgement.parts), judgement=judgement)
+            outcomes[index] = outcomes[index].judged(judgement)
         return outcomes
 
     def _made(self, rollout: Rollout, outcome: Outcome) -> list[Experience]:
@@ -103,10 +101,13 @@ class WorkflowRunner:
         if len(experiences) > 1 or steps:
             _reward_last(experiences, outcome.reward)
         for experience in experiences:
-            experience.reward, experience.reward_parts = reward, dict(parts)
+            if experience.reward is not None:  # the workflow has said what this branch is worth
+                experience.reward_parts = {self._workflow.name: experience.reward}
+                experience.info["step_reward"] = experience.reward
+                continue
             if outcome.judgement is not None:
                 note(experience, outcome.judgement)
-                experience.reward, experience.reward_parts = reward, dict(parts)
+            experience.reward, experience.reward_parts = reward, dict(parts)
         if self._trace is not None and outcome.judgement is not None:
             for name, span in outcome.judgement.spans.items():
                 self._trace.add(REWARD + name, span.asked, span.started, span.ended)

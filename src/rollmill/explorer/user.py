@@ -1,4 +1,4 @@
-"""The decorators that make a user's function a workflow of run files, and a user's class an environment."""
+"""The decorators that make a user's function a workflow or a tool of run files, and a user's class an environment."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 
 from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.parts import part_of, place_of, register
+from rollmill.config.tools import ToolSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.core.errors import ConfigError
 
 Target = TypeVar("Target", bound=Callable[..., Any])
-JUDGE, ENVIRONMENT, ENDPOINT = "judge", "environment", "endpoint"
+JUDGE, ENVIRONMENT, TOOLS, EXAMPLES, ENDPOINT = "judge", "environment", "tools", "examples", "endpoint"
 _POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
@@ -20,7 +21,8 @@ def workflow(target: Target) -> Target:
     """Register a workflow under its name: `workflow: NAME`, or `workflow: {name: NAME, ...}` with options.
 
     It is an `async def solve(task, policy)`. Further parameters are parts of the run that it is given by name: `judge`
-    (what `rewards` say of a reply), `environment` (a fresh one), `endpoint` (the policy as an OpenAI-compatible server:
+    (what `rewards` say of a reply), `environment` (a fresh one), `tools` (those of the section), `examples`
+    (other tasks of the taskset that have a worked solution), `endpoint` (the policy as an OpenAI-compatible server:
     `base_url`, `api_key`), and every name under `models`. Keyword-only parameters
     with a type and a default are keys of the run file. It returns the reward: a number, a mapping of parts (their sum
     counts), what `judge` gave, or None to reject the rollout.
@@ -40,6 +42,7 @@ def workflow(target: Target) -> Target:
     section.parts = (*names[2:], "*") if everything else tuple(names[2:])
     section.asks_judge = JUDGE in names
     section.uses_environment = ENVIRONMENT in names
+    section.uses_tools = TOOLS in names or everything
     section.multi_step = True
     register("workflow", target.__name__, section)
     return target
@@ -65,4 +68,24 @@ def environment(target: Target) -> Target:
             wanted = "reset(self, task, seed)" if name == "reset" else "step(self, action)"
             raise ConfigError(f"{where}: an environment needs a method {wanted}")
     register("environment", target.__name__, part_of(target, EnvironmentSection))
+    return target
+
+
+def tool(target: Target) -> Target:
+    """Register a tool under its name: `tools: [NAME]`, or `{name: NAME, ...}` with options.
+
+    It is a typed function, plain or async. What it takes is what the policy gives: the JSON schema comes from the
+    types, descriptions from the docstring (`Args:`). A parameter `task` is the rollout's task, which is not shown.
+    Keyword-only parameters with a type and a default are keys of the run file. What it returns is shown as text, or as
+    JSON; what it raises is told to the policy.
+
+    Raises ConfigError naming file and line: it is no function, or a parameter lacks a type.
+    """
+    from rollmill.explorer.tools.functions import FunctionTool
+
+    where = f"{place_of(target)}: {target.__name__}"
+    if not inspect.isfunction(target):
+        raise ConfigError(f"{where}: a tool is a function, plain or async")
+    FunctionTool(target)
+    register("tool", target.__name__, part_of(target, ToolSection))
     return target

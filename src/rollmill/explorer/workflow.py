@@ -14,9 +14,14 @@ from rollmill.explorer.recording import Recorder
 from rollmill.rewards import Judge, Judgement
 from rollmill.rewards.base import Value, checked_value
 
-Answer = Value | Judgement
+Answer = Value | Judgement | tuple[Judgement, Mapping[str, float]]
+"""The reward: a number, a mapping of parts, None to reject the rollout, what the judge said, or that and further parts
+which are added to it.
+"""
 Solve = Callable[..., Awaitable[Answer]]
-"""(task, policy, **parts) -> the reward."""
+"""(task, policy, **parts) -> the reward. Parts are `judge`, `environment`, `tools`, `examples` and the names under
+`models`, as far as the run has them.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +52,12 @@ class Outcome:
     parts: dict[str, float | None]
     completion: Completion | None = None
     judgement: Judgement | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)  #: parts that the workflow adds to the judgement
+
+    def judged(self, judgement: Judgement) -> Outcome:
+        """The same with another judgement, and its extra parts."""
+        reward = None if judgement.reward is None else judgement.reward + sum(self.extra.values())
+        return replace(self, reward=reward, parts={**judgement.parts, **self.extra}, judgement=judgement)
 
 
 class Workflow:
@@ -68,16 +79,30 @@ class Workflow:
         return self._outcome(rollout, answer)
 
     def _outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+        if isinstance(answer, tuple):
+            return self._judged(rollout, answer[0], _numbers(answer[1]))
         if isinstance(answer, Judgement):
-            for completion, judgement in reversed(rollout.judged):
-                if judgement is answer:
-                    return Outcome(answer.reward, dict(answer.parts), completion, answer)
-            return Outcome(answer.reward, dict(answer.parts))
+            return self._judged(rollout, answer, {})
         value = checked_value(answer)
         if isinstance(value, dict):
             given = [each for each in value.values() if each is not None]
             return Outcome(sum(given) if given else None, dict(value))
         return Outcome(value, {} if value is None else {self.name: value})
+
+    def _judged(self, rollout: Rollout, judgement: Judgement, extra: Mapping[str, float]) -> Outcome:
+        for completion, given in reversed(rollout.judged):
+            if given is judgement:
+                return Outcome(None, {}, completion, extra=extra).judged(judgement)
+        found = Outcome(None, {}, extra=extra).judged(judgement)
+        return replace(found, judgement=None)  # of another task or text: nothing is to be finished
+
+
+def _numbers(parts: Any) -> dict[str, float]:
+    """Further parts of a reward. Raises TypeError and ValueError where they are no numbers."""
+    value = checked_value(parts) if parts else {}
+    if not isinstance(value, dict):
+        raise TypeError(f"returned a judgement and {parts!r:.80}; the second has to be a mapping of numbers")
+    return {key: part for key, part in value.items() if part is not None}
 
 
 class RolloutJudge:

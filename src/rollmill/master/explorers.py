@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from rollmill.config.run import StageConfig
+from rollmill.core.types import Task
 from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.other_models import OtherModels
 from rollmill.explorer.runner import WorkflowRunner
 from rollmill.explorer.serving.endpoint import Endpoint
 from rollmill.models.load import Policy
@@ -17,11 +22,28 @@ from rollmill.rewards import Judge
 class Explorers:
     """Makes the explorers of one stage, which share what workflows need; `close` ends it."""
 
-    def __init__(self, config: StageConfig, policy: Policy, engine: RolloutEngine, judge: Judge) -> None:
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: Policy,
+        engine: RolloutEngine,
+        judge: Judge,
+        *,
+        precision: str = "fp32",
+        tasks: Sequence[Task] = (),
+    ) -> None:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
         chat = ChatFormat(policy.tokenizer, policy.eos_ids)
-        endpoint = Endpoint(engine, chat, policy.context, config.rollout.deadline_s)
-        self._resources = Resources(judge, config.environment, endpoint)
+        asked = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
+        self._models = OtherModels(asked, policy, config.rollout, precision)
+        self._resources = Resources(
+            judge,
+            config.environment,
+            Endpoint(engine, chat, policy.context, config.rollout.deadline_s),
+            tools=config.tools,
+            models=self._models.sources,
+            examples=[task for task in tasks if task.response is not None],
+        )
 
     def training(self, trace: Trace | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
@@ -33,9 +55,18 @@ class Explorers:
         return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner)
 
     def metrics(self) -> dict[str, float]:
-        """What has happened in environments since the last call, evaluations included."""
+        """What has happened in environments and tools since the last call."""
         return self._resources.metrics()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps: frozen weights, where a workflow has them."""
+        return self._models.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken."""
+        self._models.load_state_dict(state)
+
     async def close(self) -> None:
-        """End environments; may be called twice."""
+        """End environments, tools and other models; may be called twice."""
         await self._resources.close()
+        await self._models.close()

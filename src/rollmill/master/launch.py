@@ -108,6 +108,10 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         what = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
+    for name, model in loaded.stages[indices[-1]].models.items():
+        if model.policy is not None:
+            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
+            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
     setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 

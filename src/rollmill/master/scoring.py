@@ -170,7 +170,7 @@ async def _roll_out(
     rollout, seed = stage.rollout, loaded.config.seed
     engine = _engine(stage, policy)
     judge = build_judge(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
-    explorers = Explorers(stage, policy, engine, judge)
+    explorers = Explorers(stage, policy, engine, judge, tasks=[task for _, task in tasks])
     explorer = explorers.training()
     size = max(1, rollout.max_sequences // samples)
 

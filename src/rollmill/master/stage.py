@@ -54,6 +54,8 @@ from rollmill.tasks import build_sampler
 from rollmill.trainer import ScoreTrainer, Trainer
 
 _TURNS = 5
+FROZEN = "frozen"
+"""Key of a trainer's state: the policy at the start of the stage, where a workflow talks to it."""
 
 
 @dataclass(slots=True)
@@ -106,7 +108,9 @@ class StageRun:
         self.evaluator: Evaluator | None = None
         self._explorers: Explorers | None = None
         if self._judge is not None:
-            self._explorers = Explorers(config, policy, self._engine, self._judge)
+            self._explorers = Explorers(
+                config, policy, self._engine, self._judge, precision=precision, tasks=tasks.training.tasks
+            )
             if config.algorithm.uses_rollouts:
                 explorer = self._explorers.training(self._trace)
                 self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
@@ -309,8 +313,9 @@ class StageRun:
         return self.state
 
     def trainer_state(self) -> dict[str, Any]:
-        """Optimizer, schedule and random state."""
-        return self._trainer.state_dict()
+        """Optimizer, schedule and random state; frozen weights, where a workflow has them."""
+        frozen = None if self._explorers is None else self._explorers.state_dict()
+        return self._trainer.state_dict() | ({} if frozen is None else {FROZEN: frozen})
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
@@ -341,7 +346,9 @@ class StageRun:
             self._experts.load_state_dict(state.experts)
         if self._supply is not None:
             self._supply.restore(state)
-        self._trainer.load_state_dict(trainer)
+        self._trainer.load_state_dict({key: value for key, value in trainer.items() if key != FROZEN})
+        if self._explorers is not None:
+            self._explorers.load_state_dict(trainer.get(FROZEN))
         self._sync.publish(self.version)
         self._mark_boundary()
 

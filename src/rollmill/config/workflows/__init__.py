@@ -7,9 +7,11 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.parts import Chosen
+from rollmill.config.workflows.agents import React, ToolTurns
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentTurns
 from rollmill.config.workflows.program import Program
+from rollmill.config.workflows.second import FewShot, Judged, Reflection, Vote
 from rollmill.config.workflows.single import SingleTurn
 from rollmill.config.workflows.traffic import Traffic
 from rollmill.config.workflows.verifiers import Verifiers
@@ -22,10 +24,37 @@ def _in_full(value: Any) -> Any:
 
 WorkflowConfig = Annotated[
     SerializeAsAny[
-        Annotated[SingleTurn | EnvironmentTurns | Verifiers | Program | Traffic, Field(discriminator="name")]
+        Annotated[
+            SingleTurn
+            | FewShot
+            | ToolTurns
+            | React
+            | EnvironmentTurns
+            | Reflection
+            | Vote
+            | Judged
+            | Verifiers
+            | Program
+            | Traffic,
+            Field(discriminator="name"),
+        ]
     ],
     WrapValidator(Chosen("workflow")),
     BeforeValidator(_in_full),
 ]
 
-__all__ = ["EnvironmentTurns", "Program", "SingleTurn", "Traffic", "Verifiers", "WorkflowConfig", "WorkflowSection"]
+__all__ = [
+    "EnvironmentTurns",
+    "FewShot",
+    "Judged",
+    "Program",
+    "React",
+    "Reflection",
+    "SingleTurn",
+    "ToolTurns",
+    "Traffic",
+    "Verifiers",
+    "Vote",
+    "WorkflowConfig",
+    "WorkflowSection",
+]

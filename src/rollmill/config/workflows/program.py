@@ -40,6 +40,6 @@ class Program(WorkflowSection):
     """Put the task's answer into what the program is told."""
 
     @property
-    def asks_judge(self) -> bool:  # type: ignore[override]
+    def judged(self) -> bool:
         """Whether `rewards` judge what it printed."""
         return self.rewarded_by == "rewards"

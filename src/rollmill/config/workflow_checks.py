@@ -1,0 +1,118 @@
+"""Keys of workflows, environments, tools and models that nothing honours, and choices that cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmill.config.run import StageConfig
+from rollmill.config.tools import PythonTool
+from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import EnvironmentTurns, FewShot, Judged, Reflection, ToolTurns, Traffic
+
+Finding = tuple[KeyPath, str]
+
+_TAKEN = ("task", "policy", "judge", "environment", "tools", "examples", "endpoint")
+
+
+def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of what tasks are rolled out by."""
+    keys: dict[KeyPath, str] = {}
+    name = stage.workflow.name
+    if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
+        keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
+    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":
+        keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
+    if stage.environment is not None and stage.environment.processes == 0:
+        for key in ("restart_after", "memory_gb"):
+            keys["environment", key] = "not honoured with processes 0: it is about worker processes; give processes"
+    if isinstance(stage.workflow, Traffic):
+        keys |= _unhonoured_by_traffic(stage, stage.workflow)
+    if not stage.workflow.judged:
+        for key in ("rewards", "judging"):
+            keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if not (stage.workflow.uses_tools or stage.workflow.takes("tools")):
+        keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
+    for index, tool in enumerate(stage.tools):
+        if isinstance(tool, PythonTool) and tool.state == "call":
+            keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
+    for model in stage.models:
+        if not stage.workflow.takes(model):
+            text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
+            keys["models", model] = text
+    keys |= _unhonoured_options(stage)
+    if not stage.algorithm.uses_rollouts and stage.evaluation is None:
+        for key in ("workflow", "environment", "tools", "models"):
+            keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
+    return keys
+
+
+def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPath, str]:
+    """Keys of rollouts that an application makes."""
+    text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
+    keys: dict[KeyPath, str] = {("evaluation",): text}
+    if workflow.group == "session":
+        keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
+        keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
+    return keys
+
+
+def _unhonoured_options(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of the workflow itself."""
+    match stage.workflow:
+        case FewShot(choose="first"):
+            return {("workflow", "seed"): "not honoured with choose `first`; it is with `random`"}
+        case Reflection(critic="rewards"):
+            return {("workflow", "check"): "not honoured with critic `rewards`; it is with `self`"}
+        case Reflection(critic="self"):
+            return {("workflow", "threshold"): "not honoured with critic `self`; it is with `rewards`"}
+        case ToolTurns() if stage.taskset is not None and all(part.chat for part in stage.taskset.parts()):
+            return {("workflow", "result"): "not honoured with taskset.chat, whose template writes results; remove it"}
+    return {}
+
+
+def workflow_contradictions(stage: StageConfig) -> Iterator[Finding]:
+    """Choices of a workflow and its parts that cannot work together."""
+    if stage.workflow.uses_environment and stage.environment is None:
+        text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
+        yield ("environment",), text
+    if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history == "full" and not stage.workflow.steps:
+        advantage = getattr(stage.algorithm, "advantage", None)
+        if advantage is not None and advantage.uses_episodes:
+            text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
+            yield ("workflow", "steps"), f"{text}, or give history as a number"
+    if isinstance(stage.workflow, Traffic) and stage.algorithm.uses_rollouts:
+        yield from _traffic(stage, stage.workflow)
+    if stage.workflow.uses_tools and not stage.tools:
+        yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
+    names = [tool.known_as for tool in stage.tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield ("tools", index), f"two tools are called `{name}`; give one another name with `called`"
+    for name in stage.models:
+        if not name.isidentifier() or name in _TAKEN:
+            text = "a workflow takes it as a parameter, so it has to be a name of Python's, and none of"
+            yield ("models", name), f"{text} {', '.join(_TAKEN)}; rename it"
+    if isinstance(stage.workflow, Judged) and stage.workflow.by not in stage.models:
+        text = f"no model `{stage.workflow.by}`; add it to the section models, or name another"
+        yield ("workflow", "by"), text
+
+
+def _traffic(stage: StageConfig, workflow: Traffic) -> Iterator[Finding]:
+    """What cannot learn from the sessions of an application."""
+    if stage.max_staleness == 0:
+        text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"
+        yield ("max_staleness",), text
+    if not stage.buffer.in_database(stage.persistent):
+        text = "sessions that were committed since the last checkpoint would be lost with the process; use `sql`"
+        yield ("buffer", "store"), text
+    advantage = getattr(stage.algorithm, "advantage", None)
+    fit = "use algorithm reinforce_plus_plus, reinforce or ppo"
+    if advantage is not None and advantage.uses_greedy:
+        text = f"`{stage.algorithm.name}` compares with a greedy completion, which no application makes; {fit}"
+        yield ("algorithm",), text
+    elif advantage is not None and advantage.compares_groups and workflow.group == "session":
+        text = (
+            f"`{stage.algorithm.name}` compares completions of a group, and each session is a group of its own; {fit}, "
+            "or set workflow.group: prompt, where applications repeat their first prompts"
+        )
+        yield ("algorithm",), text

@@ -1,0 +1,178 @@
+"""Models besides the policy that workflows talk to: frozen ones in this process, and endpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollmill.config.model import ModelConfig
+from rollmill.config.other_models import OtherModelConfig
+from rollmill.config.rewards import JudgeReward
+from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.core.errors import ConfigError, ModelError, WorkflowError
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.native import NativeEngine
+from rollmill.engines.native.rng import fold
+from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.policy import Policy, Reply
+from rollmill.explorer.template import ChatMessage
+from rollmill.explorer.workflow import Rollout, Source
+from rollmill.models.load import Policy as Model
+from rollmill.models.load import load_policy
+from rollmill.rewards.judges.chat import LENGTH, NoReplyError, Sampling
+
+_STREAM = 0x07E5  # keeps the randomness of other models apart from the policy's
+
+
+class OtherModels:
+    """The models of one stage, by name. Frozen ones are decoded in this process, next to the policy.
+
+    Args:
+        precision: bf16 or fp32, what they compute in.
+
+    Raises:
+        ModelError: a folder holds no causal language model.
+        ConfigError: an endpoint's key is not set, or the library is missing.
+    """
+
+    def __init__(
+        self, sections: Mapping[str, OtherModelConfig], policy: Model, rollout: RolloutConfig, precision: str
+    ) -> None:
+        self._rollout, self._dtype = rollout, torch.bfloat16 if precision == "bf16" else torch.float32
+        self._engines: list[NativeEngine] = []
+        self._endpoints: list[Any] = []
+        self._initial: torch.nn.Module | None = None
+        self.sources: dict[str, Source] = {
+            name: self._source(name, number, section, policy) for number, (name, section) in enumerate(sections.items())
+        }
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps: the policy as it was at the start of the stage, where a model is that."""
+        return None if self._initial is None else self._initial.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken."""
+        if state is not None and self._initial is not None:
+            self._initial.load_state_dict(state)
+            for engine in self._engines:
+                engine.weights_updated(0)
+
+    async def close(self) -> None:
+        """Free engines and connections; may be called twice."""
+        for engine in self._engines:
+            await engine.close()
+        for endpoint in self._endpoints:
+            endpoint.close()
+
+    def _source(self, name: str, number: int, section: OtherModelConfig, policy: Model) -> Source:
+        if section.endpoint is not None:
+            return partial(_asked, self._endpoint(name, section), number)
+        model = self._frozen(policy) if section.path is None else _read(name, section, policy)
+        engine = NativeEngine(
+            model.model,
+            model.tokenizer,
+            eos_ids=model.eos_ids,
+            context=model.context,
+            dtype=self._dtype,
+            max_sequences=self._rollout.max_sequences,
+            prefill_tokens=self._rollout.prefill_tokens,
+        )
+        self._engines.append(engine)
+        sampling = SamplingConfig(temperature=section.temperature, max_new_tokens=section.max_new_tokens)
+        chat = ChatFormat(model.tokenizer, model.eos_ids)
+        return partial(_talking, name, number, engine, chat, sampling)
+
+    def _frozen(self, policy: Model) -> Model:
+        if self._initial is None:
+            self._initial = copy.deepcopy(policy.model).requires_grad_(False)
+        return replace(policy, model=self._initial)
+
+    def _endpoint(self, name: str, section: OtherModelConfig) -> EndpointModel:
+        from rollmill.rewards.judges.endpoint import Endpoint
+
+        keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+        try:
+            endpoint = Endpoint(JudgeReward(name="judge", **{key: getattr(section, key) for key in keys}))
+        except ConfigError as error:
+            raise ConfigError(f"models.{name}: {error}") from error
+        self._endpoints.append(endpoint)
+        return EndpointModel(name, endpoint, section)
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointModel:
+    """A chat model behind an endpoint, with the policy's interface as far as an endpoint has it."""
+
+    name: str
+    endpoint: Any
+    config: OtherModelConfig
+    seed: int = 0
+
+    async def chat(self, messages: Sequence[ChatMessage], **sampling: Any) -> Reply:
+        """The next turn of a conversation. Keyword arguments are temperature and max_new_tokens.
+
+        Raises:
+            WorkflowError: these messages get no reply.
+            RewardError: nothing does.
+        """
+        [reply] = await self.chat_n(messages, 1, **sampling)
+        return reply
+
+    async def chat_n(self, messages: Sequence[ChatMessage], n: int, **sampling: Any) -> list[Reply]:
+        """Several independent next turns, see `chat`."""
+        unknown = sorted(sampling.keys() - {"temperature", "max_new_tokens"})
+        if unknown:
+            raise WorkflowError(f"models.{self.name}: an endpoint takes temperature and max_new_tokens, not {unknown}")
+        settings = Sampling(
+            sampling.get("temperature", self.config.temperature),
+            sampling.get("max_new_tokens", self.config.max_new_tokens),
+            self.seed,
+        )
+        asked = [dict(each) for each in messages]
+        try:
+            found = await self.endpoint.loop.run(self.endpoint.chat(asked, settings, range(n)))
+        except NoReplyError as error:
+            raise WorkflowError(f"models.{self.name} gives no reply ({error.outcome}): {error}") from error
+        return [_reply(each.text, each.finish == LENGTH) for each in found]
+
+    async def complete(self, prompt: Any, **sampling: Any) -> Reply:
+        """Raises WorkflowError: an endpoint chats only."""
+        raise WorkflowError(f"models.{self.name}: an endpoint has no `complete`; use `chat`")
+
+
+def _reply(text: str, cut: bool) -> Reply:
+    """A reply without tokens: an endpoint gives none."""
+    ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    reason = StopReason.LENGTH if cut else StopReason.EOS
+    completion = Completion(ids, ids, numbers, ids, numbers, text, reason, 0, 0)
+    return Reply(text, completion, {"role": "assistant", "content": text})
+
+
+def _read(name: str, section: OtherModelConfig, policy: Model) -> Model:
+    assert section.path is not None
+    try:
+        found = load_policy(ModelConfig(path=section.path), texts=[], seed=0, device=policy.device)
+    except ModelError as error:
+        raise ModelError(str(error).replace("model.path", f"models.{name}.path")) from error
+    found.model.requires_grad_(False)
+    return found
+
+
+@asynccontextmanager
+async def _talking(
+    name: str, number: int, engine: NativeEngine, chat: ChatFormat, sampling: SamplingConfig, rollout: Rollout
+) -> AsyncIterator[Policy]:
+    seed = fold(rollout.seed, _STREAM, number)
+    yield Policy(engine, chat, sampling, seed=seed, name=f"models.{name}, task {rollout.task.id}", index=rollout.index)
+
+
+@asynccontextmanager
+async def _asked(model: EndpointModel, number: int, rollout: Rollout) -> AsyncIterator[EndpointModel]:
+    yield replace(model, seed=fold(rollout.seed, _STREAM, number))

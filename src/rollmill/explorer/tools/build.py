@@ -1,0 +1,112 @@
+"""From the section `tools` to tools."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import Any
+
+from rollmill.config.tools import Calculator, PythonTool, Search, ToolSection
+from rollmill.core.errors import ConfigError
+from rollmill.core.types import Task
+from rollmill.explorer.tools.base import Tool
+from rollmill.explorer.tools.functions import FunctionTool
+from rollmill.explorer.tools.toolbox import MALFORMED, UNKNOWN, Toolbox
+from rollmill.explorer.workflow import Rollout
+from rollmill.rewards.threads import Threads
+
+Open = Callable[[Task, AsyncExitStack], Tool]
+"""Makes a tool for one rollout; what it opens is closed with the stack."""
+
+
+class ToolPool:
+    """The tools of a stage: made once, opened for each rollout.
+
+    Raises ConfigError: two have the same name, a library is missing, or documents cannot be read.
+    """
+
+    def __init__(self, sections: Sequence[ToolSection]) -> None:
+        self._sections = list(sections)
+        self._threads = Threads()
+        self._closing: list[Callable[[], None]] = [self._threads.close]
+        self._counters: dict[str, float] = {}
+        names = [section.known_as for section in sections]
+        for name in names:
+            if names.count(name) > 1:
+                raise ConfigError(f"tools: two are called `{name}`; give one of them another name with `called`")
+            self._counters |= {f"{name}/{key}": 0.0 for key in ("calls", "errors", "seconds")}
+        self._counters |= {MALFORMED: 0.0, UNKNOWN: 0.0}
+        self._open = [self._opener(section) for section in sections]
+        self._result_chars = {section.known_as: section.result_chars for section in sections}
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[Toolbox]:
+        """The tools of one rollout."""
+        async with AsyncExitStack() as stack:
+            tools = [make(rollout.task, stack) for make in self._open]
+            yield Toolbox(tools, self._result_chars, self._counters)
+
+    def counters(self) -> dict[str, float]:
+        """Sums so far: NAME/calls, NAME/errors, NAME/seconds, malformed and unknown."""
+        return dict(self._counters)
+
+    def close(self) -> None:
+        """End processes and threads; may be called twice."""
+        while self._closing:
+            self._closing.pop()()
+
+    def _opener(self, section: ToolSection) -> Open:
+        function = type(section).function
+        if function is not None:
+            return self._users(section, FunctionTool(function))
+        match section:
+            case Calculator():
+                from rollmill.explorer.tools.calculator import calculator
+
+                return _plain(section, FunctionTool(calculator), calculator)
+            case PythonTool():
+                return self._python(section)
+            case Search():
+                from rollmill.explorer.tools.search import Index, search
+
+                index = Index(section.path, section.passage_words)
+                return _plain(section, FunctionTool(search), lambda query: index.ask(query, section.top_k))
+        raise AssertionError(f"no tool is built from {type(section).__name__}")
+
+    def _users(self, section: ToolSection, made: FunctionTool) -> Open:
+        options, limit = section.arguments(), section.time_limit_s
+
+        def open_(task: Task, stack: AsyncExitStack) -> Tool:
+            return made.tool(section.known_as, section.description, made.caller(task, options, self._threads, limit))
+
+        return open_
+
+    def _python(self, section: PythonTool) -> Open:
+        from rollmill.explorer.tools.python import Interpreter, python
+        from rollmill.sandbox import Sandbox
+
+        sandbox = Sandbox(
+            packages=section.packages, jobs=section.jobs, sessions=section.sessions, backend=section.sandbox
+        )
+        self._closing.append(sandbox.close)
+        made = FunctionTool(python)
+
+        def open_(task: Task, stack: AsyncExitStack) -> Tool:
+            interpreter = Interpreter(section, sandbox, stack)
+
+            async def call(arguments: dict[str, Any]) -> str:
+                return await interpreter.run(**made.checked(arguments))
+
+            return made.tool(section.known_as, section.description, call)
+
+        return open_
+
+
+def _plain(section: ToolSection, made: FunctionTool, work: Callable[..., str]) -> Open:
+    """A tool of ours that takes no time to speak of and keeps nothing."""
+
+    async def call(arguments: dict[str, Any]) -> str:
+        return work(**made.checked(arguments))
+
+    tool = made.tool(section.known_as, section.description, call)
+    return lambda task, stack: tool

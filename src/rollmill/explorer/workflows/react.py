@@ -1,0 +1,107 @@
+"""Thought, Action, Action Input and Observation in one text (ReAct, arXiv:2210.03629)."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.config.workflows import React
+from rollmill.core.errors import ContextError
+from rollmill.core.types import StopReason, Task
+from rollmill.explorer.policy import Policy, Reply
+from rollmill.explorer.tools.toolbox import Toolbox
+from rollmill.explorer.workflow import Answer, RolloutJudge
+from rollmill.explorer.workflows.tools import penalised
+from rollmill.rewards.text.reading import strict_json
+
+STOP, FINAL = "Observation:", "Final Answer:"
+_ACTION = re.compile(r"Action:[ \t]*([^\n]*?)[ \t]*\n[ \t]*Action Input:(.*)", re.DOTALL)
+_GUIDE = """\
+Answer the question. You have these tools:
+
+{tools}
+
+Use this format:
+
+Thought: what to do
+Action: one of {names}
+Action Input: the tool's arguments as a JSON object
+Observation: the result
+... (as often as needed)
+Thought: I know the answer
+Final Answer: the answer"""
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What a policy wants to do. `wrong` says what is the matter with it."""
+
+    name: str
+    arguments: dict[str, Any]
+    wrong: str = ""
+
+
+async def react(config: React, task: Task, policy: Policy, judge: RolloutJudge, tools: Toolbox) -> Answer:
+    """What the rewards say of the final answer (of the last turn, where there is none), less the penalty."""
+    token_ids = _start(config, task, policy, tools)
+    stop, reply = [*policy.sampling.stop, STOP], None
+    for turn in range(config.turns):
+        try:
+            reply = await policy.complete(token_ids, stop=stop)
+        except ContextError:
+            if reply is None:
+                raise
+            break
+        if turn == config.turns - 1 or not _observes(reply, policy):
+            break
+        token_ids = [*reply.token_ids, *policy.encode(f" {await _observed(reply.text, tools)}\n")]
+    assert reply is not None
+    _, found, answer = reply.text.rpartition(FINAL)
+    return penalised(config, await judge(answer.strip() if found else reply), tools)
+
+
+def action_of(text: str, tools: Toolbox) -> Action:
+    """The last action of a turn. Arguments that are no object are the only argument of a tool with one."""
+    found = _ACTION.match(text, max(text.rfind("Action:"), 0))
+    if found is None:
+        return Action("", {}, "a turn ends with `Action:` and `Action Input:`, or with `Final Answer:`")
+    name, given = found[1], found[2].strip()
+    arguments: Any = given
+    with suppress(ValueError):
+        arguments = strict_json(given)
+    if isinstance(arguments, dict):
+        return Action(name, arguments)
+    schema = tools.schema(name)
+    keys = list(schema.get("properties", {}))
+    if len(keys) == 1:
+        only = schema["properties"][keys[0]].get("type")
+        return Action(name, {keys[0]: given if only == "string" else arguments})
+    return Action(name, {}, "" if not keys and schema else f"the input of `{name}` is no JSON object")
+
+
+def _start(config: React, task: Task, policy: Policy, tools: Toolbox) -> list[int]:
+    listed = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in tools.descriptions)
+    guide = _GUIDE.replace("{tools}", listed).replace("{names}", ", ".join(tools.names)) if config.describe else ""
+    if isinstance(task.prompt, str):
+        return policy.encode(f"{guide}\n\n{task.prompt}" if guide else task.prompt, start=True)
+    messages: list[dict[str, Any]] = [dict(each) for each in task.prompt]
+    if guide and messages[0]["role"] == "system":
+        messages[0]["content"] = f"{messages[0]['content']}\n\n{guide}"
+    elif guide:
+        messages[0]["content"] = f"{guide}\n\n{messages[0]['content']}"
+    return policy.prompt(messages)
+
+
+def _observes(reply: Reply, policy: Policy) -> bool:
+    """Whether the turn was ended by the observation that is to come, and by nothing before it."""
+    return reply.stop_reason is StopReason.STOP and STOP in policy.decode(reply.completion.token_ids.tolist())
+
+
+async def _observed(text: str, tools: Toolbox) -> str:
+    action = action_of(text, tools)
+    if action.wrong:
+        return tools.complaint([action.wrong])
+    return (await tools.call(action.name, action.arguments)).content

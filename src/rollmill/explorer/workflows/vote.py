@@ -1,0 +1,47 @@
+"""Self-consistency: several answers, and the most frequent one wins (arXiv:2203.11171)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import regex
+
+from rollmill.config.workflows import Vote
+from rollmill.core.types import Task
+from rollmill.explorer.policy import Policy, Reply
+from rollmill.explorer.workflow import Answer, RolloutJudge
+from rollmill.rewards.base import tail_after
+
+
+async def vote(config: Vote, task: Task, policy: Policy, judge: RolloutJudge) -> Answer:
+    """By `agreement` each sample has a reward of its own (arXiv:2504.16084); else the rewards judge the winner."""
+    replies = await _samples(config, task, policy)
+    answers = [answer_of(config, each.text) for each in replies]
+    won = winner(answers)
+    if config.reward == "winner":
+        return await judge(replies[answers.index(won)])
+    for reply, answer in zip(replies, answers, strict=True):
+        policy.reward(reply, float(answer is not None and answer == won))
+    return sum(answer is not None and answer == won for answer in answers) / len(answers)
+
+
+def answer_of(config: Vote, text: str) -> str | None:
+    """The answer in a text, without regard to case and white space; None where there is none."""
+    if config.pattern is None:
+        found = tail_after(text, config.after)
+    else:
+        matches = list(regex.finditer(config.pattern, text, concurrent=True))
+        found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
+    return " ".join((found or "").casefold().split()) or None
+
+
+def winner(answers: list[str | None]) -> str | None:
+    """The most frequent answer, of equally frequent ones the first; None where there is none at all."""
+    counted = Counter(each for each in answers if each is not None)
+    return max(counted, key=counted.__getitem__) if counted else None
+
+
+async def _samples(config: Vote, task: Task, policy: Policy) -> list[Reply]:
+    if not isinstance(task.prompt, str):
+        return await policy.chat_n(list(task.prompt), config.samples)
+    return await policy.complete_n(task.prompt, config.samples)
