@@ -239,6 +239,7 @@ REWARDS = [
         "6 held-out tasks",
         rollout={"deadline_s": 1},
         evaluation={"taskset": HELD_OUT},
+        early_stop={"patience": 1},
     ),
     reward_case(
         "evaluation whose reward never applies",

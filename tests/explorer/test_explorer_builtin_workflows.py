@@ -167,7 +167,7 @@ def test_actions_in_text() -> None:
     from rollmill.explorer.tools.build import ToolPool
 
     async def toolbox() -> Any:
-        rollout: Any = Rollout("g/0", PLAIN, "g", 0, 0, None, None, None)  # type: ignore[arg-type]
+        rollout: Any = Rollout("g/0", PLAIN, "g", 0, 0, 0, None, None, None)  # type: ignore[arg-type]
         async with ToolPool([Calculator()]).one(rollout) as tools:
             return tools
 
