@@ -14,7 +14,16 @@ from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, l
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
-_SAMPLING = ("max_new_tokens", "max_sequences", "prefill_tokens", "stop", "stop_token_ids", "deadline_s")
+_SAMPLING = (
+    "max_new_tokens",
+    "max_sequences",
+    "prefill_tokens",
+    "stop",
+    "stop_token_ids",
+    "deadline_s",
+    "repetition",
+    "ngram_draft",
+)
 
 
 def check_capabilities(resolved: Resolved) -> list[Problem]:
@@ -40,7 +49,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",), ("pipeline",), ("buffer",)):
+        batch = [("rollout", name) for name in ("batch", "group_size", "reuse")]
+        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):
@@ -85,6 +95,8 @@ def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
+    if not stage.workflow.single_turn:
+        keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
     if not stage.workflow.uses_environment:
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if not stage.workflow.asks_judge:

@@ -7,6 +7,7 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.drafts import DraftShelf
 from rollmill.explorer.runner import WorkflowRunner
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Trace
@@ -20,14 +21,14 @@ class Explorers:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
         self._resources = Resources(judge, config.environment)
 
-    def training(self, trace: Trace | None = None) -> Explorer:
+    def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
         workflow = build_workflow(self._config.workflow, self._resources)
         runner = None
         if workflow is not None:
             chat = ChatFormat(self._policy.tokenizer, self._policy.eos_ids)
             runner = WorkflowRunner(workflow, self._engine, chat, self._judge, trace)
-        return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner)
+        return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner, drafts)
 
     async def close(self) -> None:
         """End environments; may be called twice."""

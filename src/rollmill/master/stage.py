@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,20 @@ from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
 from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
-from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
+from rollmill.master.measures import (
+    PHASES,
+    batch_metrics,
+    drafting_metrics,
+    judging_metrics,
+    require_rewards,
+    seconds_of,
+)
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.master.supply import Facts, Supply
@@ -50,6 +58,7 @@ from rollmill.tasks import build_sampler
 from rollmill.trainer import ScoreTrainer, Trainer
 
 _TURNS = 5
+DRAFTS = "drafts"
 
 
 @dataclass(slots=True)
@@ -98,13 +107,15 @@ class StageRun:
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, buffers, seed=self._seed)
+        reuse = config.rollout.reuse
+        self._drafts = None if reuse is None else DraftShelf(reuse)
         self._supply: Supply | None = None
         self.evaluator: Evaluator | None = None
         self._explorers: Explorers | None = None
         if self._judge is not None:
             self._explorers = Explorers(config, policy, self._engine, self._judge)
             if config.algorithm.uses_rollouts:
-                explorer = self._explorers.training(self._trace)
+                explorer = self._explorers.training(self._trace, self._drafts)
                 self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
             if config.evaluation is not None:
                 examiner = self._explorers.training()
@@ -202,6 +213,7 @@ class StageRun:
     async def step(self) -> StepResult:
         """collect, then learn."""
         started, tokens = time.perf_counter(), self._engine.tokens_generated
+        drafted = replace(self._engine.drafting.counts)
         experiences = await self.collect()
         generated = self._engine.tokens_generated - tokens
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
@@ -212,6 +224,7 @@ class StageRun:
         spans = self._trace.take()
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
         metrics |= judging_metrics(spans) | self._newly_counted()
+        metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
         metrics |= {} if self._supply is None else self._supply.metrics()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
 
@@ -226,6 +239,8 @@ class StageRun:
     def _mark_boundary(self) -> None:
         """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
         self.state.experts = None if self._experts is None else self._experts.state_dict()
+        if self._drafts is not None:
+            self._drafts.mark()
         if self._supply is not None:
             self._supply.mark(self.state)
         mark = self._store.mark()
@@ -238,8 +253,9 @@ class StageRun:
         return self.state
 
     def trainer_state(self) -> dict[str, Any]:
-        """Optimizer, schedule and random state."""
-        return self._trainer.state_dict()
+        """Optimizer, schedule and random state; and drafts, which are too large for the stage's state."""
+        state = self._trainer.state_dict()
+        return state if self._drafts is None else {**state, DRAFTS: self._drafts.state_dict()}
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
@@ -270,7 +286,9 @@ class StageRun:
             self._experts.load_state_dict(state.experts)
         if self._supply is not None:
             self._supply.restore(state)
-        self._trainer.load_state_dict(trainer)
+        if self._drafts is not None:
+            self._drafts.load_state_dict(trainer[DRAFTS])
+        self._trainer.load_state_dict({key: value for key, value in trainer.items() if key != DRAFTS})
         self._sync.publish(self.version)
         self._mark_boundary()
 
