@@ -22,6 +22,7 @@ NAMES = (
     "grade",
     "sandbox",
     "buffer",
+    "spec",
     "gpu_check",
 )
 

@@ -94,22 +94,10 @@ def task_folder(seed: int) -> Path:
     folder = cache_dir() / f"learn-{_key(text)}-{seed}"
     if (folder / "settings.json").exists():
         return folder
-    note(f"  warm-starting the checkpoint of seed {seed} ...")
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
     whole = yaml.safe_load(text)
     warm_start = {key: whole[key] for key in ("model", "taskset")} | whole["stages"][0]
     warm_start.pop("evaluation", None)
-    (folder / "warm-start.yaml").write_text(yaml.safe_dump(warm_start))
-    command = [sys.executable, "-m", "rollmill", "run", str(folder / "warm-start.yaml"), "--out", str(folder / "run")]
-    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [*command, "--set", f"seed={seed}"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise BenchError(f"the warm start failed:\n{done.stderr[-2000:]}")
-    newest = max((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-    shutil.copytree(newest, folder / "model")
+    _train(folder, warm_start, seed)
     stage = load_run(RUN_FILE).stages[1]
     held_out = stage.evaluation
     assert held_out is not None
@@ -127,6 +115,31 @@ def task_folder(seed: int) -> Path:
     }
     (folder / "settings.json").write_text(json.dumps(settings))
     return folder
+
+
+def checkpoint(name: str, run: dict[str, Any], seed: int) -> Path:
+    """A folder with `model`, the last checkpoint of a run; made if absent."""
+    folder = cache_dir() / f"{name}-{_key(yaml.safe_dump(run))}-{seed}"
+    if not (folder / "model").exists():
+        _train(folder, run, seed)
+    return folder
+
+
+def _train(folder: Path, run: dict[str, Any], seed: int) -> None:
+    note(f"  warm-starting the checkpoint of seed {seed} ...")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    (folder / "warm-start.yaml").write_text(yaml.safe_dump(run))
+    command = [sys.executable, "-m", "rollmill", "run", str(folder / "warm-start.yaml"), "--out", str(folder / "run")]
+    path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
+    done = subprocess.run(
+        [*command, "--set", f"seed={seed}"], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True
+    )
+    if done.returncode:
+        raise BenchError(f"the warm start failed:\n{done.stderr[-2000:]}")
+    newest = max((folder / "run" / "checkpoints").glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
+    shutil.copytree(newest, folder / "model.new")
+    (folder / "model.new").rename(folder / "model")
 
 
 def _key(run_file: str) -> str:

@@ -157,3 +157,14 @@ def test_buffer_against_ray_and_pickled_rows(tmp_path: Path) -> None:
     cases = json.loads((tmp_path / "buffer.json").read_text())["cases"]
     assert len(cases) == 6
     assert cases[-1]["bytes_each"] > 8 * 1000
+
+
+@pytest.mark.slow
+def test_spec_against_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLMILL_BENCH_CACHE", str(tmp_path / "cache"))
+    options = ("--digits", "3", "--warm-steps", "40", "--batches", "2", "--steps", "1", "--rounds", "1")
+    line = bench(str(tmp_path), "spec", *options)
+    assert (line["peer_name"], line["unit"]) == ("plain sampling", "tokens/s")
+    [case] = json.loads((tmp_path / "spec.json").read_text())["cases"]
+    assert 0 < case["accepted"] <= 1
+    assert all(abs(z) < 5 for z in case["score_z_reuse"] + case["score_z_plain"])

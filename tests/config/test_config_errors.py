@@ -20,6 +20,19 @@ STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3
 
 CASES = {
     "refills that nobody needs": (GOOD + "rollout: {refills: 3}", "run.yaml:4: rollout.refills: not honoured without"),
+    "reuse of sft": (
+        NO_REWARDS + SFT + "rollout: {reuse: {}}",
+        "run.yaml:4: rollout.reuse: not honoured: algorithm `sft`",
+    ),
+    "reuse of another workflow": (
+        NO_REWARDS + "workflow: environment\nenvironment: gymnasium\nrollout: {reuse: {}}",
+        "run.yaml:5: rollout.reuse: not honoured by workflow `environment`; it is by `single_turn`",
+    ),
+    "guesses of sft": (NO_REWARDS + SFT + "rollout: {ngram_draft: {}}", "rollout.ngram_draft: not honoured"),
+    "repetition that never ends anything": (
+        GOOD + "rollout: {max_new_tokens: 60, repetition: {tokens: 64}}",
+        "run.yaml:4: rollout.repetition.tokens: completions end after rollout.max_new_tokens (60)",
+    ),
     "two databases": (
         GOOD + "stages:\n  - {name: a, buffer: {url: 'postgresql://x/y'}}\n  - {name: b, max_staleness: 1}\n",
         "run.yaml:6: stages.1.buffer.url: a run has one database, and an earlier stage has another one",

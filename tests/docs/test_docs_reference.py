@@ -20,10 +20,12 @@ name: documented
 model: {new: {hidden_size: 32, layers: 1, heads: 2, kv_heads: 1, context: 48, tokenizer: {kind: char}}}
 taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 6, digits: 1}}
 rewards: [{name: format, pattern: "[0-4]"}]
-rollout: {batch: 3, group_size: 2, max_new_tokens: 4}
+rollout:
+  {batch: 3, group_size: 2, max_new_tokens: 4, reuse: {top: 30}, ngram_draft: {length: 1},
+   repetition: {times: 2, tokens: 2}}
 stages:
   - name: both
-    steps: 2
+    steps: 3
     pipeline: [{name: invalid_reward}]
     buffer: {replay: {groups: 1}}
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}

@@ -38,7 +38,7 @@ def test_large_vocabulary_draws_follow_the_distribution() -> None:
     logits[0, [5, 70_000, 151_935]] = torch.tensor([12.0, 12.5, 11.5])
     probs = logits.double().softmax(-1)[0]
     uniform = torch.from_numpy(uniforms(np.full(n, 3, np.uint64), np.arange(n, dtype=np.uint64)))
-    tokens = torch.cat([sample(logits.expand(50, -1), params_of(50), part)[0] for part in uniform.split(50)])
+    tokens = torch.cat([sample(logits.expand(50, -1), params_of(50), part).token_B for part in uniform.split(50)])
     for token in (5, 70_000, 151_935):
         expected = float(probs[token])
         assert abs(float((tokens == token).float().mean()) - expected) < 4.5 * (expected * (1 - expected) / n) ** 0.5
@@ -54,7 +54,7 @@ def test_truncation_keeps_what_its_definition_says(
 ) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(seed)) * 3
     uniform = torch.rand(3, generator=torch.Generator().manual_seed(seed + 1)).double()
-    tokens, logprobs, kept = sample(logits, params_of(3, temperature, top_p, top_k, min_p), uniform)
+    tokens, logprobs, kept, *_ = sample(logits, params_of(3, temperature, top_p, top_k, min_p), uniform)
     probs = (logits / temperature).softmax(-1)
     for row in range(3):
         order = probs[row].argsort(descending=True)
@@ -73,7 +73,7 @@ def test_truncation_keeps_what_its_definition_says(
 def test_greedy_rows_take_the_most_probable_token_beside_sampled_ones() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     params = SamplingTensors.of([(0.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0)] * 2, CPU)
-    tokens, logprobs, _ = sample(logits, params, torch.full((4,), 0.999).double())
+    tokens, logprobs, *_ = sample(logits, params, torch.full((4,), 0.999).double())
     assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-6, rtol=0)
 

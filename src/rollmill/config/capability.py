@@ -17,7 +17,16 @@ from rollmill.config.workflows import Traffic
 from rollmill.recipes import DPO, Distill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
-_SAMPLING = ("max_new_tokens", "max_sequences", "prefill_tokens", "stop", "stop_token_ids", "deadline_s")
+_SAMPLING = (
+    "max_new_tokens",
+    "max_sequences",
+    "prefill_tokens",
+    "stop",
+    "stop_token_ids",
+    "deadline_s",
+    "repetition",
+    "ngram_draft",
+)
 
 
 def check_capabilities(resolved: Resolved) -> list[Problem]:
@@ -45,7 +54,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",), ("pipeline",), ("buffer",)):
+        batch = [("rollout", name) for name in ("batch", "group_size", "reuse")]
+        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):

@@ -33,6 +33,7 @@ _FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
 
 def contradictions(stage: StageConfig) -> Iterator[Finding]:
     """Key paths within the stage, each with what is wrong and what to do."""
+    yield from _sampling(stage)
     yield from _rollouts(stage)
     yield from workflow_contradictions(stage)
     if isinstance(stage.environment, ReasoningGymAttempts):
@@ -43,6 +44,14 @@ def contradictions(stage: StageConfig) -> Iterator[Finding]:
     yield from evaluation_contradictions(stage)
     yield from _evaluated_rewards(stage)
     yield from _tasksets(stage)
+
+
+def _sampling(stage: StageConfig) -> Iterator[Finding]:
+    longest, repetition = stage.rollout.max_new_tokens, stage.rollout.repetition
+    if repetition is not None and max(repetition.tokens, repetition.times) > longest:
+        key = "tokens" if repetition.tokens > longest else "times"
+        text = f"completions end after rollout.max_new_tokens ({longest}), before they have repeated so much; lower it"
+        yield ("rollout", "repetition", key), text
 
 
 def _rollouts(stage: StageConfig) -> Iterator[Finding]:

@@ -9,6 +9,28 @@ from pydantic import Field
 from rollmill.config.base import Section
 
 
+class RepetitionConfig(Section):
+    """A completion that says the same again and again ends early, with the stop reason `repetition`."""
+
+    period: int = Field(64, ge=1)
+    """Longest stretch of tokens that is looked for."""
+    times: int = Field(4, ge=2)
+    """How often in a row it must stand there."""
+    tokens: int = Field(64, ge=2)
+    """And how many tokens all of them must have together: `0000` is no endless loop."""
+    penalty: float = Field(0.0, ge=0)
+    """Taken off the reward, as the part `rollout/repetition`."""
+
+
+class NgramConfig(Section):
+    """Guess how a completion goes on: what followed the last time that its latest tokens stood in prompt or text."""
+
+    length: int = Field(4, ge=1)
+    """How many of the latest tokens are looked up."""
+    tokens: int = Field(12, ge=1)
+    """How many tokens are guessed and checked together."""
+
+
 class SamplingConfig(Section):
     """How one completion is sampled."""
 
@@ -26,6 +48,21 @@ class SamplingConfig(Section):
     """Stop strings: the completion ends where one appears; the text ends before it, the tokens keep it."""
     stop_token_ids: list[int] = []
     """Token ids that end a completion, besides all EOS ids of the checkpoint."""
+    repetition: RepetitionConfig | None = None
+    """End completions that repeat themselves; `{}` takes the defaults."""
+    ngram_draft: NgramConfig | None = None
+    """Guess tokens that repeat earlier ones and check several in one pass; `{}` takes the defaults. The distribution of
+    what is sampled stays the same, and only text that repeats a lot (copied code, tables) comes faster."""
+
+
+class ReuseConfig(Section):
+    """A task's completions are drafts for the next time it is rolled out: what new weights agree with is taken over."""
+
+    top: int = Field(8, ge=1)
+    """Probabilities remembered at each token, of the most probable tokens. A token that was not among them is sampled
+    anew, and with it all that follow."""
+    tasks: int = Field(1024, ge=1)
+    """Tasks whose latest completions are remembered; those rolled out longest ago are forgotten first."""
 
 
 class RolloutConfig(SamplingConfig):
@@ -39,6 +76,9 @@ class RolloutConfig(SamplingConfig):
     """Completions decoded at the same time; more wait in the queue."""
     prefill_tokens: int = Field(2048, ge=16)
     """Prompt tokens processed per engine step; longer prompts are cut into chunks."""
+    reuse: ReuseConfig | None = None
+    """Speculative reuse of earlier completions; `{}` takes the defaults. Only where tasks come again, and only with
+    workflow `single_turn`. What is sampled follows the new weights' distribution exactly."""
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one batch of completions and their rewards."""
     refills: int = Field(10, ge=1)

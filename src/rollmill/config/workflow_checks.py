@@ -18,6 +18,8 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
+    if not stage.workflow.single_turn:
+        keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
     if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":

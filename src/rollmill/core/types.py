@@ -28,7 +28,8 @@ class StopReason(StrEnum):
     EOS = "eos"  #: an end-of-sequence or stop token id
     STOP = "stop"  #: a stop string appeared
     LENGTH = "length"  #: max_new_tokens or the model's context was reached
-    ABORTED = "aborted"  #: the request was cancelled
+    REPETITION = "repetition"  #: the same was said again and again
+    ABORTED = "aborted"  #: the request was cancelled or interrupted
 
 
 class Source(StrEnum):
@@ -78,6 +79,8 @@ class Completion:
     stop_reason: StopReason
     seed: int
     index: int  #: which of the request's samples this is
+    top_ids: IntArray | None = None  #: [T, K], the tokens most probable in what was sampled from, where asked for
+    top_probs: FloatArray | None = None  #: [T, K]; 0 where not known
     submitted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0

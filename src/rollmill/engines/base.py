@@ -12,12 +12,17 @@ from rollmill.core.types import Completion, FloatArray, IntArray
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Begun:
-    """What a completion begins with: tokens that were sampled earlier, perhaps with older weights. [T] each."""
+    """What a completion begins with: tokens that were sampled earlier, perhaps with older weights. [T] each.
+
+    `top_ids` and `top_probs` [T, K] are those of the Completion they come from, where it recorded them.
+    """
 
     token_ids: IntArray
     logprobs: FloatArray
     kept_logmass: FloatArray
     versions: IntArray
+    top_ids: IntArray | None = None
+    top_probs: FloatArray | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,6 +68,7 @@ class Request:
     drafts: Sequence[Draft | None] = ()  #: by index
     on_token: Callable[[Sampled], None] | None = None  #: told of every token; the completion says which ones count
     top: int = 0  #: how many of the most probable tokens it is told of
+    record_top: int = 0  #: note so many of the most probable tokens at every position, so that drafts can be made of it
 
 
 class RolloutEngine(Protocol):
@@ -80,7 +86,24 @@ class RolloutEngine(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`."""
+        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`.
+
+        Completions that had not started have the tokens they were begun with, or none. Begun with its tokens and asked
+        for with the same seed, a completion goes on as if nothing had happened, apart from rounding.
+        """
+        ...
+
+    def allow(self, tokens: int | None) -> None:
+        """Generate that many more tokens, over all requests; None: as many as are asked for.
+
+        Then everything is interrupted, and so is at once whatever is asked for later, until more are allowed. The last
+        step may go beyond the limit by one token per completion, or by what is accepted of its draft.
+        """
+        ...
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all tokens that were allowed have been generated."""
         ...
 
     def pause(self) -> None:

@@ -10,9 +10,10 @@ from collections.abc import Callable
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion, Experience, Task, experience_from_completion
+from rollmill.core.types import Completion, Experience, StopReason, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
-from rollmill.explorer.runner import WorkflowRunner, note
+from rollmill.explorer.drafts import DraftShelf, as_draft
+from rollmill.explorer.runner import WorkflowRunner, note, penalise
 from rollmill.monitor.trace import GENERATE, REWARD, Trace
 from rollmill.rewards import Judge, Judgement
 from rollmill.tasks import encode_prompt, prompt_text
@@ -26,6 +27,7 @@ class Explorer:
 
     Args:
         runner: runs the workflow of a rollout; None: a rollout is one completion of the task's prompt.
+        drafts: where completions are kept for the next time that their task is rolled out.
     """
 
     def __init__(
@@ -35,12 +37,14 @@ class Explorer:
         tokenizer: Any,
         trace: Trace | None = None,
         runner: WorkflowRunner | None = None,
+        drafts: DraftShelf | None = None,
     ) -> None:
         self._engine = engine
         self._judge = judge
         self._tokenizer = tokenizer
         self._trace = trace
         self._runner = runner
+        self._drafts = drafts
 
     async def rollout_with_greedy(
         self,
@@ -56,7 +60,7 @@ class Explorer:
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         experiences, baseline = await asyncio.gather(
             self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated),
-            self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy"),
+            self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", reuse=False),
         )
         for experience in experiences:
             experience.info["greedy_reward"] = baseline[0].reward if baseline else None
@@ -71,12 +75,14 @@ class Explorer:
         seed: int,
         group: str,
         generated: Generated | None = None,
+        reuse: bool = True,
     ) -> list[Experience]:
         """The judged experiences of n rollouts of one task, ordered by index; a rollout may give several, or none.
 
         Args:
             seed: what the rollouts' randomness derives from, besides their index.
             group: id of the group of experiences that are compared with each other.
+            reuse: begin with the task's drafts, where drafts are kept, and keep these completions.
 
         Raises:
             EngineError: the prompt does not fit.
@@ -86,12 +92,17 @@ class Explorer:
         if self._runner is not None:
             return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
         prompt_ids = encode_prompt(task, self._tokenizer)
-        request = Request(prompt_ids, sampling, n=n, seed=seed, id=f"task {task.id}")
+        shelf = self._drafts if reuse else None
+        drafts, slot = ((), None) if shelf is None else shelf.take(task.id, n)
+        top = 0 if shelf is None else shelf.top
+        request = Request(prompt_ids, sampling, n=n, seed=seed, id=f"task {task.id}", drafts=drafts, record_top=top)
         completions: dict[int, Completion] = {}
         judging: dict[int, asyncio.Task[Judgement]] = {}
         try:
             async for completion in self._engine.stream(request):
                 completions[completion.index] = completion
+                if slot is not None:
+                    slot[completion.index] = as_draft(completion)
                 work = self._judge.judge(task, completion, group_follows=True)
                 judging[completion.index] = asyncio.ensure_future(work)
                 if self._trace is not None:
@@ -105,6 +116,7 @@ class Explorer:
             judgements = await self._judge.finish_group(task, ordered, judgements)
             for experience, judgement in zip(experiences, judgements, strict=True):
                 self._add(experience, judgement)
+                penalise([experience], sampling, experience.stop_reason is StopReason.REPETITION)
             return experiences
         except BaseException:
             for pending in judging.values():

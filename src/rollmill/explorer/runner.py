@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import RollmillError, WorkflowError
-from rollmill.core.types import Experience, Task
+from rollmill.core.types import Experience, StopReason, Task
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.chat import ChatFormat
@@ -16,6 +17,9 @@ from rollmill.explorer.recording import Recorder
 from rollmill.explorer.workflow import Outcome, Rollout, Workflow
 from rollmill.monitor.trace import REWARD, Trace
 from rollmill.rewards import Judge, Judgement
+
+REPETITION = StopReason.REPETITION
+REPEATED = "rollout/repetition"  #: part of the reward: what repetition costs
 
 
 class WorkflowRunner:
@@ -108,6 +112,8 @@ class WorkflowRunner:
             if outcome.judgement is not None:
                 note(experience, outcome.judgement)
             experience.reward, experience.reward_parts = reward, dict(parts)
+        repeated = any(call.learned and call.completion.stop_reason is REPETITION for call in rollout.recorder.calls)
+        penalise(experiences, rollout.sampling, repeated)
         if self._trace is not None and outcome.judgement is not None:
             for name, span in outcome.judgement.spans.items():
                 self._trace.add(REWARD + name, span.asked, span.started, span.ended)
@@ -120,6 +126,22 @@ def _reward_last(experiences: list[Experience], reward: float | None) -> None:
         experience.info.setdefault("step_reward", 0.0)
     if reward is not None and experiences:
         experiences[-1].info["step_reward"] += reward
+
+
+def penalise(experiences: Sequence[Experience], sampling: SamplingConfig, repeated: bool) -> None:
+    """Take `repetition.penalty` off a rollout's reward if a completion of it ended by repetition.
+
+    Every judged rollout has the part, 0 or not: advantages that see parts compare it. One without a reward stays so.
+    """
+    if sampling.repetition is None or not sampling.repetition.penalty:
+        return
+    value = -sampling.repetition.penalty if repeated else 0.0
+    for experience in experiences:
+        if experience.reward is not None:
+            experience.reward += value
+            experience.reward_parts[REPEATED] = value
+    if experiences and "step_reward" in experiences[-1].info:
+        experiences[-1].info["step_reward"] += value
 
 
 def note(experience: Experience, judgement: Judgement) -> None:

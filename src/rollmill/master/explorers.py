@@ -11,6 +11,7 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
+from rollmill.explorer.drafts import DraftShelf
 from rollmill.explorer.other_models import OtherModels
 from rollmill.explorer.runner import WorkflowRunner
 from rollmill.explorer.serving.endpoint import Endpoint
@@ -45,14 +46,14 @@ class Explorers:
             examples=[task for task in tasks if task.response is not None],
         )
 
-    def training(self, trace: Trace | None = None) -> Explorer:
+    def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
         workflow = build_workflow(self._config.workflow, self._resources)
         runner = None
         if workflow is not None:
             chat = ChatFormat(self._policy.tokenizer, self._policy.eos_ids)
             runner = WorkflowRunner(workflow, self._engine, chat, self._judge, trace)
-        return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner)
+        return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner, drafts)
 
     def metrics(self) -> dict[str, float]:
         """What has happened in environments and tools since the last call."""

@@ -6,6 +6,7 @@ import numpy as np
 
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason, one_per_rollout
+from rollmill.engines.native.drafting import Counts
 from rollmill.monitor.trace import REWARD, Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
@@ -58,6 +59,8 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
         "staleness/mean": float(staleness.mean()),
         "staleness/max": float(staleness.max()),
     }
+    if repeated := sum(e.stop_reason is StopReason.REPETITION for e in usual):
+        metrics["length/repeated"] = repeated / len(usual)
     if len(rewards):
         metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
     for name in dict.fromkeys(part for e in rollouts for part in e.reward_parts):
@@ -72,6 +75,19 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
         metrics[f"episode/{name}"] = float(np.mean([each[name] for each in numbers if name in each]))
     outcomes = [outcome for e in rollouts for outcome in e.info.get("outcomes", {}).values()]
     metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
+    return metrics
+
+
+def drafting_metrics(before: Counts, after: Counts, generated: int) -> dict[str, float]:
+    """Of drafts and guesses that were looked at: the share accepted, and what share of all new tokens that is."""
+    metrics: dict[str, float] = {}
+    for name in ("reuse", "guess"):
+        tested, accepted = (
+            getattr(after, f"{name}_{key}") - getattr(before, f"{name}_{key}") for key in ("tested", "accepted")
+        )
+        if tested:
+            metrics[f"rollout/{name}/accepted"] = accepted / tested
+            metrics[f"rollout/{name}/share"] = accepted / generated
     return metrics
 
 

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,12 +31,20 @@ from rollmill.core.types import Experience, Task
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
 from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
-from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
+from rollmill.master.measures import (
+    PHASES,
+    batch_metrics,
+    drafting_metrics,
+    judging_metrics,
+    require_rewards,
+    seconds_of,
+)
 from rollmill.master.online import OnlineSupply, Unasked
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
@@ -54,8 +62,8 @@ from rollmill.tasks import build_sampler
 from rollmill.trainer import ScoreTrainer, Trainer
 
 _TURNS = 5
-FROZEN = "frozen"
-"""Key of a trainer's state: the policy at the start of the stage, where a workflow talks to it."""
+FROZEN, DRAFTS = "frozen", "drafts"
+"""Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 
 
 @dataclass(slots=True)
@@ -104,6 +112,8 @@ class StageRun:
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, buffers, seed=self._seed)
+        reuse = config.rollout.reuse
+        self._drafts = None if reuse is None else DraftShelf(reuse)
         self._supply: Supply | None = None
         self.evaluator: Evaluator | None = None
         self._explorers: Explorers | None = None
@@ -112,7 +122,7 @@ class StageRun:
                 config, policy, self._engine, self._judge, precision=precision, tasks=tasks.training.tasks
             )
             if config.algorithm.uses_rollouts:
-                explorer = self._explorers.training(self._trace)
+                explorer = self._explorers.training(self._trace, self._drafts)
                 self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
             if config.evaluation is not None:
                 self.evaluator = Evaluator(
@@ -268,6 +278,7 @@ class StageRun:
             before_update: waits for what needs the weights as they are besides the step: an evaluation.
         """
         started, tokens = time.perf_counter(), self._engine.tokens_generated
+        drafted = replace(self._engine.drafting.counts)
         experiences = await self.collect(before_update is not None)
         if before_update is not None:
             await before_update()
@@ -282,6 +293,7 @@ class StageRun:
         spans = self._trace.take()
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
         metrics |= judging_metrics(spans) | self._newly_counted()
+        metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
         metrics |= {} if self._supply is None else self._supply.metrics()
         metrics |= {} if self._explorers is None else self._explorers.metrics()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
@@ -301,6 +313,8 @@ class StageRun:
     def _mark_boundary(self) -> None:
         """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
         self.state.experts = None if self._experts is None else self._experts.state_dict()
+        if self._drafts is not None:
+            self._drafts.mark()
         if self._supply is not None:
             self._supply.mark(self.state)
         mark = self._store.mark()
@@ -313,9 +327,12 @@ class StageRun:
         return self.state
 
     def trainer_state(self) -> dict[str, Any]:
-        """Optimizer, schedule and random state; frozen weights, where a workflow has them."""
+        """Optimizer, schedule and random state; frozen weights, where a workflow has them; and drafts, which are too
+        large for the stage's state."""
         frozen = None if self._explorers is None else self._explorers.state_dict()
-        return self._trainer.state_dict() | ({} if frozen is None else {FROZEN: frozen})
+        drafts = None if self._drafts is None else self._drafts.state_dict()
+        others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
+        return self._trainer.state_dict() | others
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
@@ -346,9 +363,12 @@ class StageRun:
             self._experts.load_state_dict(state.experts)
         if self._supply is not None:
             self._supply.restore(state)
-        self._trainer.load_state_dict({key: value for key, value in trainer.items() if key != FROZEN})
+        own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
+        self._trainer.load_state_dict(own)
         if self._explorers is not None:
             self._explorers.load_state_dict(trainer.get(FROZEN))
+        if self._drafts is not None:
+            self._drafts.load_state_dict(trainer[DRAFTS])
         self._sync.publish(self.version)
         self._mark_boundary()
 

@@ -1,7 +1,8 @@
 """The native rollout engine: continuous batching in the trainer's process, with the trainer's own parameters.
 
-One step = prefill waiting prompts (up to `prefill_tokens`), start completions, decode one token for every running row,
-hand out what has finished. State lives on Group and Row; the cache and the sampler know nothing of requests.
+One step = prefill waiting prompts (up to `prefill_tokens`), start completions (with what is accepted of their drafts),
+check guesses, decode one token for every running row, hand out what has finished. State lives on Group and Row; the
+cache and the sampler know nothing of requests.
 """
 
 from __future__ import annotations
@@ -9,17 +10,19 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native.cache import Cache
+from rollmill.engines.native.drafting import Drafting
 from rollmill.engines.native.runner import Runner
+from rollmill.engines.native.sampler import Found
 from rollmill.engines.native.sequence import Group, Row, make_group
 from rollmill.engines.native.telling import tell
 from rollmill.engines.native.weights import Weights
@@ -51,6 +54,7 @@ class NativeEngine:
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
+        self._allowed: int | None = None  # what tokens_generated may reach
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._context = context
@@ -59,6 +63,7 @@ class NativeEngine:
         self._weights = Weights(model, dtype)
         self._cache = Cache()
         self._runner = Runner(self._weights.model, self._cache, prefill_tokens, context)
+        self.drafting = Drafting(self._runner)
         self._queue: deque[Group] = deque()  # not all of their completions have started
         self._rows: list[Row] = []
         self._paused = False
@@ -90,8 +95,18 @@ class NativeEngine:
             unfinished = [row for row in self._rows if row.group is group and row.stop_reason is None]
             for row in [*unfinished, *group.waiting]:
                 row.stop_reason = StopReason.ABORTED
-                group.results.put_nowait(row.completion(self._tokenizer))
+                group.results.put_nowait(row.completion())
             self._abort(group)
+
+    def allow(self, tokens: int | None) -> None:
+        """See RolloutEngine."""
+        self._allowed = None if tokens is None else self.tokens_generated + tokens
+        self._keep_budget()
+
+    @property
+    def exhausted(self) -> bool:
+        """See RolloutEngine."""
+        return self._allowed is not None and self.tokens_generated >= self._allowed
 
     def pause(self) -> None:
         """See RolloutEngine."""
@@ -132,20 +147,16 @@ class NativeEngine:
     def _submit(self, request: Request) -> Group:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
-        length = len(request.prompt_ids)
-        if length == 0:
-            raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
-        if length >= self._context:
-            raise ContextError(
-                f"{request.id}: the prompt has {length} tokens but the model's context is {self._context}, which "
-                "leaves no room for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
-            )
-        if request.sampling.stop and self._tokenizer is None:
-            raise EngineError(f"{request.id}: stop strings need a tokenizer; use stop_token_ids")
         group = make_group(request, self._tokenizer, self._eos_ids, self._context)
-        self._queue.append(group)
+        if group.unfinished:
+            self._queue.append(group)
+        self._keep_budget()
         self._ensure_driver()
         return group
+
+    def _keep_budget(self) -> None:
+        if self.exhausted:
+            self.interrupt()
 
     def _ensure_driver(self) -> None:
         """Steps are made by a task that lives while there is something to do."""
@@ -172,6 +183,7 @@ class NativeEngine:
         try:
             while (self._queue or self._rows) and not self._paused:
                 self.step()
+                self._keep_budget()
                 await asyncio.sleep(0)
         except Exception as error:
             self._failure = error
@@ -196,7 +208,11 @@ class NativeEngine:
             self._recompute()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
-        if self._rows:
+        guessed = [row for row in self._rows if row.guess()]
+        others = len(self._rows) - len(guessed)
+        if guessed:
+            self._check(guessed, self.drafting.guesses)
+        if others and self._rows:
             self._absorb(self._rows, self._runner.decode(self._rows))
 
     def _recompute(self) -> None:
@@ -213,7 +229,7 @@ class NativeEngine:
         self._stale = False
 
     def _start(self) -> None:
-        """Sample the first token of waiting completions, as far as there is room."""
+        """Start waiting completions, as far as there is room: sample a first token, or restore those begun with."""
         started: list[Row] = []
         for group in self._queue:
             while group.waiting and group.logits_V is not None and len(self._rows) + len(started) < self._max_sequences:
@@ -221,30 +237,46 @@ class NativeEngine:
         if not started:
             return
         self._sweep()
-        logits = torch.stack([row.group.logits_V for row in started if row.group.logits_V is not None])
-        self._runner.enter(started)
+        first = [row for row in started if not row.tokens and not row.drafted]
+        drafted = [row for row in started if row.drafted]
+        logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
+        self._runner.enter([row for row in started if not row.tokens])
+        self._runner.restore([row for row in started if row.tokens])
         self._rows.extend(started)
         now = time.perf_counter()
         for row in started:
             row.started_at = now
+        if drafted:
+            self._check(drafted, self.drafting.drafts)
         for group in [group for group in self._queue if not group.waiting]:
             self._queue.remove(group)
             group.logits_V = None
-        self._absorb(started, logits)
+        if first:
+            self._absorb(first, torch.stack(logits))
+
+    def _check(self, rows: list[Row], check: Callable[[list[Row], int], None]) -> None:
+        """Extend rows by what is right of their proposals; retire those that have finished."""
+        before = sum(len(row.tokens) for row in rows)
+        check(rows, self.version)
+        self.tokens_generated += sum(len(row.tokens) for row in rows) - before
+        self._retire([row for row in rows if row.stop_reason is not None])
 
     def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire the rows that have finished."""
-        tokens, logprobs, kept = self._runner.sample(rows, logits_BV)
-        tell(rows, tokens, logprobs, kept, logits_BV)
+        top = max(row.group.request.record_top for row in rows)
+        found = Found.of(*self._runner.sample(rows, logits_BV, top))
+        tell(rows, found.tokens, found.logprobs, found.kept, logits_BV)
         self.tokens_generated += sum(row.stop_reason is None for row in rows)
         finished = [
             row
-            for row, token, logprob, mass in zip(rows, tokens, logprobs, kept, strict=True)
-            if row.stop_reason is None and row.append(token, logprob, mass, self.version)
+            for at, row in enumerate(rows)
+            if row.stop_reason is None and row.append(*found.at(at), self.version, found.top(at))
         ]
+        self._retire(finished)
+
+    def _retire(self, finished: list[Row]) -> None:
         for row in finished:
-            row.group.unfinished -= 1
-            row.group.results.put_nowait(row.completion(self._tokenizer))
+            row.group.hand_out(row)
         self._sweep(self._runner.slack)
 
     def _sweep(self, slack: float = 0.0) -> None:

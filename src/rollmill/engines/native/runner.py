@@ -17,7 +17,7 @@ from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.graph import GraphedStep
 from rollmill.engines.native.prefill import PrefillContext, Segment
 from rollmill.engines.native.rng import uniforms
-from rollmill.engines.native.sampler import SamplingTensors, sample
+from rollmill.engines.native.sampler import Sampled, SamplingTensors, sample
 from rollmill.engines.native.sequence import Group, Row
 from rollmill.models.attention import AttentionContext, attending
 from rollmill.models.norms import find_norms, is_fp32_on_cpu, replaced
@@ -33,6 +33,7 @@ class Runner:
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
         self._last_position = context - 1
+        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
         self._graphs = self._device.type == "cuda"
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
@@ -116,15 +117,37 @@ class Runner:
         if pending:
             self._extend(pending)
 
-    def _extend(self, segments: list[Segment]) -> Tensor:
-        """Add tokens to entries; logits [S, V] after each segment's last token."""
+    def feed(self, rows: list[Row], tokens: list[list[int]]) -> Tensor:
+        """Add tokens to the rows' entries; logits after every one of them, [P, V], row after row."""
+        segments = []
+        for row, own in zip(rows, tokens, strict=True):
+            assert row.entry is not None
+            while row.entry.bucket.capacity < row.entry.length + len(own):
+                self._cache.grow([row.entry])
+            segments.append(Segment(row.entry, row.entry.length, own))
+        return self._extend(segments, every=True)
+
+    def cut(self, rows: list[Row]) -> None:
+        """Cut entries back to the rows' tokens but the last; what lies behind is written over."""
+        for row in rows:
+            assert row.entry is not None
+            row.entry.length = len(row.tokens) - 1
+        self.changed()
+
+    @property
+    def most_logits(self) -> int:
+        """How many tokens `feed` should get in one pass: [P, V] stays below 256 MiB in float32."""
+        return max(16, min(self._prefill_tokens, (1 << 26) // self._vocabulary))
+
+    def _extend(self, segments: list[Segment], every: bool = False) -> Tensor:
+        """Add tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token."""
         context = PrefillContext(segments)
         flat = [token for segment in segments for token in segment.tokens]
         logits = self._forward(
             context,
             torch.tensor([flat], device=self._device),
             torch.tensor([context.positions()], device=self._device),
-            torch.tensor(context.last_rows(), device=self._device),
+            0 if every else torch.tensor(context.last_rows(), device=self._device),
         )
         for segment in segments:
             segment.entry.length = segment.start + len(segment.tokens)
@@ -192,26 +215,21 @@ class Runner:
         entries = [row.entry for row in rows if row.entry is not None]
         return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
 
-    def sample(self, rows: list[Row], logits_BV: Tensor) -> tuple[list[int], list[float], list[float]]:
-        """Tokens, log-probs and kept log-mass; each row draws at (its seed, its number of tokens so far)."""
+    def sample(self, rows: list[Row], logits_BV: Tensor, top: int = 0) -> Sampled:
+        """See `sampler.sample`; each row draws at (its seed, its number of tokens so far)."""
         seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
         counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
         uniform_B = torch.from_numpy(uniforms(seeds, counters)).to(self._device)
-        tokens, logprobs, kept = sample(logits_BV, self._sampling(rows), uniform_B)
-        if not bool(torch.isfinite(logprobs).all()):
-            bad = rows[int((~torch.isfinite(logprobs)).nonzero()[0])]
-            raise EngineError(
-                f"{bad.group.request.id}: the model's logits are not finite after {len(bad.tokens)} new tokens; its "
-                "weights have diverged (lower trainer.lr) or are damaged"
-            )
-        return tokens.tolist(), logprobs.tolist(), kept.tolist()
+        sampled = sample(logits_BV, self._sampling(rows), uniform_B, top)
+        require_finite(rows, sampled.logprob_B)
+        return sampled
 
     def _sampling(self, rows: list[Row]) -> SamplingTensors:
         if self._context is None or len(rows) != len(self._context.positions_B):
-            return _sampling_tensors(rows, self._device)
+            return sampling_tensors(rows, self._device)
         key = id(self._context)
         if key not in self._params:
-            self._params = {key: _sampling_tensors(rows, self._device)}
+            self._params = {key: sampling_tensors(rows, self._device)}
         return self._params[key]
 
     def _forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
@@ -222,6 +240,17 @@ class Runner:
         return logits
 
 
-def _sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
+def require_finite(rows: list[Row], logprobs_B: Tensor) -> None:
+    """Raises EngineError that names the first row whose log-prob is not finite."""
+    if not bool(torch.isfinite(logprobs_B).all()):
+        bad = rows[int((~torch.isfinite(logprobs_B)).nonzero()[0])]
+        raise EngineError(
+            f"{bad.group.request.id}: the model's logits are not finite after {len(bad.tokens)} new tokens; its "
+            "weights have diverged (lower trainer.lr) or are damaged"
+        )
+
+
+def sampling_tensors(rows: list[Row], device: torch.device) -> SamplingTensors:
+    """How each row is sampled."""
     settings = [row.group.request.sampling for row in rows]
     return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)

@@ -9,9 +9,15 @@ vocabulary costs one softmax and one pass of sums instead of V random numbers pe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from rollmill.core.types import FloatArray, IntArray
+
+Top = tuple[IntArray, FloatArray]
+"""The tokens most probable at one position, and their probabilities; [K] each."""
 
 BLOCK = 128
 #: Elements handled at a time (four rows at least): the passes over a slice stay in cache, its memory is not new.
@@ -49,51 +55,115 @@ class SamplingTensors:
             greedy=any(row[0] == 0 for row in rows),
         )
 
+    def part(self, rows: slice) -> SamplingTensors:
+        """Those of some rows."""
+        return SamplingTensors(
+            self.temperature_B[rows], self.top_p_B[rows], self.top_k_B[rows], self.min_p_B[rows],
+            self.plain, self.truncated, self.greedy,
+        )  # fmt: skip
 
-def sample(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+
+class Sampled(NamedTuple):
+    """One token per row.
+
+    Log-probs are under the distribution sampled from, after temperature and truncation (greedy rows report the log-prob
+    at temperature 1); `kept` is the log of the probability mass that truncation kept. `top` are the most probable
+    tokens of what was drawn from, K of them: ids and probabilities.
+    """
+
+    token_B: Tensor
+    logprob_B: Tensor
+    kept_B: Tensor
+    top_BK: Tensor
+    top_probs_BK: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Tokens with what is said of them, on the CPU; one entry per position."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    kept: list[float]
+    top_ids: IntArray
+    top_probs: FloatArray
+
+    @classmethod
+    def of(cls, token_P: Tensor, logprob_P: Tensor, kept_P: Tensor, top_PK: Tensor, probs_PK: Tensor) -> Found:
+        """From tensors."""
+        ids, probs = top_PK.to(torch.int32).cpu().numpy(), probs_PK.cpu().numpy()
+        return cls(token_P.tolist(), logprob_P.tolist(), kept_P.tolist(), ids, probs)
+
+    def at(self, position: int) -> tuple[int, float, float]:
+        """Token, log-prob and log of the mass kept."""
+        return self.tokens[position], self.logprobs[position], self.kept[position]
+
+    def top(self, position: int) -> Top | None:
+        """The most probable tokens, where they are recorded."""
+        return (self.top_ids[position], self.top_probs[position]) if self.top_ids.shape[1] else None
+
+
+def sample(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor, top: int = 0) -> Sampled:
     """Draw one token per row.
 
     Args:
         logits_BV: unnormalised, any floating type.
         params: per-row parameters.
         uniform_B: float64 in [0, 1).
-
-    Returns:
-        tokens [B] int64; log-probs [B] float32 under the distribution sampled from (after temperature and truncation;
-        greedy rows report the log-prob at temperature 1); log of the probability mass kept by truncation [B] float32.
+        top: K.
     """
-    rows = max(4, SLICE // logits_BV.shape[1])
-    if logits_BV.shape[0] <= rows or logits_BV.is_cuda:
-        return _sample_slice(logits_BV, params, uniform_B)
     parts = []
-    for start in range(0, logits_BV.shape[0], rows):
-        cut = slice(start, start + rows)
-        part = SamplingTensors(
-            params.temperature_B[cut], params.top_p_B[cut], params.top_k_B[cut], params.min_p_B[cut],
-            params.plain, params.truncated, params.greedy,
-        )  # fmt: skip
-        parts.append(_sample_slice(logits_BV[cut], part, uniform_B[cut]))
-    tokens, logprobs, kept = zip(*parts, strict=True)
-    return torch.cat(tokens), torch.cat(logprobs), torch.cat(kept)
+    for cut in slices(logits_BV):
+        logits, own = logits_BV[cut], params.part(cut)
+        probs, kept = probabilities(logits, own)
+        tokens = inverse_cdf(probs, uniform_B[cut])
+        if params.greedy:
+            tokens = torch.where(own.temperature_B > 0, tokens, logits.argmax(-1))
+        picked = probs.gather(1, tokens[:, None])[:, 0]
+        strongest = most_probable(drawn_from(probs, kept, logits, own), top) if top else _none(tokens)
+        parts.append((tokens, torch.log(picked / kept), torch.log(kept), *strongest))
+    return Sampled(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def _sample_slice(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    logits_BV = logits_BV.float()
+def most_probable(probs_BV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+    """Ids and probabilities [B, K] of the most probable tokens; K is `top`, or V if that is less."""
+    found = probs_BV.topk(min(top, probs_BV.shape[1]), dim=-1)
+    return found.indices, found.values
+
+
+def _none(tokens_B: Tensor) -> tuple[Tensor, Tensor]:
+    return tokens_B[:, None][:, :0], torch.empty(len(tokens_B), 0, device=tokens_B.device)
+
+
+def slices(logits_BV: Tensor) -> list[slice]:
+    """Rows that are handled at a time."""
+    rows = len(logits_BV) if logits_BV.is_cuda else max(4, SLICE // logits_BV.shape[1])
+    return [slice(start, start + rows) for start in range(0, len(logits_BV), rows)]
+
+
+def probabilities(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """After temperature (1 for greedy rows), 0 where truncated; and how much is left of each row, [B].
+
+    The first sum to the second. Both float32.
+    """
+    scaled_BV = logits_BV.float()
     if not params.plain:
         scale_B = torch.where(params.temperature_B > 0, params.temperature_B, 1.0)
-        scaled_BV = logits_BV * scale_B.reciprocal()[:, None]
-    else:
-        scaled_BV = logits_BV
+        scaled_BV = scaled_BV * scale_B.reciprocal()[:, None]
     probs_BV = torch.softmax(scaled_BV, dim=-1)
-    kept_B = torch.ones_like(probs_BV[:, 0])
-    if params.truncated:
-        probs_BV = torch.where(_keep(probs_BV, params), probs_BV, 0.0)
-        kept_B = probs_BV.sum(-1)
-    tokens_B = inverse_cdf(probs_BV, uniform_B)
-    if params.greedy:
-        tokens_B = torch.where(params.temperature_B > 0, tokens_B, logits_BV.argmax(-1))
-    picked_B = probs_BV.gather(1, tokens_B[:, None])[:, 0]
-    return tokens_B, torch.log(picked_B / kept_B), torch.log(kept_B)
+    if not params.truncated:
+        return probs_BV, torch.ones_like(probs_BV[:, 0])
+    probs_BV = torch.where(_keep(probs_BV, params), probs_BV, 0.0)
+    return probs_BV, probs_BV.sum(-1)
+
+
+def drawn_from(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params: SamplingTensors) -> Tensor:
+    """What `probabilities` gave, normalised [B, V]: for greedy rows all of it is at one token."""
+    probs_BV = probs_BV / kept_B[:, None] if params.truncated else probs_BV
+    if not params.greedy:
+        return probs_BV
+    best_BV = torch.zeros_like(probs_BV).scatter_(1, logits_BV.argmax(-1, keepdim=True), 1.0)
+    return torch.where(params.temperature_B[:, None] > 0, probs_BV, best_BV)
 
 
 def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:

@@ -11,10 +11,16 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request
+from rollmill.config.rollout import NgramConfig
+from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.types import Completion, FloatArray, IntArray, StopReason
+from rollmill.engines.base import Begun, Request
 from rollmill.engines.native.cache import Entry
+from rollmill.engines.native.guessing import Guesser
+from rollmill.engines.native.proposal import Proposal, from_draft, from_guess
+from rollmill.engines.native.repetition import Repetition
 from rollmill.engines.native.rng import fold
+from rollmill.engines.native.sampler import Top
 from rollmill.engines.native.stops import StopStrings, stop_strings
 
 
@@ -26,6 +32,7 @@ class Group:
     limit: int  # new tokens per completion
     stop_ids: frozenset[int]
     stops: StopStrings | None
+    tokenizer: Any
     results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.perf_counter)
     entry: Entry | None = None
@@ -35,8 +42,24 @@ class Group:
     unfinished: int = 0
 
     def __post_init__(self) -> None:
-        self.waiting.extend(Row(self, index) for index in range(self.request.n))
-        self.unfinished = self.request.n
+        """Completions that are whole before they start, by the tokens they begin with, are handed out at once."""
+        request = self.request
+        self.unfinished = request.n
+        begun = dict(enumerate(request.begun))
+        drafts = dict(enumerate(request.drafts))
+        for index in range(request.n):
+            row, earlier, draft = Row(self, index), begun.get(index), drafts.get(index)
+            if earlier is not None and row.begin(earlier):
+                self.hand_out(row)
+                continue
+            if draft is not None:
+                row.proposal = from_draft(draft, row.tokens, self.limit)
+            self.waiting.append(row)
+
+    def hand_out(self, row: Row) -> None:
+        """Give a completion that has ended to whoever asked for it."""
+        self.unfinished -= 1
+        self.results.put_nowait(row.completion())
 
 
 @dataclass(slots=True, eq=False)
@@ -51,55 +74,132 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    started_at: float = 0.0
+    started_at: float | None = None
     stop_reason: StopReason | None = None
+    repetition: Repetition | None = None
+    guesser: Guesser | None = None
+    proposal: Proposal | None = None
+    top: list[Top | None] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.seed = fold(self.group.request.seed, self.index)
+        request = self.group.request
+        self.seed = fold(request.seed, self.index)
+        if request.sampling.repetition is not None:
+            self.repetition = Repetition(request.sampling.repetition)
+        if request.sampling.ngram_draft is not None:
+            self.guesser = Guesser(request.sampling.ngram_draft, request.prompt_ids)
 
-    def append(self, token: int, logprob: float, kept: float, version: int) -> bool:
+    def begin(self, begun: Begun) -> bool:
+        """Take over tokens that were sampled earlier, up to one that ends the completion; True if one does."""
+        arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
+        top: list[Top | None] = [None] * len(begun.token_ids)
+        if begun.top_ids is not None and begun.top_probs is not None:
+            top = list(zip(begun.top_ids, begun.top_probs, strict=True))
+        return any(self.append(*each) for each in zip(*(array.tolist() for array in arrays), top, strict=True))
+
+    @property
+    def drafted(self) -> bool:
+        """Whether there are tokens of an earlier completion to be accepted."""
+        return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
+
+    def guess(self) -> bool:
+        """Whether there is a guess at what follows."""
+        at, group = len(self.tokens), self.group
+        if self.stop_reason is not None:
+            return False
+        if self.proposal is None and self.guesser is not None:
+            tokens = self.guesser.guess(self.tokens)[: group.limit - at]
+            self.proposal = from_guess(at, tokens) if tokens else None
+        if self.proposal is not None and self.proposal.left(at) <= 0:
+            self.proposal = None
+        return self.proposal is not None
+
+    def checked(self, accepted: int, tested: int) -> None:
+        """So many tokens of the proposal were looked at."""
+        assert self.proposal is not None
+        if self.proposal.once and self.guesser is not None:
+            self.guesser.told(accepted, tested, len(self.tokens))
+        before, self.proposal = self.proposal, self.proposal.after(accepted, tested)
+        if self.proposal is None and self.guesser is None:  # where does the earlier completion go on like this one?
+            text = [*self.group.request.prompt_ids, *before.token_ids.tolist()]
+            self.guesser = Guesser(NgramConfig(length=3, tokens=8), text)
+        if self.proposal is not None and self.proposal.left(len(self.tokens)) <= 0:
+            self.proposal = None
+
+    def append(self, token: int, logprob: float, kept: float, version: int, top: Top | None = None) -> bool:
         """Add a sampled token; True if the completion is now finished."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.kept.append(kept)
         self.versions.append(version)
+        self.top.append(top)
         group = self.group
+        repeats = self.repetition is not None and self.repetition.add(token)
         if token in group.stop_ids:
             self.stop_reason = StopReason.EOS
         elif group.stops is not None and group.stops.complete(self.tokens):
             self.stop_reason = StopReason.STOP
+        elif repeats:
+            self.stop_reason = StopReason.REPETITION
         elif len(self.tokens) >= group.limit:
             self.stop_reason = StopReason.LENGTH
         return self.stop_reason is not None
 
-    def completion(self, tokenizer: Any) -> Completion:
-        """The finished completion."""
+    def completion(self) -> Completion:
+        """The completion, which has ended."""
         assert self.stop_reason is not None
-        if self.stop_reason is StopReason.STOP and self.group.stops is not None:
-            text = self.group.stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
-            for special in tokenizer.all_special_tokens:
-                text = text.replace(special, "")
-        else:
-            text = "" if tokenizer is None else tokenizer.decode(self.tokens, skip_special_tokens=True)
+        group, now = self.group, time.perf_counter()
+        top_ids, top_probs = self._recorded(group.request.record_top)
         return Completion(
-            prompt_ids=np.asarray(self.group.request.prompt_ids, np.int32),
+            prompt_ids=np.asarray(group.request.prompt_ids, np.int32),
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             kept_logmass=np.asarray(self.kept, np.float32),
-            text=text,
+            text=self._text(),
             stop_reason=self.stop_reason,
             seed=self.seed,
             index=self.index,
-            submitted_at=self.group.submitted_at,
-            started_at=self.started_at,
-            finished_at=time.perf_counter(),
+            top_ids=top_ids,
+            top_probs=top_probs,
+            submitted_at=group.submitted_at,
+            started_at=now if self.started_at is None else self.started_at,
+            finished_at=now,
         )
+
+    def _recorded(self, count: int) -> tuple[IntArray, FloatArray] | tuple[None, None]:
+        """[T, K] each; probability 0 where nothing is known."""
+        if not count:
+            return None, None
+        ids, probs = np.zeros((len(self.top), count), np.int32), np.zeros((len(self.top), count), np.float32)
+        for at, top in enumerate(self.top):
+            if top is not None:
+                found = min(count, len(top[0]))
+                ids[at, :found], probs[at, :found] = top[0][:found], top[1][:found]
+        return ids, probs
+
+    def _text(self) -> str:
+        tokenizer, stops = self.group.tokenizer, self.group.stops
+        if self.stop_reason is StopReason.STOP and stops is not None:
+            text = stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
+            for special in tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+            return text
+        return "" if tokenizer is None else str(tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
 def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
-    """The group of a request that is known to fit the context."""
-    sampling = request.sampling
+    """The group of a request. Raises EngineError for one that cannot be served."""
+    sampling, length = request.sampling, len(request.prompt_ids)
+    if length == 0:
+        raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
+    if length >= context:
+        raise ContextError(
+            f"{request.id}: the prompt has {length} tokens but the model's context is {context}, which leaves no room "
+            "for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
+        )
+    if sampling.stop and tokenizer is None:
+        raise EngineError(f"{request.id}: stop strings need a tokenizer; use stop_token_ids")
     stops = stop_strings(tokenizer, tuple(sampling.stop)) if sampling.stop else None
-    limit = min(sampling.max_new_tokens, context - len(request.prompt_ids))
-    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops)
+    limit = min(sampling.max_new_tokens, context - length)
+    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
