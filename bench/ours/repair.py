@@ -13,9 +13,13 @@ if TYPE_CHECKING:
 
 
 def repair_stage(
-    args: argparse.Namespace, train: TasksetConfig, held_out: TasksetConfig
+    args: argparse.Namespace, train: TasksetConfig, held_out: TasksetConfig, stage_keys: dict[str, Any] | None = None
 ) -> tuple[StageRun, str, Callable[[], Awaitable[float]]]:
-    """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy."""
+    """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy.
+
+    Args:
+        stage_keys: of the stage that differ, as a run file has them.
+    """
     import torch
 
     from rollmill.config.loader import load_run
@@ -34,6 +38,9 @@ def repair_stage(
     changes: dict[str, Any] = {"limit": None, "greedy": False, "samples": 1, "every": args.every}
     evaluation = config.evaluation.model_copy(update=changes | {"taskset": held_out})
     config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
+    if stage_keys is not None:
+        rollout = config.rollout.model_copy(update=stage_keys.pop("rollout", {}))
+        config = config.model_copy(update={**stage_keys, "rollout": rollout})
     device = torch.device("cpu")
     policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
     precision = choose_precision(policy.model, device)

@@ -40,7 +40,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        for key in (("rollout", "batch"), ("rollout", "group_size"), ("max_staleness",), ("pipeline",), ("buffer",)):
+        steps = (("rollout", name) for name in ("batch", "group_size", "oversample", "token_budget", "partial"))
+        for key in (*steps, ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):
@@ -90,6 +91,14 @@ def _unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     if not stage.workflow.asks_judge:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if stage.workflow.single_turn:
+        for key in ("attempts", "time_limit_s", "failures"):
+            keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
+        if not stage.pipeline:
+            text = f"not honoured without a pipeline, which drops groups; workflow `{name}` rejects none; remove it"
+            keys["rollout", "refills"] = text
+    if stage.rollout.token_budget is None:
+        keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
     if not stage.algorithm.uses_rollouts and stage.evaluation is None:
         keys["workflow",] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
@@ -99,8 +108,6 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what lies between explorer and trainer."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
-    if not stage.pipeline:
-        keys["rollout", "refills"] = "not honoured without a pipeline, which drops groups; remove it"
     if not (algorithm.uses_experts or algorithm.uses_pairs):
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text

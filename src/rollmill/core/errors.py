@@ -31,8 +31,16 @@ class WorkflowError(RollmillError):
     """A workflow or an environment raised, or returned something that is not a reward."""
 
 
+class EpisodeError(WorkflowError):
+    """An environment raised, crashed or took too long. The rollout that acted in it has failed, others have not."""
+
+
 class EngineError(RollmillError):
     """A rollout request cannot be served, for example a prompt longer than the context."""
+
+
+class ContextError(EngineError):
+    """A prompt leaves no room for a completion in the model's context."""
 
 
 class TrainingError(RollmillError):

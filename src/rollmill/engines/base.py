@@ -65,7 +65,24 @@ class RolloutEngine(Protocol):
         ...
 
     def interrupt(self) -> None:
-        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`."""
+        """End everything under way: what is unfinished is handed out as it is, with the stop reason `aborted`.
+
+        Completions that had not started have the tokens they were begun with, or none. Begun with its tokens and asked
+        for with the same seed, a completion goes on as if nothing had happened, apart from rounding.
+        """
+        ...
+
+    def allow(self, tokens: int | None) -> None:
+        """Generate that many more tokens, over all requests; None: as many as are asked for.
+
+        Then everything is interrupted, and so is at once whatever is asked for later, until more are allowed. The last
+        step may go beyond the limit by one token per completion.
+        """
+        ...
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all tokens that were allowed have been generated."""
         ...
 
     def pause(self) -> None:

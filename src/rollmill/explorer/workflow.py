@@ -17,6 +17,7 @@ from rollmill.rewards.base import Value, checked_value
 Answer = Value | Judgement
 Solve = Callable[..., Awaitable[Answer]]
 """(task, policy, **parts) -> the reward."""
+RETURNED_NONE = "none"  #: why a rollout is rejected whose workflow returned None
 
 
 @dataclass(slots=True, eq=False)
@@ -40,43 +41,49 @@ Source = Callable[[Rollout], AbstractAsyncContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward."""
+    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward.
+
+    `rejected` says why nothing is to be learned from it.
+    """
 
     reward: float | None
     parts: dict[str, float | None]
     completion: Completion | None = None
     judgement: Judgement | None = None
+    rejected: str | None = None
 
 
 class Workflow:
-    """A workflow with the sources of its parts, by name.
-
-    Args:
-        judges: whether what it returns may be a judgement that its group's rewards have to finish.
-    """
+    """A workflow with the sources of its parts, by name."""
 
     def __init__(self, name: str, solve: Solve, parts: Mapping[str, Source]) -> None:
         self.name = name
         self._solve, self._parts = solve, dict(parts)
 
-    async def run(self, rollout: Rollout) -> Outcome:
-        """Solve the task once. Raises what the workflow raises, TypeError and ValueError for answers that are none."""
+    async def answer(self, rollout: Rollout) -> Answer:
+        """Solve the task once. Raises what the workflow and its parts raise."""
         async with AsyncExitStack() as stack:
             parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
-            answer = await self._solve(rollout.task, rollout.policy, **parts)
-        return self._outcome(rollout, answer)
+            return await self._solve(rollout.task, rollout.policy, **parts)
 
-    def _outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+    def outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+        """What an answer means; None rejects the rollout, unless its steps have rewards.
+
+        Raises TypeError and ValueError for answers that are none.
+        """
         if isinstance(answer, Judgement):
             for completion, judgement in reversed(rollout.judged):
                 if judgement is answer:
                     return Outcome(answer.reward, dict(answer.parts), completion, answer)
             return Outcome(answer.reward, dict(answer.parts))
         value = checked_value(answer)
+        if value is None:
+            stepwise = any(step.reward is not None for step in rollout.recorder.steps)
+            return Outcome(None, {}, rejected=None if stepwise else RETURNED_NONE)
         if isinstance(value, dict):
             given = [each for each in value.values() if each is not None]
             return Outcome(sum(given) if given else None, dict(value))
-        return Outcome(value, {} if value is None else {self.name: value})
+        return Outcome(value, {self.name: value})
 
 
 class RolloutJudge:

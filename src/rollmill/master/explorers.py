@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
+from rollmill.explorer.attempts import Attempts
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.runner import WorkflowRunner
@@ -26,7 +27,7 @@ class Explorers:
         runner = None
         if workflow is not None:
             chat = ChatFormat(self._policy.tokenizer, self._policy.eos_ids)
-            runner = WorkflowRunner(workflow, self._engine, chat, self._judge, trace)
+            runner = WorkflowRunner(Attempts(workflow, self._config.rollout), self._engine, chat, self._judge, trace)
         return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner)
 
     async def close(self) -> None:

@@ -34,6 +34,7 @@ from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import PHASES, batch_metrics, judging_metrics, require_rewards, seconds_of
+from rollmill.master.rollouts import Rollouts
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.master.supply import Facts, Supply
@@ -118,10 +119,22 @@ class StageRun:
         config, policy, tasks = self.config, self._policy, self.tasks.training
         advantage = getattr(config.algorithm, "advantage", None)
         by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
+        sampler = build_sampler(tasks, config.tasks_from.order, self._seed, batch=config.rollout.batch)
+        rollouts = Rollouts(
+            config,
+            sampler=sampler,
+            explorer=explorer,
+            engine=self._engine,
+            store=self._store,
+            task=by_id.__getitem__,
+            first_version=self._first_version,
+            seed=self._seed,
+            uses_greedy=advantage is not None and advantage.uses_greedy,
+        )
         return Supply(
             config,
-            sampler=build_sampler(tasks, config.tasks_from.order, self._seed, batch=config.rollout.batch),
-            explorer=explorer,
+            sampler=sampler,
+            rollouts=rollouts,
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
             store=self._store,
             ratings=ratings,
@@ -129,7 +142,6 @@ class StageRun:
             trace=self._trace,
             first_version=self._first_version,
             seed=self._seed,
-            uses_greedy=advantage is not None and advantage.uses_greedy,
         )
 
     def _make_trainer(self, config: TrainerConfig) -> Trainer | ScoreTrainer:

@@ -50,6 +50,7 @@ class NativeEngine:
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
+        self._allowed: int | None = None  # what tokens_generated may reach
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._context = context
@@ -89,8 +90,18 @@ class NativeEngine:
             unfinished = [row for row in self._rows if row.group is group and row.stop_reason is None]
             for row in [*unfinished, *group.waiting]:
                 row.stop_reason = StopReason.ABORTED
-                group.results.put_nowait(row.completion(self._tokenizer))
+                group.results.put_nowait(row.completion())
             self._abort(group)
+
+    def allow(self, tokens: int | None) -> None:
+        """See RolloutEngine."""
+        self._allowed = None if tokens is None else self.tokens_generated + tokens
+        self._keep_budget()
+
+    @property
+    def exhausted(self) -> bool:
+        """See RolloutEngine."""
+        return self._allowed is not None and self.tokens_generated >= self._allowed
 
     def pause(self) -> None:
         """See RolloutEngine."""
@@ -142,9 +153,15 @@ class NativeEngine:
         if request.sampling.stop and self._tokenizer is None:
             raise EngineError(f"{request.id}: stop strings need a tokenizer; use stop_token_ids")
         group = make_group(request, self._tokenizer, self._eos_ids, self._context)
-        self._queue.append(group)
+        if group.unfinished:
+            self._queue.append(group)
+        self._keep_budget()
         self._ensure_driver()
         return group
+
+    def _keep_budget(self) -> None:
+        if self.exhausted:
+            self.interrupt()
 
     def _ensure_driver(self) -> None:
         """Steps are made by a task that lives while there is something to do."""
@@ -171,6 +188,7 @@ class NativeEngine:
         try:
             while (self._queue or self._rows) and not self._paused:
                 self.step()
+                self._keep_budget()
                 await asyncio.sleep(0)
         except Exception as error:
             self._failure = error
@@ -212,7 +230,7 @@ class NativeEngine:
         self._stale = False
 
     def _start(self) -> None:
-        """Sample the first token of waiting completions, as far as there is room."""
+        """Start waiting completions, as far as there is room: sample a first token, or restore those begun with."""
         started: list[Row] = []
         for group in self._queue:
             while group.waiting and group.logits_V is not None and len(self._rows) + len(started) < self._max_sequences:
@@ -220,8 +238,10 @@ class NativeEngine:
         if not started:
             return
         self._sweep()
-        logits = torch.stack([row.group.logits_V for row in started if row.group.logits_V is not None])
-        self._runner.enter(started)
+        first, begun = [row for row in started if not row.tokens], [row for row in started if row.tokens]
+        logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
+        self._runner.enter(first)
+        self._runner.restore(begun)
         self._rows.extend(started)
         now = time.perf_counter()
         for row in started:
@@ -229,7 +249,8 @@ class NativeEngine:
         for group in [group for group in self._queue if not group.waiting]:
             self._queue.remove(group)
             group.logits_V = None
-        self._absorb(started, logits)
+        if first:
+            self._absorb(first, torch.stack(logits))
 
     def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire the rows that have finished."""
@@ -241,8 +262,7 @@ class NativeEngine:
             if row.stop_reason is None and row.append(token, logprob, mass, self.version)
         ]
         for row in finished:
-            row.group.unfinished -= 1
-            row.group.results.put_nowait(row.completion(self._tokenizer))
+            row.group.hand_out(row)
         self._sweep(self._runner.slack)
 
     def _sweep(self, slack: float = 0.0) -> None:

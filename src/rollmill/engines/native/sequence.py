@@ -12,7 +12,7 @@ import numpy as np
 from torch import Tensor
 
 from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request
+from rollmill.engines.base import Begun, Request
 from rollmill.engines.native.cache import Entry
 from rollmill.engines.native.rng import fold
 from rollmill.engines.native.stops import StopStrings, stop_strings
@@ -26,6 +26,7 @@ class Group:
     limit: int  # new tokens per completion
     stop_ids: frozenset[int]
     stops: StopStrings | None
+    tokenizer: Any
     results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.perf_counter)
     entry: Entry | None = None
@@ -35,8 +36,20 @@ class Group:
     unfinished: int = 0
 
     def __post_init__(self) -> None:
-        self.waiting.extend(Row(self, index) for index in range(self.request.n))
+        """Completions that are whole before they start, by the tokens they begin with, are handed out at once."""
+        begun = [*self.request.begun, *[None] * (self.request.n - len(self.request.begun))]
         self.unfinished = self.request.n
+        for index, earlier in enumerate(begun):
+            row = Row(self, index)
+            if earlier is not None and row.begin(earlier):
+                self.hand_out(row)
+            else:
+                self.waiting.append(row)
+
+    def hand_out(self, row: Row) -> None:
+        """Give a completion that has ended to whoever asked for it."""
+        self.unfinished -= 1
+        self.results.put_nowait(row.completion())
 
 
 @dataclass(slots=True, eq=False)
@@ -51,11 +64,17 @@ class Row:
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
-    started_at: float = 0.0
+    started_at: float | None = None
     stop_reason: StopReason | None = None
 
     def __post_init__(self) -> None:
-        self.seed = fold(self.group.request.seed, self.index)
+        request = self.group.request
+        self.seed = fold(request.seed, self.index)
+
+    def begin(self, begun: Begun) -> bool:
+        """Take over tokens that were sampled earlier, up to one that ends the completion; True if one does."""
+        arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
+        return any(self.append(*each) for each in zip(*(array.tolist() for array in arrays), strict=True))
 
     def append(self, token: int, logprob: float, kept: float, version: int) -> bool:
         """Add a sampled token; True if the completion is now finished."""
@@ -72,29 +91,33 @@ class Row:
             self.stop_reason = StopReason.LENGTH
         return self.stop_reason is not None
 
-    def completion(self, tokenizer: Any) -> Completion:
-        """The finished completion."""
+    def completion(self) -> Completion:
+        """The completion, which has ended."""
         assert self.stop_reason is not None
-        if self.stop_reason is StopReason.STOP and self.group.stops is not None:
-            text = self.group.stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
-            for special in tokenizer.all_special_tokens:
-                text = text.replace(special, "")
-        else:
-            text = "" if tokenizer is None else tokenizer.decode(self.tokens, skip_special_tokens=True)
+        group, now = self.group, time.perf_counter()
         return Completion(
-            prompt_ids=np.asarray(self.group.request.prompt_ids, np.int32),
+            prompt_ids=np.asarray(group.request.prompt_ids, np.int32),
             token_ids=np.asarray(self.tokens, np.int32),
             logprobs=np.asarray(self.logprobs, np.float32),
             versions=np.asarray(self.versions, np.int32),
             kept_logmass=np.asarray(self.kept, np.float32),
-            text=text,
+            text=self._text(),
             stop_reason=self.stop_reason,
             seed=self.seed,
             index=self.index,
-            submitted_at=self.group.submitted_at,
-            started_at=self.started_at,
-            finished_at=time.perf_counter(),
+            submitted_at=group.submitted_at,
+            started_at=now if self.started_at is None else self.started_at,
+            finished_at=now,
         )
+
+    def _text(self) -> str:
+        tokenizer, stops = self.group.tokenizer, self.group.stops
+        if self.stop_reason is StopReason.STOP and stops is not None:
+            text = stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
+            for special in tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+            return text
+        return "" if tokenizer is None else str(tokenizer.decode(self.tokens, skip_special_tokens=True))
 
 
 def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
@@ -102,4 +125,4 @@ def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], contex
     sampling = request.sampling
     stops = stop_strings(tokenizer, tuple(sampling.stop)) if sampling.stop else None
     limit = min(sampling.max_new_tokens, context - len(request.prompt_ids))
-    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops)
+    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
