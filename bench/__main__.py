@@ -19,6 +19,7 @@ NAMES = (
     "curriculum",
     "verify",
     "overlap",
+    "tail",
     "grade",
     "sandbox",
     "buffer",

@@ -16,11 +16,12 @@ def repair_stage(
     args: argparse.Namespace,
     train: TasksetConfig,
     held_out: TasksetConfig,
-    sections: dict[str, dict[str, Any]] | None = None,
+    changes: dict[str, Any] | None = None,
 ) -> tuple[StageRun, str, Callable[[], Awaitable[float]]]:
     """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy.
 
-    `sections` are keys that differ, by section.
+    Args:
+        changes: keys that differ; of a section, those inside it.
     """
     import torch
 
@@ -40,8 +41,9 @@ def repair_stage(
     changes: dict[str, Any] = {"limit": None, "greedy": False, "samples": 1, "every": args.every}
     evaluation = config.evaluation.model_copy(update=changes | {"taskset": held_out})
     config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
-    for name, keys in (sections or {}).items():
-        config = config.model_copy(update={name: getattr(config, name).model_copy(update=keys)})
+    for name, value in (changes or {}).items():
+        inside = isinstance(value, dict)
+        config = config.model_copy(update={name: getattr(config, name).model_copy(update=value) if inside else value})
     device = torch.device("cpu")
     policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
     precision = choose_precision(policy.model, device)

@@ -38,6 +38,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
             GRPO | {"name": "again", "steps": 4, "buffer": {"replay": REPLAY}},
         ],
     },
+    "partials": {"stages": [SFT, GRPO | {"max_staleness": 2, "rollout": {"token_budget": 90}}]},
+    "oversampled": {"stages": [SFT, GRPO | {"rollout": {"oversample": 0.75}}]},
     "dapo": {"stages": [SFT, GRPO | {"algorithm": {"name": "dapo"}, "trainer": {"lr": 1e-3, "updates_per_batch": 2}}]},
 }
 

@@ -33,6 +33,35 @@ CASES = {
         GOOD + "rollout: {max_new_tokens: 60, repetition: {tokens: 64}}",
         "run.yaml:4: rollout.repetition.tokens: completions end after rollout.max_new_tokens (60)",
     ),
+    "tries of what cannot fail": (
+        GOOD + "rollout: {attempts: 2}",
+        "rollout.attempts: not honoured by workflow `single_turn`",
+    ),
+    "segments without a budget": (
+        GOOD + "rollout: {partial: {learn: newest}}",
+        "run.yaml:4: rollout.partial: not honoured without rollout.token_budget",
+    ),
+    "a budget and no staleness": (
+        GOOD + "rollout: {token_budget: 9}",
+        "run.yaml:4: rollout.token_budget: a completion that goes on in the next step is a version old then",
+    ),
+    "a budget and turns": (
+        GOOD.replace("rewards: [{name: math}]", "environment: gymnasium")
+        + "rollout: {token_budget: 9}\nmax_staleness: 1\nworkflow: environment",
+        "rollout.token_budget: workflow `environment` cannot be put away in the middle; use rollout.oversample",
+    ),
+    "a budget and over-sampling": (
+        GOOD + "rollout: {token_budget: 9, oversample: 0.5}\nmax_staleness: 1",
+        "run.yaml:4: rollout.oversample: with token_budget unfinished completions go on in the next step",
+    ),
+    "over-sampling and greedy baselines": (
+        GOOD + "rollout: {oversample: 0.5}\nalgorithm: {name: remax}",
+        "run.yaml:4: rollout.oversample: advantage `remax` needs a greedy completion of every task",
+    ),
+    "a budget of nothing that is rolled out": (
+        GOOD.replace("rewards: [{name: math}]", "algorithm: {name: sft}") + "rollout: {token_budget: 9}",
+        "run.yaml:4: rollout.token_budget: not honoured: algorithm `sft`",
+    ),
     "two databases": (
         GOOD + "stages:\n  - {name: a, buffer: {url: 'postgresql://x/y'}}\n  - {name: b, max_staleness: 1}\n",
         "run.yaml:6: stages.1.buffer.url: a run has one database, and an earlier stage has another one",

@@ -30,9 +30,26 @@ stages:
     buffer: {replay: {groups: 1}}
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
   - {name: critic, steps: 1, algorithm: {name: ppo}, workflow: {name: tools, describe: false}, tools: [calculator]}
+  - {name: cut, steps: 2, max_staleness: 1, rollout: {token_budget: 8}}
+  - {name: more, steps: 1, rollout: {oversample: 0.5}}
+  - {name: flow, steps: 1, workflow: picky, rollout: {attempts: 2}}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}
+plugins: [flow.py]
 evaluation: {taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 4, seed: 1, digits: 1}}}
 monitor: {tensorboard: true}
+"""
+FLOW = """\
+import rollmill
+
+tried = set()
+
+@rollmill.workflow
+async def picky(task, policy, judge):
+    reply = await policy.complete(task.prompt)
+    if not tried:
+        tried.add(task.id)
+        raise ValueError("once")
+    return None if int(task.id.rpartition(":")[2]) % 2 else await judge(reply)
 """
 
 
@@ -41,6 +58,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run with as many metrics as possible."""
     folder = tmp_path_factory.mktemp("run")
     (folder / "run.yaml").write_text(RUN)
+    (folder / "flow.py").write_text(FLOW)
     assert main(["run", str(folder / "run.yaml"), "--out", str(folder / "out")]) == 0
     return folder / "out"
 
@@ -126,6 +144,6 @@ def _keys(section: str) -> set[str]:
 def _placeholder(name: str) -> set[str]:
     """`seconds/train` may be described as `seconds/PHASE`."""
     head, _, tail = name.partition("/")
-    _, _, last = tail.rpartition("/")
-    inside = {f"{head}/REWARD/{last}", f"{head}/NAME/{last}", f"{head}/NAME/REASON"}
+    middle, _, last = tail.rpartition("/")
+    inside = {f"{head}/REWARD/{last}", f"{head}/NAME/{last}", f"{head}/NAME/REASON", f"{head}/{middle}/REASON"}
     return {f"{head}/{word}" for word in ("PART", "TERM", "PHASE", "NAME", "KEY")} | inside

@@ -1,13 +1,34 @@
-"""The in-process store: groups of experiences, first in, first out, in the order their tasks were submitted."""
+"""Groups between their start and the pipeline: first in, first out, in the order their tasks were submitted."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience
+
+
+@dataclass(slots=True, eq=False)
+class Waiting:
+    """A group under way or finished. `number` tells when its task was submitted."""
+
+    number: int
+    name: str
+    future: asyncio.Future[list[Experience]]
+    unjudged: list[Experience] | None = None  #: its tokens, while rewards are awaited
+    arrived: int | None = None  #: how many groups had their tokens before it
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will never have tokens."""
+        return self.future.done() and (self.future.cancelled() or self.future.exception() is not None)
+
+    @property
+    def known(self) -> list[Experience] | None:
+        """Its experiences, judged or not; None where their tokens are missing."""
+        return self.future.result() if self.future.done() and not self.failed else self.unjudged
 
 
 class GroupQueue:
@@ -18,56 +39,97 @@ class GroupQueue:
     """
 
     def __init__(self) -> None:
-        self._groups: deque[tuple[str, asyncio.Future[list[Experience]]]] = deque()
-        self._unjudged: dict[asyncio.Future[list[Experience]], list[Experience]] = {}
+        self._groups: dict[int, Waiting] = {}  # by number, in order
+        self._arrivals = 0
         self._news = asyncio.Event()
 
     def __len__(self) -> int:
         return len(self._groups)
 
-    def put(self, name: str, group: asyncio.Future[list[Experience]]) -> None:
-        """Add a group under way; `name` (its task) appears in errors."""
-        self._groups.append((name, group))
+    def put(self, number: int, name: str, future: asyncio.Future[list[Experience]]) -> None:
+        """Add a group under way, behind those of smaller numbers; `name` (its task) appears in errors."""
+        self._groups[number] = Waiting(number, name, future)
+        self._groups = dict(sorted(self._groups.items()))
+        future.add_done_callback(lambda done: self._arrive(number, done))
 
-    def generated(self, group: asyncio.Future[list[Experience]], experiences: list[Experience]) -> None:
+    def generated(self, number: int, experiences: list[Experience]) -> None:
         """The tokens of a group under way are there; the same experiences are judged later."""
-        self._unjudged[group] = experiences
+        group = self._groups[number]
+        group.unjudged = experiences
+        self._arrive(number, group.future)
+
+    def _arrive(self, number: int, future: asyncio.Future[list[Experience]]) -> None:
+        group = self._groups.get(number)
+        if group is not None and group.future is future and group.arrived is None:
+            group.arrived, self._arrivals = self._arrivals, self._arrivals + 1
         self._news.set()
 
+    def withdraw(self, number: int) -> None:
+        """Forget a group, whatever it is doing."""
+        del self._groups[number]
+        self._news.set()
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """Stop groups and forget them."""
+        futures = [self._groups.pop(number).future for number in numbers]
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+    def tokens_of(self, number: int) -> list[Experience]:
+        """The experiences of a group whose tokens are there."""
+        known = self._groups[number].known
+        assert known is not None
+        return known
+
+    # -- waiting for tokens --------------------------------------------------------------------------------------
+
+    def first(self, count: int) -> list[Waiting]:
+        """The oldest groups."""
+        return list(self._groups.values())[:count]
+
+    def have_tokens(self, count: int | None = None) -> bool:
+        """Whether the oldest groups (None: all) have their tokens."""
+        return all(group.known is not None for group in list(self._groups.values())[:count])
+
+    def failed(self) -> bool:
+        """Whether a group has failed."""
+        return any(group.failed for group in self._groups.values())
+
+    def raise_failure(self) -> None:
+        """Raise what a group that has failed raised."""
+        for group in self._groups.values():
+            if group.failed:
+                group.future.result()
+
     async def all_generated(self) -> None:
-        """Wait until the tokens of all groups are there, or a group has failed (`get` tells how)."""
-        while True:
-            done = [future for _, future in self._groups if future.done()]
-            if any(future.cancelled() or future.exception() is not None for future in done):
-                return
-            waiting = [future for _, future in self._groups if not future.done() and future not in self._unjudged]
-            if not waiting:
-                return
+        """Wait until the tokens of all groups are there, or a group has failed."""
+        await self._until(self.have_tokens)
+
+    async def first_generated(self, numbers: Sequence[int], count: int, *, needed: Sequence[int] = ()) -> list[int]:
+        """The `count` of these groups whose tokens are there first, in the order of their numbers; fewer where a group
+        has failed. Those that are `needed` (at most `count`) are waited for.
+        """
+
+        def chosen() -> list[int]:
+            there = [each for number in numbers if (each := self._groups[number]).known is not None]
+            there.sort(key=lambda each: (each.number not in needed, each.arrived))
+            return sorted(each.number for each in there[:count])
+
+        await self._until(lambda: len(found := chosen()) == count and set(needed) <= set(found))
+        return chosen()
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not (condition() or self.failed()):
             self._news.clear()
-            news = asyncio.ensure_future(self._news.wait())
-            try:
-                everything: list[asyncio.Future[Any]] = [*waiting, news]
-                await asyncio.wait(everything, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                news.cancel()
+            await self._news.wait()
 
-    def peek(self, groups: int) -> list[Experience] | None:
+    # -- taking ------------------------------------------------------------------------------------------------
+
+    def peek(self, groups: int) -> list[list[Experience]] | None:
         """What `get` will give, judged or not; None where some tokens are still missing."""
-        found: list[Experience] = []
-        for _, future in list(self._groups)[:groups]:
-            judged = future.done() and not future.cancelled() and future.exception() is None
-            known = future.result() if judged else self._unjudged.get(future)
-            if known is None:
-                return None
-            found += known
-        return found
-
-    def restore(self, groups: list[list[Experience]]) -> None:
-        """Add finished groups of a checkpoint."""
-        for experiences in groups:
-            done: asyncio.Future[list[Experience]] = asyncio.get_running_loop().create_future()
-            done.set_result(experiences)
-            self.put(f"task {experiences[0].task_id}", done)
+        found = [group.known for group in self.first(groups)]
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
 
     async def get(self, groups: int, deadline_s: float) -> list[list[Experience]]:
         """The experiences of the oldest groups, group by group, once all of them are finished.
@@ -75,36 +137,37 @@ class GroupQueue:
         Raises:
             DeadlineError: some group is still unfinished after `deadline_s` seconds; nothing is taken.
         """
-        wanted = list(self._groups)[:groups]
+        wanted = self.first(groups)
         await self._wait(wanted, deadline_s)
-        for _, future in wanted:
-            self._groups.popleft()
-            self._unjudged.pop(future, None)
-        return [future.result() for _, future in wanted]
+        for group in wanted:
+            del self._groups[group.number]
+        return [group.future.result() for group in wanted]
 
-    def futures(self) -> list[asyncio.Future[list[Experience]]]:
+    def all(self) -> list[Waiting]:
         """All groups, finished or not, oldest first."""
-        return [future for _, future in self._groups]
+        return list(self._groups.values())
+
+    def restore(self, groups: dict[int, list[Experience]]) -> None:
+        """Add finished groups of a checkpoint, by number."""
+        for number, experiences in groups.items():
+            done: asyncio.Future[list[Experience]] = asyncio.get_running_loop().create_future()
+            done.set_result(experiences)
+            self.put(number, f"task {experiences[0].task_id}" if experiences else "a group that was rejected", done)
 
     async def cancel(self) -> None:
         """Drop everything."""
-        futures = [future for _, future in self._groups]
-        self._groups.clear()
-        self._unjudged.clear()
-        for future in futures:
-            future.cancel()
-        await asyncio.gather(*futures, return_exceptions=True)
+        await self.drop(list(self._groups))
 
     @staticmethod
-    async def _wait(wanted: list[tuple[str, asyncio.Future[list[Experience]]]], deadline_s: float) -> None:
+    async def _wait(wanted: list[Waiting], deadline_s: float) -> None:
         if not wanted:
             return
-        futures = [future for _, future in wanted]
+        futures = [group.future for group in wanted]
         done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
         for future in done:
             future.result()  # raises what the group raised
         if pending:
-            late = [name for name, future in wanted if not future.done()]
+            late = [group.name for group in wanted if not group.future.done()]
             raise DeadlineError(
                 "the trainer",
                 f"{len(late)} of {len(wanted)} groups of the explorer (first: {', '.join(late[:3])})",

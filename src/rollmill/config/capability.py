@@ -54,7 +54,8 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
     learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
     if not algorithm.uses_rollouts:
-        batch = [("rollout", name) for name in ("batch", "group_size", "reuse")]
+        names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
+        batch = [("rollout", name) for name in names]
         for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",)):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
@@ -104,8 +105,6 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what lies between explorer and trainer."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
-    if not stage.pipeline:
-        keys["rollout", "refills"] = "not honoured without a pipeline, which drops groups; remove it"
     if not (algorithm.uses_experts or algorithm.uses_pairs):
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text

@@ -61,6 +61,7 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if rollout.temperature == 0:
         text = "training needs differing completions, but 0 always picks the same; give a value above 0, usually 1"
         yield ("rollout", "temperature"), text
+    yield from _cut_short(stage)
     if isinstance(algorithm, Distill):
         if algorithm.teacher is None:
             yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
@@ -84,6 +85,29 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
+
+
+def _cut_short(stage: StageConfig) -> Iterator[Finding]:
+    """Completions that are put away or stopped before they have ended."""
+    rollout, budget = stage.rollout, ("rollout", "token_budget")
+    if rollout.token_budget is not None:
+        if stage.max_staleness == 0:
+            text = "a completion that goes on in the next step is a version old then; set max_staleness to 1 or more"
+            yield budget, text
+        if not stage.workflow.single_turn:
+            text = f"workflow `{stage.workflow.name}` cannot be put away in the middle; use rollout.oversample"
+            yield budget, f"{text}, or rollout.time_limit_s"
+        if rollout.reuse is not None:
+            text = "drafts belong to whole completions, and a budget cuts them into parts"
+            yield ("rollout", "reuse"), f"{text}; choose one of reuse and token_budget"
+        if rollout.oversample:
+            text = "with token_budget unfinished completions go on in the next step, with oversample they are stopped"
+            yield ("rollout", "oversample"), f"{text}; choose one"
+    name = "token_budget" if rollout.token_budget is not None else "oversample"
+    advantage = getattr(stage.algorithm, "advantage", None)
+    if (rollout.token_budget is not None or rollout.oversample) and advantage is not None and advantage.uses_greedy:
+        text = f"advantage `{advantage.name}` needs a greedy completion of every task, which is not cut short"
+        yield ("rollout", name), f"{text}; remove this, or use another algorithm"
 
 
 def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:

@@ -11,7 +11,7 @@ from pydantic import Field, field_validator
 from rollmill.config.base import Section
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.workflows import WorkflowConfig
 
@@ -38,7 +38,7 @@ class EvaluationSampling(Section):
 
     def over(self, rollout: RolloutConfig) -> RolloutConfig:
         """The settings of rollouts with these in place of theirs."""
-        given = {key: value for key in SamplingConfig.model_fields if (value := getattr(self, key)) is not None}
+        given = {key: value for key in type(self).model_fields if (value := getattr(self, key)) is not None}
         return rollout.model_copy(update=given)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -65,6 +65,13 @@ class ReuseConfig(Section):
     """Tasks whose latest completions are remembered; those rolled out longest ago are forgotten first."""
 
 
+class PartialConfig(Section):
+    """Completions that a token budget has cut into segments, each written by other weights."""
+
+    learn: Literal["all", "newest"] = "all"
+    """`all`: every token counts in the loss. `newest`: only those of the last segment."""
+
+
 class RolloutConfig(SamplingConfig):
     """Rollouts for training."""
 
@@ -82,5 +89,19 @@ class RolloutConfig(SamplingConfig):
     deadline_s: float = Field(600.0, gt=0)
     """Longest wait for one batch of completions and their rewards."""
     refills: int = Field(10, ge=1)
-    """How many batches' worth of groups the pipeline may drop in one step before the run ends with an error. For every
-    dropped group another task is rolled out. Only with `pipeline`."""
+    """How many batches' worth of groups may be lost in one step before the run ends with an error: dropped by the
+    pipeline, or rejected by the workflow. For every one of them another task is rolled out."""
+    attempts: int = Field(1, ge=1)
+    """How often a rollout is tried by its workflow, each time with other random numbers, until a try does not fail.
+    A try fails when its environment crashes, the workflow raises, or its time is up."""
+    time_limit_s: float | None = Field(None, gt=0)
+    """Longest time for one try of a rollout, with all its turns and its waits for the engine."""
+    failures: Literal["stop", "reject"] = "stop"
+    """When the last try of a rollout has failed: end the run with an error, or learn from the rest of its group."""
+    oversample: float = Field(0.0, ge=0)
+    """This share more groups are started than a step needs; when enough have their tokens, the others are stopped.
+    Their tasks come again first, from the beginning."""
+    token_budget: int | None = Field(None, ge=1)
+    """Tokens that are generated for a step. When they are spent and the step's groups are whole, unfinished completions
+    are put away, and go on in the next step with the new weights. Needs max_staleness of at least 1."""
+    partial: PartialConfig = PartialConfig()

@@ -126,6 +126,11 @@ class StageConfig(Section):
         return self.max_staleness > 0 or self.buffer.replay is not None or made
 
     @property
+    def evaluates_alone(self) -> bool:
+        """Whether nothing is rolled out beside an evaluation: it decides what comes next, or rollouts are cut short."""
+        return self.early_stop is not None or self.rollout.token_budget is not None or self.rollout.oversample > 0
+
+    @property
     def tasks_from(self) -> TasksetConfig:
         """The taskset of a stage that needs one."""
         assert self.taskset is not None

@@ -18,8 +18,16 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
-    if not stage.workflow.single_turn:
+    if stage.workflow.single_turn:
+        for key in ("attempts", "time_limit_s", "failures"):
+            keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
+        if not stage.pipeline:
+            text = f"not honoured without a pipeline, which drops groups; workflow `{name}` rejects none; remove it"
+            keys["rollout", "refills"] = text
+    else:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
+    if stage.rollout.token_budget is None:
+        keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
     if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":

@@ -6,13 +6,14 @@ An explorer knows an engine, a judge, a tokenizer and perhaps a workflow; it doe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, Experience, StopReason, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
 from rollmill.explorer.drafts import DraftShelf, as_draft
+from rollmill.explorer.parts import Part, begun_with, with_earlier_times
 from rollmill.explorer.runner import WorkflowRunner, note, penalise
 from rollmill.monitor.trace import GENERATE, REWARD, Trace
 from rollmill.rewards import Judge, Judgement
@@ -123,6 +124,48 @@ class Explorer:
                 pending.cancel()
             await asyncio.gather(*judging.values(), return_exceptions=True)
             raise
+
+    async def part(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        begun: Sequence[Experience] = (),
+    ) -> Part:
+        """n completions of a task, until they have ended or the engine is interrupted. They are not judged.
+
+        Args:
+            begun: what an earlier part of the same group has given.
+
+        Raises EngineError where the prompt does not fit.
+        """
+        earlier = [begun_with(each) for each in begun]
+        name = f"task {task.id}"
+        request = Request(encode_prompt(task, self._tokenizer), sampling, n=n, seed=seed, id=name, begun=earlier)
+        completions = await self._engine.generate(request)
+        if self._trace is not None:
+            for each in completions:
+                self._trace.add(GENERATE, each.submitted_at, each.started_at, each.finished_at)
+        prompt = prompt_text(task, self._tokenizer)
+        experiences = [_experience(task, prompt, each, sampling, group) for each in completions]
+        return Part(completions, with_earlier_times(experiences, begun) if begun else experiences)
+
+    async def judge(self, task: Task, sampling: SamplingConfig, part: Part) -> None:
+        """Write what the rewards say into the experiences of a part whose completions have all ended.
+
+        Raises RewardError: see `rollout`.
+        """
+        judgements = await self._judge.judge_group(task, part.completions)
+        for experience, judgement in zip(part.experiences, judgements, strict=True):
+            self._add(experience, judgement)
+            penalise([experience], sampling, experience.stop_reason is StopReason.REPETITION)
+
+    def take_counts(self) -> dict[str, float]:
+        """What has become of rollouts by a workflow since the last call: see Attempts. Empty where there is none."""
+        return {} if self._runner is None else self._runner.take_counts()
 
     def _add(self, experience: Experience, judgement: Judgement) -> None:
         note(experience, judgement)

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.errors import RollmillError, WorkflowError
 from rollmill.core.types import Experience, StopReason, Task
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native.rng import fold
+from rollmill.explorer.attempts import Attempts
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.policy import Policy
 from rollmill.explorer.recording import Recorder
-from rollmill.explorer.workflow import Outcome, Rollout, Workflow
+from rollmill.explorer.workflow import Outcome, Rollout
 from rollmill.monitor.trace import REWARD, Trace
 from rollmill.rewards import Judge, Judgement
 
 REPETITION = StopReason.REPETITION
 REPEATED = "rollout/repetition"  #: part of the reward: what repetition costs
+REJECTED = "rejected"
+"""Key of `info` of the experiences of a rollout that nothing is to be learned from: why."""
+RETRY_STREAM = 0x7E7  # keeps the randomness of a rollout's tries apart
 
 
 class WorkflowRunner:
@@ -30,56 +33,56 @@ class WorkflowRunner:
     """
 
     def __init__(
-        self, workflow: Workflow, engine: RolloutEngine, chat: ChatFormat, judge: Judge, trace: Trace | None = None
+        self, attempts: Attempts, engine: RolloutEngine, chat: ChatFormat, judge: Judge, trace: Trace | None = None
     ) -> None:
-        self._workflow, self._engine, self._chat = workflow, engine, chat
+        self._attempts, self._engine, self._chat = attempts, engine, chat
         self._judge, self._trace = judge, trace
 
     async def group(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, group: str) -> list[Experience]:
-        """The judged experiences of n rollouts, ordered by rollout.
+        """The judged experiences of n rollouts, ordered by rollout; those of rejected ones say why in `info`.
 
         Raises:
-            WorkflowError: the workflow raised, or returned something that is not a reward.
-            RollmillError: an engine, an environment or a reward failed.
+            WorkflowError: the workflow failed, or returned something that is not a reward.
+            RollmillError: an engine or a reward failed.
         """
-        rollouts = [self._rollout(task, sampling, index, seed, group) for index in range(n)]
-        running = [asyncio.ensure_future(self._run(each)) for each in rollouts]
+
+        def begin(index: int, number: int) -> Rollout:
+            again = (RETRY_STREAM, number) if number else ()
+            return self._rollout(task, sampling, index, seed, fold(seed, index, *again), group)
+
+        running = [asyncio.ensure_future(self._attempts.run(partial(begin, index))) for index in range(n)]
         try:
-            outcomes = await asyncio.gather(*running)
+            ended = await asyncio.gather(*running)
         except BaseException:
             for each in running:
                 each.cancel()
             await asyncio.gather(*running, return_exceptions=True)
             raise
-        outcomes = await self._finished(task, outcomes)
+        outcomes = await self._finished(task, [outcome for _, outcome in ended])
+        rollouts = [rollout for rollout, _ in ended]
         return [
             one for rollout, outcome in zip(rollouts, outcomes, strict=True) for one in self._made(rollout, outcome)
         ]
 
-    def _rollout(self, task: Task, sampling: SamplingConfig, index: int, seed: int, group: str) -> Rollout:
-        recorder, id, own = Recorder(), f"{group}/{index}", fold(seed, index)
+    def take_counts(self) -> dict[str, float]:
+        """What has become of rollouts since the last call: see Attempts."""
+        return self._attempts.take_counts()
+
+    def _rollout(
+        self, task: Task, sampling: SamplingConfig, index: int, group_seed: int, seed: int, group: str
+    ) -> Rollout:
+        recorder, id = Recorder(), f"{group}/{index}"
         policy = Policy(
             self._engine,
             self._chat,
             sampling,
-            seed=own,
+            seed=seed,
             name=f"task {task.id}",
             recorder=recorder,
             trace=self._trace,
             index=index,
         )
-        return Rollout(id, task, group, index, own, seed, sampling, policy, recorder)
-
-    async def _run(self, rollout: Rollout) -> Outcome:
-        try:
-            return await self._workflow.run(rollout)
-        except RollmillError:
-            raise
-        except Exception as error:
-            raise WorkflowError(
-                f"workflow `{self._workflow.name}` failed on task `{rollout.task.id}`: {_place(error)}"
-                f"{type(error).__name__}: {error}"
-            ) from error
+        return Rollout(id, task, group, index, seed, group_seed, sampling, policy, recorder)
 
     async def _finished(self, task: Task, outcomes: list[Outcome]) -> list[Outcome]:
         """Judgements with what the rewards of whole groups say."""
@@ -105,8 +108,12 @@ class WorkflowRunner:
         if len(experiences) > 1 or steps:
             _reward_last(experiences, outcome.reward)
         for experience in experiences:
+            if outcome.rejected is not None:
+                experience.reward, experience.reward_parts = None, {}
+                experience.info[REJECTED] = outcome.rejected
+                continue
             if experience.reward is not None:  # the workflow has said what this branch is worth
-                experience.reward_parts = {self._workflow.name: experience.reward}
+                experience.reward_parts = {self._attempts.name: experience.reward}
                 experience.info["step_reward"] = experience.reward
                 continue
             if outcome.judgement is not None:
@@ -152,14 +159,3 @@ def note(experience: Experience, judgement: Judgement) -> None:
     if judgement.details:
         experience.info["details"] = dict(judgement.details)
     experience.timings["reward"] = judgement.seconds
-
-
-def _place(error: BaseException) -> str:
-    """FILE:LINE: of where the user's code failed: the last frame outside of rollmill and of libraries."""
-    found, at = "", error.__traceback__
-    while at is not None:
-        file: Any = at.tb_frame.f_code.co_filename
-        if "site-packages" not in file and "/rollmill/" not in file.replace("\\", "/") and "lib/python" not in file:
-            found = f"{file}:{at.tb_lineno}: "
-        at = at.tb_next
-    return found

@@ -22,6 +22,7 @@ Solve = Callable[..., Awaitable[Answer]]
 """(task, policy, **parts) -> the reward. Parts are `judge`, `environment`, `tools`, `examples` and the names under
 `models`, as far as the run has them.
 """
+RETURNED_NONE = "none"  #: why a rollout is rejected whose workflow returned None
 
 
 @dataclass(slots=True, eq=False)
@@ -46,13 +47,17 @@ Source = Callable[[Rollout], AbstractAsyncContextManager[Any]]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward."""
+    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward.
+
+    `rejected` says why nothing is to be learned from it.
+    """
 
     reward: float | None
     parts: dict[str, float | None]
     completion: Completion | None = None
     judgement: Judgement | None = None
     extra: Mapping[str, float] = field(default_factory=dict)  #: parts that the workflow adds to the judgement
+    rejected: str | None = None
 
     def judged(self, judgement: Judgement) -> Outcome:
         """The same with another judgement, and its extra parts."""
@@ -61,33 +66,37 @@ class Outcome:
 
 
 class Workflow:
-    """A workflow with the sources of its parts, by name.
-
-    Args:
-        judges: whether what it returns may be a judgement that its group's rewards have to finish.
-    """
+    """A workflow with the sources of its parts, by name."""
 
     def __init__(self, name: str, solve: Solve, parts: Mapping[str, Source]) -> None:
         self.name = name
         self._solve, self._parts = solve, dict(parts)
 
-    async def run(self, rollout: Rollout) -> Outcome:
-        """Solve the task once. Raises what the workflow raises, TypeError and ValueError for answers that are none."""
+    async def answer(self, rollout: Rollout) -> Answer:
+        """Solve the task once. Raises what the workflow and its parts raise."""
         async with AsyncExitStack() as stack:
             parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
-            answer = await self._solve(rollout.task, rollout.policy, **parts)
-        return self._outcome(rollout, answer)
+            return await self._solve(rollout.task, rollout.policy, **parts)
 
-    def _outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+    def outcome(self, rollout: Rollout, answer: Answer) -> Outcome:
+        """What an answer means; None rejects the rollout, unless its steps or branches have rewards.
+
+        Raises TypeError and ValueError for answers that are none.
+        """
         if isinstance(answer, tuple):
             return self._judged(rollout, answer[0], _numbers(answer[1]))
         if isinstance(answer, Judgement):
             return self._judged(rollout, answer, {})
         value = checked_value(answer)
+        if value is None:
+            recorder = rollout.recorder
+            worth = any(each.reward is not None for each in recorder.steps)
+            worth |= any(each.reward is not None for each in recorder.calls)
+            return Outcome(None, {}, rejected=None if worth else RETURNED_NONE)
         if isinstance(value, dict):
             given = [each for each in value.values() if each is not None]
             return Outcome(sum(given) if given else None, dict(value))
-        return Outcome(value, {} if value is None else {self.name: value})
+        return Outcome(value, {self.name: value})
 
     def _judged(self, rollout: Rollout, judgement: Judgement, extra: Mapping[str, float]) -> Outcome:
         for completion, given in reversed(rollout.judged):

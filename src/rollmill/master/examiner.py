@@ -176,12 +176,13 @@ class Examiner:
         return [each for each in kinds if each[1]]
 
     def _start(self, queue: GroupQueue, task: Task, sampling: SamplingConfig, n: int, seed: int, group: str) -> None:
+        number = len(queue)
+
         def generated(experiences: list[Experience]) -> None:
-            queue.generated(future, experiences)
+            queue.generated(number, experiences)
 
         work = self._explorer.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated)
-        future = asyncio.ensure_future(work)
-        queue.put(f"held-out task {task.id}", future)
+        queue.put(number, f"held-out task {task.id}", asyncio.ensure_future(work))
 
     def _attempts(self, group: Sequence[Experience], n: int) -> list[Attempt]:
         """The n rollouts of a group. One that left no experience earned nothing."""

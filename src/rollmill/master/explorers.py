@@ -9,6 +9,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.types import Task
 from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
+from rollmill.explorer.attempts import Attempts
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.drafts import DraftShelf
@@ -52,7 +53,7 @@ class Explorers:
         runner = None
         if workflow is not None:
             chat = ChatFormat(self._policy.tokenizer, self._policy.eos_ids)
-            runner = WorkflowRunner(workflow, self._engine, chat, self._judge, trace)
+            runner = WorkflowRunner(Attempts(workflow, self._config.rollout), self._engine, chat, self._judge, trace)
         return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner, drafts)
 
     def metrics(self) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Master:
         if state.step == 0 and self.state.stage and _measures(self._stages[self.state.stage - 1]) != _measures(config):
             self.state.best_value = self.state.best_step = None  # another measure: not comparable
         try:
-            if config.early_stop is not None and state.step == 0 and config.evaluation and config.evaluation.at_start:
+            if config.evaluates_alone and state.step == 0 and config.evaluation and config.evaluation.at_start:
                 await self._evaluate_at_start(config, stage)
             while state.step < config.steps and not state.stopped:
                 await self._one_step(config, stage)
@@ -157,10 +157,9 @@ class Master:
         """Whether the weights as they are shall be evaluated while the next step rolls out.
 
         A run that goes on from a checkpoint evaluates again what it was written with, beside the same rollouts: so it
-        computes the same as a run that was not stopped. Where the evaluation decides whether there is a next step it
-        comes before it, alone.
+        computes the same as a run that was not stopped. Some stages are evaluated alone, before the next step.
         """
-        if config.evaluation is None or config.early_stop is not None:
+        if config.evaluation is None or config.evaluates_alone:
             return False
         if stage.state.step == 0:
             return config.evaluation.at_start and not self._already_evaluated(config)
@@ -212,7 +211,7 @@ class Master:
         metrics |= {f"seconds/{phase}": seconds for phase, seconds in result.seconds.items()}
         metrics["seconds/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, 0.0
         last = stage.state.step == config.steps
-        due = config.early_stop is not None and config.evaluation and stage.state.step % config.evaluation.every == 0
+        due = config.evaluates_alone and config.evaluation and stage.state.step % config.evaluation.every == 0
         if config.evaluation is not None and (last or due):
             began = time.perf_counter()
             metrics |= await self._evaluate(config, stage)

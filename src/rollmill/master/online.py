@@ -74,7 +74,6 @@ class OnlineSupply(Supply):
 
     def arrived(self, experiences: list[Experience]) -> None:
         """A group is there."""
-        self._submitted += 1
         task = asyncio.ensure_future(self._take_in(experiences))
         self._coming.add(task)
         task.add_done_callback(self._coming.discard)

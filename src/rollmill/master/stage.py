@@ -46,6 +46,7 @@ from rollmill.master.measures import (
     seconds_of,
 )
 from rollmill.master.online import OnlineSupply, Unasked
+from rollmill.master.rollouts import Rollouts
 from rollmill.master.selection import StageTasks
 from rollmill.master.state import StageState
 from rollmill.master.supply import Facts, Supply
@@ -145,12 +146,24 @@ class StageRun:
         advantage = getattr(config.algorithm, "advantage", None)
         online = isinstance(config.workflow, Traffic)
         by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
-        made = OnlineSupply if online else Supply
         batch = config.rollout.batch
+        sampler = Unasked() if online else build_sampler(tasks, config.tasks_from.order, self._seed, batch=batch)
+        rollouts = Rollouts(
+            config,
+            sampler=sampler,
+            explorer=explorer,
+            engine=self._engine,
+            store=self._store,
+            task=by_id.__getitem__,
+            first_version=self._first_version,
+            seed=self._seed,
+            uses_greedy=advantage is not None and advantage.uses_greedy,
+        )
+        made = OnlineSupply if online else Supply
         return made(
             config,
-            sampler=Unasked() if online else build_sampler(tasks, config.tasks_from.order, self._seed, batch=batch),
-            explorer=explorer,
+            sampler=sampler,
+            rollouts=rollouts,
             pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
             store=self._store,
             ratings=ratings,
@@ -158,7 +171,6 @@ class StageRun:
             trace=self._trace,
             first_version=self._first_version,
             seed=self._seed,
-            uses_greedy=advantage is not None and advantage.uses_greedy,
         )
 
     def _make_trainer(self, config: TrainerConfig) -> Trainer | ScoreTrainer:

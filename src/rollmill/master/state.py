@@ -19,6 +19,8 @@ class StageState:
     pipeline: dict[str, Any] = field(default_factory=dict)  #: what its operators remember
     stores: dict[str, dict[str, Any]] = field(default_factory=dict)  #: where buffers are, by their kind
     groups: list[list[dict[str, Any]]] = field(default_factory=list)  #: finished groups not yet learned from
+    numbers: list[int] = field(default_factory=list)  #: when their tasks were submitted
+    again: list[tuple[str, int]] = field(default_factory=list)  #: tasks that were stopped, with how often
     best: float | None = None  #: best evaluation of this stage, for early stopping
     since_best: int = 0  #: evaluations since then
     stopped: bool = False  #: ended early

@@ -8,28 +8,27 @@ pipeline leaves nothing, another task is rolled out, so a batch is never short.
 
 from __future__ import annotations
 
-import asyncio
 import copy
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.buffer import Group, GroupQueue, Shelf, Store
+from rollmill.buffer import Group, Shelf, Store
 from rollmill.buffer.base import EXPLORER, oldest_version
 from rollmill.buffer.grouping import grouped
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.replay import mean_advantage
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import DeadlineError, PipelineError
+from rollmill.core.errors import PipelineError
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
-from rollmill.explorer import Explorer
+from rollmill.explorer.runner import REJECTED
 from rollmill.master.measures import REPLAYED
-from rollmill.master.pacing import Pacing
+from rollmill.master.rollouts import Rollouts
 from rollmill.master.state import StageState
-from rollmill.monitor.codec import decode_experience, encode_experience
 from rollmill.monitor.trace import Trace
 from rollmill.pipelines import Context, Pipeline
 from rollmill.tasks import Sampler
@@ -54,8 +53,7 @@ class Supply:
 
     Args:
         first_version: of the weights when the stage began.
-        seed: what completions' seeds and replay derive from.
-        uses_greedy: the algorithm compares with one greedy completion per task.
+        seed: what replay derives from.
     """
 
     writer = EXPLORER  #: of the groups that are put into the store
@@ -65,7 +63,7 @@ class Supply:
         config: StageConfig,
         *,
         sampler: Sampler,
-        explorer: Explorer,
+        rollouts: Rollouts,
         pipeline: Pipeline,
         store: Store,
         ratings: Ratings,
@@ -73,18 +71,15 @@ class Supply:
         trace: Trace,
         first_version: int,
         seed: int,
-        uses_greedy: bool,
     ) -> None:
         self._config, self._facts, self._trace = config, facts, trace
         self._first_version, self._seed = first_version, seed
         self._sampler = sampler
         self._pipeline, self._store, self._ratings = pipeline, store, ratings
-        self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
-        self._queue = GroupQueue()
-        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
-        self._submitted = 0
+        self._rollouts, self._queue = rollouts, rollouts.queue
         self._observed = any(section.name == "success_rate" for section in config.pipeline)
         self._raw: list[list[float]] = []  # rewards by group, since the last step
+        self._rejected: list[list[str]] = []  # why rollouts were, by group of which nothing was left
         self._late, self._replayed = 0, 0
         self._taken: list[Group] = []
 
@@ -94,15 +89,7 @@ class Supply:
         Args:
             deadlines: how many times rollout.deadline_s they may take.
         """
-        done, waiting = version - self._first_version, self._waiting(version)
-        while self._pacing.may_start(done, ahead := waiting + len(self._queue)):
-            number, self._submitted = self._submitted, self._submitted + 1
-            task = self._sampler.next(self._pacing.step_of(done, ahead))
-            group = f"{self._config.name}-{number:06d}"
-            self._queue.put(f"task {task.id}", self._start(task, group, fold(self._seed, number)))
-        await asyncio.sleep(0)  # lets what was admitted reach the engine
-        deadline = deadlines * self._config.rollout.deadline_s
-        await within(self._queue.all_generated(), deadline, "the master", "the engine to finish its completions")
+        await self._rollouts.run(version, self._waiting(version), deadlines)
 
     def again(self, version: int) -> list[Experience]:
         """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards
@@ -124,7 +111,11 @@ class Supply:
         """What `collect` will give, judged or not; None where some tokens, or the pipeline's verdict, are missing."""
         if len(self._pipeline) or self._store.waiting():
             return None
-        return self._queue.peek(self._config.rollout.batch)
+        groups = self._queue.peek(self._config.rollout.batch)
+        if groups is None or len(groups) < self._config.rollout.batch:
+            return None
+        left = [_accepted(group) for group in groups]
+        return [each for group in left for each in group] if all(left) else None
 
     async def collect(self, version: int) -> list[Experience]:
         """The verified experiences of one batch of groups, once they are judged.
@@ -139,18 +130,27 @@ class Supply:
                     await self.roll_out(version)
             with self._trace.during("reward"):
                 for experiences in await self._queue.get(missing, rollout.deadline_s):
-                    self._observe(experiences)
-                    if self._is_late(experiences, version):
-                        self._late += 1
-                    else:
-                        wasted += not await self._verify(experiences, version)
+                    wasted += not await self._admit(experiences, version)
             if wasted > rollout.refills * rollout.batch:
                 raise PipelineError(self._nothing_left(wasted))
         fresh = self._store.take(
             rollout.batch, step=version + 1, deadline_s=rollout.deadline_s, min_version=self._oldest(version)
         )
+        self._rollouts.end_step()
         self._taken += fresh
         return [experience for group in fresh for experience in group.experiences]
+
+    async def _admit(self, group: Sequence[Experience], version: int) -> bool:
+        """Verify a group; whether anything is left of it. One that is too stale was not wasted: it is not counted."""
+        experiences = _accepted(group)
+        if not experiences:
+            self._rejected.append([each.info[REJECTED] for each in group])
+            return False
+        self._observe(experiences)
+        if self._is_late(experiences, version):
+            self._late += 1
+            return True
+        return await self._verify(experiences, version)
 
     def _waiting(self, version: int) -> int:
         return self._store.waiting(min_version=self._oldest(version))
@@ -195,6 +195,10 @@ class Supply:
 
     def _nothing_left(self, wasted: int) -> str:
         said = []
+        if self._rejected:
+            reasons = Counter(reason for group in self._rejected for reason in group or ["the policy was never asked"])
+            why = ", ".join(f"{count} {reason}" for reason, count in reasons.items())
+            said.append(f"workflow `{self._config.workflow.name}` rejected all of {len(self._rejected)} groups ({why})")
         for name, report in self._pipeline.reports().items():
             if report.dropped:
                 why = ", ".join(f"{count} {reason}" for reason, count in report.reasons.items())
@@ -215,7 +219,9 @@ class Supply:
 
     def metrics(self) -> dict[str, float]:
         """What rollouts and pipeline did since the last call, and what the sampler knows."""
-        found = dict(self._sampler.metrics())
+        found = dict(self._sampler.metrics()) | self._rollouts.metrics()
+        if self._rejected:
+            found["rollout/empty_groups"] = float(len(self._rejected))
         if len(self._pipeline) or self._late:
             rewards = [reward for group in self._raw for reward in group]
             found |= {"raw/groups": float(len(self._raw)), "raw/late": float(self._late)}
@@ -224,46 +230,34 @@ class Supply:
                 found |= {f"pipeline/{name}/{key}": float(value) for key, value in report.numbers().items()}
         if self._config.buffer.replay is not None:
             found["replay/groups"] = self._replayed
-        self._raw, self._late = [], 0
+        self._raw, self._late, self._rejected = [], 0, []
         return found
 
     # -- checkpoints -------------------------------------------------------------------------------------------
 
     def mark(self, state: StageState) -> None:
         """Note a step boundary in the stage's state."""
-        state.submitted = self._submitted
-        state.tasks = self._sampler.state_dict()
+        self._rollouts.mark(state)
         state.pipeline = self._pipeline.state_dict()
-        self._groups_at_boundary = self._queue.futures()
 
     async def snapshot(self, state: StageState) -> None:
         """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
-        deadline, waiting = self._config.rollout.deadline_s, self._groups_at_boundary
-        await within(asyncio.gather(*waiting), deadline, "the checkpoint", f"the rewards of {len(waiting)} groups")
-        state.groups = [[encode_experience(each) for each in future.result()] for future in waiting]
+        await self._rollouts.snapshot(state)
 
     def restore(self, state: StageState) -> None:
         """Go on from a checkpoint."""
-        self._submitted = state.submitted
-        assert state.tasks is not None
-        self._sampler.load_state_dict(state.tasks)
+        self._rollouts.restore(state)
         self._pipeline.load_state_dict(state.pipeline)
-        self._queue.restore([[decode_experience(row) for row in group] for group in state.groups])
 
     async def close(self) -> None:
         """Stop what is under way."""
-        await self._queue.cancel()
+        await self._rollouts.close()
         self._pipeline.close()
 
-    def _start(self, task: Task, group: str, seed: int) -> asyncio.Future[list[Experience]]:
-        sampling = self._config.rollout
 
-        def generated(experiences: list[Experience]) -> None:
-            self._queue.generated(future, experiences)
-
-        work = self._roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
-        future = asyncio.ensure_future(work)
-        return future
+def _accepted(group: Sequence[Experience]) -> list[Experience]:
+    """The experiences of a group without those of rejected rollouts."""
+    return [each for each in group if REJECTED not in each.info]
 
 
 def _copied(experience: Experience) -> Experience:
@@ -276,13 +270,3 @@ def _copied(experience: Experience) -> Experience:
 def _marked(experience: Experience) -> Experience:
     """A copy that can be told from fresh ones."""
     return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)
-
-
-async def within(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
-    """What `work` gives. Raises DeadlineError after `seconds`, naming who waited for whom."""
-    try:
-        async with asyncio.timeout(seconds):
-            return await work
-    except TimeoutError:
-        advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
-        raise DeadlineError(waiter, owner, seconds, advice) from None

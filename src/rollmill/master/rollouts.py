@@ -1,0 +1,260 @@
+"""Rollouts of one stage: which task is started when, how long its completions go on, and what is put away or stopped.
+
+    sampler -> explorer -> queue
+
+Three rules for the end of a step's rollouts: everything that was started has its tokens; with `rollout.oversample`, as
+many groups as are needed; with `rollout.token_budget`, the step's groups, and that many tokens were generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+from rollmill.buffer import GroupQueue, Store
+from rollmill.buffer.base import oldest_version
+from rollmill.buffer.queue import Waiting
+from rollmill.config.run import StageConfig
+from rollmill.core.types import Experience, Task
+from rollmill.engines.native.rng import fold
+from rollmill.explorer import Explorer
+from rollmill.master.deadline import within
+from rollmill.master.oversampling import PATIENCE, Lengths, Stopped
+from rollmill.master.pacing import Pacing
+from rollmill.master.partials import SEGMENTS, Partials, learned_from, response_tokens, unfinished
+from rollmill.master.state import StageState
+from rollmill.monitor.codec import decode_experience, encode_experience
+from rollmill.tasks import Sampler
+
+
+class Interruptible(Protocol):
+    """What rollouts ask of an engine."""
+
+    tokens_generated: int
+
+    def interrupt(self) -> None:
+        """See RolloutEngine."""
+
+
+class Rollouts:
+    """Groups of completions from their tasks until their tokens are there.
+
+    Args:
+        task: by id.
+        first_version: of the weights when the stage began.
+        seed: what completions' seeds derive from.
+        uses_greedy: the algorithm compares with one greedy completion per task.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        *,
+        sampler: Sampler,
+        explorer: Explorer,
+        engine: Interruptible,
+        store: Store,
+        task: Callable[[str], Task],
+        first_version: int,
+        seed: int,
+        uses_greedy: bool,
+    ) -> None:
+        self._config, self._rollout, self._task = config, config.rollout, task
+        self._first_version, self._seed = first_version, seed
+        self._sampler, self._explorer, self._engine = sampler, explorer, engine
+        self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
+        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
+        self._submitted = 0
+        self._stopped = Stopped(config.rollout.oversample)
+        self._partials = Partials(store, config.name)
+        self._put_away: dict[int, list[Experience]] = {}  # by number
+        self._step, self._budget_ends = -1, 0
+        self._counted: Counter[str] = Counter()
+        self._lengths = Lengths()
+        self._at_boundary: list[Waiting] = []
+        self.queue = GroupQueue()
+
+    async def run(self, version: int, waiting: int, deadlines: int = 1) -> None:
+        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens.
+
+        Args:
+            waiting: groups that wait in the buffer for a step.
+            deadlines: how many times rollout.deadline_s it may take.
+
+        Raises:
+            DeadlineError: it takes too long.
+            RollmillError: a rollout failed.
+        """
+        self._begin_step(version)
+        before, done, ahead = self._engine.tokens_generated, version - self._first_version, waiting + len(self.queue)
+        started: list[_Started] = []
+        while self._pacing.may_start(done, ahead + len(started)):
+            started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
+        admitted = len(started)
+        for _ in range(self._stopped.extra(admitted)):
+            started.append(self._start_next(self._pacing.step_of(done, ahead + admitted - 1)))
+        await asyncio.sleep(0)  # lets what was admitted reach the engine
+        if self._rollout.token_budget is not None:
+            work = self._until_spent(max(self._rollout.batch - waiting, 0))
+        elif len(started) > admitted:
+            work = self._until_admitted(started, admitted, before)
+        else:
+            work = self.queue.all_generated()
+        deadline = deadlines * self._rollout.deadline_s
+        await within(work, deadline, "the master", "the engine to finish its completions")
+        self.queue.raise_failure()
+
+    def _begin_step(self, version: int) -> None:
+        """Go on with what was put away: before this step or, if it had to begin again, within it."""
+        continued = self._put_away
+        if version != self._step and self._rollout.token_budget is not None:
+            continued = self._partials.take(step=version + 1)
+            self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
+        self._step, self._put_away = version, {}
+        for number, begun in continued.items():
+            oldest = oldest_version(begun)
+            if 0 <= oldest < version - self._config.max_staleness:
+                begun = []  # others were put into the buffer before it meanwhile: its tokens are too old
+                self._counted["partial/late"] += 1
+            self._counted["continued"] += unfinished(begun)
+            self._start(number, self._task(continued[number][0].task_id), begun)
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def _start_next(self, step: int) -> _Started:
+        """Start the next task, which is for a step of the stage."""
+        number, self._submitted = self._submitted, self._submitted + 1
+        task, times = self._stopped.next() or (self._sampler.next(step), 0)
+        self._start(number, task)
+        return _Started(number, task, times)
+
+    def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
+        sampling, seed = self._rollout, fold(self._seed, number)
+        group = f"{self._config.name}-{number:06d}"
+        if sampling.token_budget is not None:
+            work = self._in_parts(number, task, group, seed, begun)
+        else:
+
+            def generated(experiences: list[Experience]) -> None:
+                self.queue.generated(number, experiences)
+
+            work = self._roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
+        self.queue.put(number, f"task {task.id}", asyncio.ensure_future(work))
+
+    async def _in_parts(
+        self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
+    ) -> list[Experience]:
+        """The judged experiences of a group; if it is interrupted, it leaves the queue and is put away."""
+        sampling = self._rollout
+        part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
+        if unfinished(part.experiences):
+            self._put_away[number] = part.experiences
+            self.queue.withdraw(number)
+            return []
+        newest = sampling.partial.learn == "newest"
+        part.experiences = [learned_from(each, newest=newest) for each in part.experiences]
+        self._counted["whole"] += len(part.experiences)
+        self._counted["segments"] += sum(each.info[SEGMENTS] for each in part.experiences)
+        self.queue.generated(number, part.experiences)
+        await self._explorer.judge(task, sampling, part)
+        return part.experiences
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    async def _until_spent(self, needed: int) -> None:
+        """Until the oldest `needed` groups are whole and the budget is spent, or nothing is left; then put away."""
+
+        def enough() -> bool:
+            spent = self._engine.tokens_generated >= self._budget_ends
+            return self.queue.have_tokens(needed if spent else None)
+
+        while not (enough() or self.queue.failed()):
+            await asyncio.sleep(0)  # the engine makes one step meanwhile
+        self._engine.interrupt()
+        await self.queue.all_generated()
+        groups = [group.known or [] for group in self.queue.all()]
+        taken, everything = groups[:needed], [*groups, *self._put_away.values()]
+        self._lengths = Lengths()
+        self._lengths.add(*_totals(taken), *_totals(everything))
+
+    async def _until_admitted(self, started: Sequence[_Started], admitted: int, before: int) -> None:
+        """Until as many of the groups have their tokens as the pacing rule admits; then stop the others."""
+        numbers = [each.number for each in started]
+        impatient = sorted((each for each in started if each.stopped >= PATIENCE), key=lambda each: -each.stopped)
+        needed = [each.number for each in impatient[:admitted]]
+        chosen = await self.queue.first_generated(numbers, admitted, needed=needed)
+        if self.queue.failed():
+            return
+        others = [each for each in started if each.number not in chosen]
+        taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
+        await self.queue.drop([each.number for each in others])
+        for each in others:
+            self._stopped.add(each.task, each.stopped)
+        tokens, size = self._engine.tokens_generated - before, self._rollout.group_size
+        self._counted["stopped"] += len(others)
+        self._counted["wasted_tokens"] += tokens - taken
+        self._lengths.add(taken, len(chosen) * size, tokens, len(started) * size)
+
+    def end_step(self) -> None:
+        """The step's groups are taken: what is unfinished goes to the buffer."""
+        self._partials.put(self._put_away, self._step)
+        self._counted["partial"] += sum(unfinished(each) for each in self._put_away.values())
+        self._put_away = {}
+
+    def metrics(self) -> dict[str, float]:
+        """What has become of rollouts since the last call."""
+        counted, self._counted = self._counted, Counter()
+        lengths, self._lengths = self._lengths, Lengths()
+        found = self._explorer.take_counts()
+        if self._rollout.oversample:
+            found |= {key: float(counted[key]) for key in ("stopped", "wasted_tokens")}
+        if self._rollout.token_budget is not None:
+            found |= {key: float(counted[key]) for key in ("continued", "partial", "partial/late")}
+        if counted["whole"]:
+            found["segments"] = counted["segments"] / counted["whole"]
+        if lengths.bias is not None:
+            found["length_bias"] = lengths.bias
+        return {f"rollout/{key}": value for key, value in found.items()}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def mark(self, state: StageState) -> None:
+        """Note a step boundary in the stage's state."""
+        state.submitted, state.again = self._submitted, self._stopped.state()
+        state.tasks = self._sampler.state_dict()
+        self._at_boundary = self.queue.all()
+
+    async def snapshot(self, state: StageState) -> None:
+        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        waiting = self._at_boundary
+        rewards = asyncio.gather(*(group.future for group in waiting))
+        await within(rewards, self._rollout.deadline_s, "the checkpoint", f"the rewards of {len(waiting)} groups")
+        state.groups = [[encode_experience(each) for each in group.future.result()] for group in waiting]
+        state.numbers = [group.number for group in waiting]
+
+    def restore(self, state: StageState) -> None:
+        """Go on from a checkpoint."""
+        self._submitted = state.submitted
+        self._stopped.restore([(self._task(id), times) for id, times in state.again])
+        assert state.tasks is not None
+        self._sampler.load_state_dict(state.tasks)
+        numbers = state.numbers or range(len(state.groups))  # an older version noted none
+        groups = [[decode_experience(row) for row in group] for group in state.groups]
+        self.queue.restore(dict(zip(numbers, groups, strict=True)))
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        await self.queue.cancel()
+
+
+class _Started(NamedTuple):
+    number: int
+    task: Task
+    stopped: int  # how often it was stopped before
+
+
+def _totals(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:
+    """Tokens and completions of groups."""
+    return sum(map(response_tokens, groups)), sum(map(len, groups))
