@@ -14,11 +14,12 @@ from toys import toy_tokenizer
 from rollmill.config import workflows as config
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import ExactReward
-from rollmill.config.rollout import SamplingConfig
+from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import Calculator
 from rollmill.core.errors import ContextError, WorkflowError
 from rollmill.core.types import Completion, Experience, StopReason, Task
 from rollmill.engines.base import Request
+from rollmill.explorer.attempts import Attempts
 from rollmill.explorer.build import Resources, build_workflow
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.runner import WorkflowRunner
@@ -79,7 +80,7 @@ def rolled(
     resources = Resources(judge, tools=[Calculator()], models=models, examples=examples or [])
     workflow = build_workflow(section, resources)
     assert workflow is not None
-    runner = WorkflowRunner(workflow, engine, chat, judge)  # type: ignore[arg-type]
+    runner = WorkflowRunner(Attempts(workflow, RolloutConfig()), engine, chat, judge)  # type: ignore[arg-type]
 
     async def run() -> list[Experience]:
         try:

@@ -13,7 +13,7 @@ from tiny import GRPO, SFT, tiny_run
 
 import rollmill
 from rollmill.config.loader import load_run
-from rollmill.core.errors import ConfigError, EpisodeError
+from rollmill.core.errors import ConfigError, WorkflowError
 from rollmill.core.types import Experience
 from rollmill.explorer.dialogue import Dialogue
 
@@ -144,7 +144,10 @@ def test_the_system_s_text_comes_first(tmp_path: Path) -> None:
 
 
 def test_what_an_environment_raises_ends_the_run_with_its_place(tmp_path: Path) -> None:
-    with pytest.raises(EpisodeError, match=r"environment `Ladder` failed on task .*: step raised ValueError"):
+    said = (
+        r"`environment` failed on task .*ladder.py:17: environment `Ladder` failed on task .*: step raised ValueError"
+    )
+    with pytest.raises(WorkflowError, match=said):
         ladder(tmp_path, code=LADDER.replace("if action is None", "if self.at == 2"))
 
 

@@ -37,7 +37,7 @@ def used(
     pool = ToolPool(sections)
 
     async def run() -> tuple[list[Any], Toolbox]:
-        rollout: Any = Rollout("g/0", TASK, "g", 0, 0, None, None, None)  # type: ignore[arg-type]
+        rollout: Any = Rollout("g/0", TASK, "g", 0, 0, 0, None, None, None)  # type: ignore[arg-type]
         async with pool.one(rollout) as tools:
             return [await tools.call(*each) for each in calls], tools
 
@@ -310,7 +310,7 @@ def test_what_a_rollout_opened_is_closed_with_it() -> None:
     async def run() -> list[str]:
         texts = []
         for _ in range(2):  # with one session at a time the second would wait for ever
-            rollout: Any = Rollout("g/0", TASK, "g", 0, 0, None, None, None)  # type: ignore[arg-type]
+            rollout: Any = Rollout("g/0", TASK, "g", 0, 0, 0, None, None, None)  # type: ignore[arg-type]
             async with pool.one(rollout) as tools, asyncio.timeout(60), AsyncExitStack():
                 texts.append((await tools.call("python", {"code": "1 + 1"})).content)
         return texts

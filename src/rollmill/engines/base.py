@@ -66,7 +66,9 @@ class Request:
     id: str = "request"
     begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
     drafts: Sequence[Draft | None] = ()  #: by index
-    on_token: Callable[[Sampled], None] | None = None  #: told of every token; the completion says which ones count
+    on_token: Callable[[Sampled], None] | None = (
+        None  #: told of every token, so that none is guessed; the completion says which ones count
+    )
     top: int = 0  #: how many of the most probable tokens it is told of
     record_top: int = 0  #: note so many of the most probable tokens at every position, so that drafts can be made of it
 

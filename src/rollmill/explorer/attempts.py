@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NoReturn
 
 from rollmill.config.rollout import RolloutConfig
@@ -20,10 +21,13 @@ class Attempts:
 
     Failed is a try whose environment or workflow raised, or that took too long. What configuration, rewards and engines
     raise ends the run whatever the workflow is allowed.
+
+    Args:
+        needs_reward: what has none is of no use, so that a workflow which returns None rejects its rollout.
     """
 
-    def __init__(self, workflow: Workflow, limits: RolloutConfig) -> None:
-        self._workflow, self._limits = workflow, limits
+    def __init__(self, workflow: Workflow, limits: RolloutConfig, *, needs_reward: bool = True) -> None:
+        self._workflow, self._limits, self._needs_reward = workflow, limits, needs_reward
         self._counted: Counter[str] = Counter()
 
     @property
@@ -83,9 +87,10 @@ class Attempts:
 
     def _valued(self, rollout: Rollout, answer: Any) -> Outcome:
         try:
-            return self._workflow.outcome(rollout, answer)
+            outcome = self._workflow.outcome(rollout, answer)
         except (TypeError, ValueError) as error:
             raise WorkflowError(f"{self._who(rollout)}: {error}") from error
+        return outcome if self._needs_reward else replace(outcome, rejected=None)
 
     def _rejected(self, outcome: Outcome) -> Outcome:
         self._counted["rejected"] += outcome.rejected is not None

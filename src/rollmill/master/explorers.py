@@ -53,7 +53,9 @@ class Explorers:
         runner = None
         if workflow is not None:
             chat = ChatFormat(self._policy.tokenizer, self._policy.eos_ids)
-            runner = WorkflowRunner(Attempts(workflow, self._config.rollout), self._engine, chat, self._judge, trace)
+            needs_reward = self._config.algorithm.needs_rewards
+            attempts = Attempts(workflow, self._config.rollout, needs_reward=needs_reward)
+            runner = WorkflowRunner(attempts, self._engine, chat, self._judge, trace)
         return Explorer(self._engine, self._judge, self._policy.tokenizer, trace, runner, drafts)
 
     def metrics(self) -> dict[str, float]:

@@ -86,7 +86,7 @@ class Row:
         self.seed = fold(request.seed, self.index)
         if request.sampling.repetition is not None:
             self.repetition = Repetition(request.sampling.repetition)
-        if request.sampling.ngram_draft is not None:
+        if request.sampling.ngram_draft is not None and request.on_token is None:
             self.guesser = Guesser(request.sampling.ngram_draft, request.prompt_ids)
 
     def begin(self, begun: Begun) -> bool:
