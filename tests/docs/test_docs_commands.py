@@ -164,10 +164,11 @@ def test_yaml_blocks_are_valid(name: str, workspace: Path, capsys: pytest.Captur
         evaluation = (
             "" if whole or "early_stop" not in block.text else "evaluation: {taskset: {path: data/test.jsonl}}\n"
         )
-        base = BASE if "workflow" not in keys else BASE.replace(REWARDS, "")
-        Path("base.yaml").write_text(base + evaluation)
         Path("block.yaml").write_text(block.text if whole else f"include: base.yaml\n{block.text}")
-        code = main(["check", "block.yaml", "--no-data"])
+        for base in (BASE, BASE.replace(REWARDS, "")) if "workflow" in keys else (BASE,):
+            Path("base.yaml").write_text(base + evaluation)
+            if (code := main(["check", "block.yaml", "--no-data"])) == 0:
+                break
         assert code == 0, f"{block.place}: {capsys.readouterr().err}"
 
 

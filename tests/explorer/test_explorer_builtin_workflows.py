@@ -137,7 +137,7 @@ def test_a_conversation_that_outgrows_the_context_ends(task: Task, name: str) ->
     line = CALL if name == "tools" else "Action: calculator\nAction Input: 1\nObservation:"
     [one], _ = rolled(section, task, line, room=30)
     assert one.reward == 0
-    with pytest.raises(ContextError):
+    with pytest.raises(WorkflowError, match="the prompt is too long"):
         rolled(section, task, line, room=1)
 
 
