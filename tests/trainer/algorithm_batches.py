@@ -75,7 +75,9 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
     batch = make_batch(seed=seed, experts=3 if options.uses_experts else 0)
     for e in batch:
         index = int(e.id.rpartition("-")[2])
-        e.info = {"greedy_reward": 0.25, "episode": f"{e.group}/{index % 2}", "anchor": f"state {index // 2}"}
+        e.info = {"greedy_reward": 0.25, "anchor": f"state {index // 2}"}
+        if _compares_steps(options):
+            e.info["episode"] = f"{e.group}/{index % 2}"
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
     return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
 
@@ -94,10 +96,17 @@ def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: Algor
         e.reward = 0.3 if e.group == "g0" else {0: -0.5, 1: 1.0}.get(index, level)
         e.reward_parts = {"exact": float(e.reward > 0), "format": index % 2 * float(e.group != "g0"), "shown": level}
         e.info = {"greedy_reward": 0.25 * int(e.group[1:]), "anchor": f"state {index % 2}"}
-        e.info["episode"] = f"{e.group}/{'000112'[index]}"
+        if _compares_steps(options):
+            e.info["episode"] = f"{e.group}/{'000112'[index]}"
         if e.id == "g2-5":
             e.reward, e.reward_parts = None, {}
     return batch
+
+
+def _compares_steps(options: AlgorithmOptions) -> bool:
+    """Whether experiences are steps of episodes; others count a rollout once, whatever it was cut into."""
+    advantage = getattr(options, "advantage", None)
+    return advantage is not None and advantage.uses_episodes
 
 
 def _pairs(batch: list[Experience]) -> list[Experience]:

@@ -35,9 +35,12 @@ def advantage(function: Function) -> Function:
     """Register an advantage under its name: `algorithm: {name: grpo, advantage: NAME}`.
 
     The function takes one `rollmill.algorithms.RewardInputs` (or parameters named like its fields, such as `rewards`
-    and `groups`) and returns one advantage per experience, [N]. Options as for `loss`.
+    and `groups`) and returns one advantage per experience, [N]. Options as for `loss`. A rollout that gave several
+    experiences is one of N, unless there is a parameter `episodes`.
     """
-    register("advantage", function.__name__, part_of(function, Advantage))
+    section: Any = part_of(function, Advantage)
+    section.uses_episodes = "episodes" in inspect.signature(function).parameters
+    register("advantage", function.__name__, section)
     return function
 
 
