@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tiny import tiny_run
 
 import rollmill
+from rollmill.config.workflows import Program
 from rollmill.core.errors import ConfigError, WorkflowError
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, Task
+from rollmill.explorer.workflows import program
 
 PLAIN = """
 import json, os, sys, urllib.request
@@ -101,3 +105,20 @@ async def framework(task, policy, endpoint, judge):
     rollmill.run(path, ["stages.0.steps=1", "stages.1.steps=1", "stages.1.workflow=framework"], tmp_path / "run")
     experiences = rollmill.load_experiences(tmp_path / "run", 2)
     assert [one.action_tokens <= 4 and one.reward_parts["one"] for one in experiences] == [1.0] * 4
+
+
+def test_output_that_nobody_reads_does_not_keep_a_stopped_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def unread(stream: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def stopped() -> None:
+        monkeypatch.setattr(program, "_read", unread)
+        loud = Program(command=["python", "-c", "while True: print('x' * 100_000)"])
+        access: Any = SimpleNamespace(base_url="", api_key="")
+        running = asyncio.ensure_future(program._run(loud, Task("t", "?"), access))
+        await asyncio.sleep(0.5)  # it has printed more than is taken in unread
+        running.cancel()
+        await asyncio.wait([running], timeout=10)
+        assert running.cancelled()
+
+    asyncio.run(stopped())

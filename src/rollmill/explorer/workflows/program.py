@@ -77,6 +77,7 @@ async def _run(config: Program, task: Task, endpoint: Access) -> str:
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # what it has started, too
+        process._transport.close()  # type: ignore[attr-defined]  # output that nobody reads would keep it from ending
         await process.wait()
     if code != 0:
         tail = said.decode("utf-8", "replace")[-_TAIL:].strip()
