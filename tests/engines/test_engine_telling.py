@@ -9,13 +9,13 @@ import pytest
 from endpoints import toy_engine
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import Request, Sampled
+from rollmill.engines.base import Request, SampledToken
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 5}, {"temperature": 0.0}])
 def test_tokens_are_told_as_they_are_completed(options: dict[str, float]) -> None:
     engine, tokenizer = toy_engine()
-    told: list[Sampled] = []
+    told: list[SampledToken] = []
     sampling = SamplingConfig(max_new_tokens=12, **options)
     prompt = tokenizer.encode("how many apples")
     request = Request(prompt, sampling, n=3, seed=4, on_token=told.append, top=7)

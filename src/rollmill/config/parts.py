@@ -124,12 +124,16 @@ def _inside(name: str, details: Any) -> InitErrorDetails:
     return made
 
 
+def name_alone(value: Any) -> Any:
+    """A name alone stands for a section without other keys."""
+    return {"name": value} if isinstance(value, str) else value
+
+
 def over_default(default: Any, value: Any) -> Any:
     """What a run file says of a part, over its default: `NAME` alone, or a section; keys that are left out keep the
     default's values as long as the part is the same.
     """
-    if isinstance(value, str):
-        value = {"name": value}
+    value = name_alone(value)
     if not isinstance(value, Mapping) or not isinstance(default, Section):
         return value
     named = getattr(default, "name", None)

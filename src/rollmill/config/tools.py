@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen, Part
+from rollmill.config.parts import Chosen, Part, name_alone
 
 
 class ToolSection(Part):
@@ -69,13 +69,8 @@ class Search(ToolSection):
     """Longest passage in words. Longer documents are cut, between paragraphs where possible."""
 
 
-def _in_full(value: Any) -> Any:
-    """A name alone stands for a section without other keys."""
-    return {"name": value} if isinstance(value, str) else value
-
-
 ToolConfig = Annotated[
     SerializeAsAny[Annotated[Calculator | PythonTool | Search, Field(discriminator="name")]],
     WrapValidator(Chosen("tool")),
-    BeforeValidator(_in_full),
+    BeforeValidator(name_alone),
 ]

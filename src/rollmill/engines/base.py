@@ -39,7 +39,7 @@ class Draft:
 
 
 @dataclass(frozen=True, slots=True)
-class Sampled:
+class SampledToken:
     """A token, the moment it was sampled.
 
     `logprob` and those of `top` are at the request's temperature (1 where it is greedy), without truncation.
@@ -66,9 +66,8 @@ class Request:
     id: str = "request"
     begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
     drafts: Sequence[Draft | None] = ()  #: by index
-    on_token: Callable[[Sampled], None] | None = (
-        None  #: told of every token, so that none is guessed; the completion says which ones count
-    )
+    on_token: Callable[[SampledToken], None] | None = None
+    """Told of every token, so that none is guessed; the completion says which ones count."""
     top: int = 0  #: how many of the most probable tokens it is told of
     record_top: int = 0  #: note so many of the most probable tokens at every position, so that drafts can be made of it
 

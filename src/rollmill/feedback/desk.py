@@ -11,11 +11,11 @@ from hashlib import sha256
 from pathlib import Path
 from uuid import uuid4
 
+import rollmill.feedback.groups as groups
 from rollmill.buffer import Group
 from rollmill.buffer.sql import SqlStore
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Message, Task
-from rollmill.feedback import groups
 from rollmill.feedback.acts import Act, Acts
 from rollmill.feedback.refused import RefusedError
 from rollmill.feedback.requests import Compare, Demonstrate, Edit, Grade, Prefer, Prompt, Rate, Request

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
@@ -14,13 +14,7 @@ from rollmill.config.operators.filters import GroupVariance, InvalidReward, Leng
 from rollmill.config.operators.shaping import Diversity, LengthShaping, OverlongPenalty, RepetitionPenalty, Scale
 from rollmill.config.operators.signals import Priority, SuccessRate
 from rollmill.config.operators.synthesis import Demonstrations, GeneratedTests, Pairs, Reflection
-from rollmill.config.parts import Chosen
-
-
-def _in_full(value: Any) -> Any:
-    """A name alone stands for a section without other keys."""
-    return {"name": value} if isinstance(value, str) else value
-
+from rollmill.config.parts import Chosen, name_alone
 
 OperatorConfig = Annotated[
     SerializeAsAny[
@@ -50,7 +44,7 @@ OperatorConfig = Annotated[
         ]
     ],
     WrapValidator(Chosen("pipeline")),
-    BeforeValidator(_in_full),
+    BeforeValidator(name_alone),
 ]
 
 __all__ = [

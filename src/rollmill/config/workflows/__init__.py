@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen
+from rollmill.config.parts import Chosen, name_alone
 from rollmill.config.workflows.agents import React, ToolTurns
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentTurns
@@ -15,12 +15,6 @@ from rollmill.config.workflows.second import FewShot, Judged, Reflection, Vote
 from rollmill.config.workflows.single import SingleTurn
 from rollmill.config.workflows.traffic import Traffic
 from rollmill.config.workflows.verifiers import Verifiers
-
-
-def _in_full(value: Any) -> Any:
-    """A name alone stands for a section without other keys."""
-    return {"name": value} if isinstance(value, str) else value
-
 
 WorkflowConfig = Annotated[
     SerializeAsAny[
@@ -40,7 +34,7 @@ WorkflowConfig = Annotated[
         ]
     ],
     WrapValidator(Chosen("workflow")),
-    BeforeValidator(_in_full),
+    BeforeValidator(name_alone),
 ]
 
 __all__ = [

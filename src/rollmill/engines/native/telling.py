@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from rollmill.engines.base import Sampled
+from rollmill.engines.base import SampledToken
 from rollmill.engines.native.sequence import Row
 
 
@@ -20,7 +20,7 @@ def tell(
     for i in listening:
         on_token = rows[i].group.request.on_token
         assert on_token is not None
-        on_token(Sampled(rows[i].index, tokens[i], logprobs[i] + kept[i], tops.get(i, ())))
+        on_token(SampledToken(rows[i].index, tokens[i], logprobs[i] + kept[i], tops.get(i, ())))
 
 
 def _tops(rows: Sequence[Row], asked: list[int], logits_BV: Tensor) -> dict[int, tuple[tuple[int, float], ...]]:

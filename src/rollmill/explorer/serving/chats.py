@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.core.types import Completion
-from rollmill.engines.base import Request, Sampled
+from rollmill.engines.base import Request, SampledToken
 from rollmill.explorer.chat import Prompt
 from rollmill.explorer.serving.answers import REASONS, AnswerMessage, ChatAnswer, ChatChoice
 from rollmill.explorer.serving.fields import check_fields
@@ -27,7 +27,7 @@ class Choice:
 
     index: int
     text: TextStream
-    sampled: list[Sampled] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     sent: int = 0  #: tokens whose log-probs were sent
     completion: Completion | None = None
     content: str = ""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion
-from rollmill.engines.base import Request, RolloutEngine, Sampled
+from rollmill.engines.base import Request, RolloutEngine, SampledToken
 from rollmill.explorer.serving.refusals import ApiError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class Generation:
     """A request under way. Iterate over its tokens and completions; `stop` ends it early."""
 
     def __init__(self, engine: RolloutEngine, request: Request, gate: Gate) -> None:
-        self._events: asyncio.Queue[Sampled | Completion | None] = asyncio.Queue()
+        self._events: asyncio.Queue[SampledToken | Completion | None] = asyncio.Queue()
         self._engine, self._gate = engine, gate
         request.on_token = self._events.put_nowait
         self._request = request
@@ -93,7 +93,7 @@ class Generation:
             self._gate.failure = str(error)
             raise ApiError(f"the engine has failed: {error}", 503, code="engine_failed") from error
 
-    async def events(self) -> AsyncGenerator[Sampled | Completion, None]:
+    async def events(self) -> AsyncGenerator[SampledToken | Completion, None]:
         """Tokens as they come, and completions as they end. Raises ApiError where the request fails."""
         try:
             while (event := await self._events.get()) is not None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollmill.core.types import Completion
-from rollmill.engines.base import Request, RolloutEngine, Sampled
+from rollmill.engines.base import Request, RolloutEngine, SampledToken
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.serving.answers import Usage
 from rollmill.explorer.serving.generation import Gate, Generation
@@ -87,7 +87,7 @@ class Service:
         if not length:
             raise ApiError("the prompt has no tokens; send some text", code="invalid_value", param="prompt")
 
-    async def watched(self, generation: Generation) -> AsyncGenerator[Sampled | Completion, None]:
+    async def watched(self, generation: Generation) -> AsyncGenerator[SampledToken | Completion, None]:
         """The events of a generation, which are timed and counted."""
         began, first = time.perf_counter(), True
         async for event in generation.events():
@@ -114,7 +114,7 @@ def usage(prompt: int, completions: int) -> Usage:
     return Usage(prompt_tokens=prompt, completion_tokens=completions, total_tokens=prompt + completions)
 
 
-def token_logprobs(service: Service, sampled: list[Sampled]) -> list[dict[str, Any]]:
+def token_logprobs(service: Service, sampled: list[SampledToken]) -> list[dict[str, Any]]:
     """Log-probs as chat completions have them."""
 
     def entry(id: int, logprob: float) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollmill.core.types import Completion
-from rollmill.engines.base import Request, Sampled
+from rollmill.engines.base import Request, SampledToken
 from rollmill.explorer.serving.answers import REASONS, TextAnswer, TextChoice
 from rollmill.explorer.serving.fields import check_fields
 from rollmill.explorer.serving.generation import Generation
@@ -29,7 +29,7 @@ class Choice:
     prompt: str
     prompt_ids: list[int]
     text: TextStream
-    sampled: list[Sampled] = field(default_factory=list)
+    sampled: list[SampledToken] = field(default_factory=list)
     sent: int = 0  #: tokens whose log-probs were sent
     at: int = 0  #: where their text begins in the choice's text
     completion: Completion | None = None
