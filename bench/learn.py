@@ -101,7 +101,8 @@ def task_folder(seed: int) -> Path:
     stage = load_run(RUN_FILE).stages[1]
     held_out = stage.evaluation
     assert held_out is not None
-    _write(folder / "train.jsonl", rows(**stage.taskset.options))
+    assert held_out.taskset is not None
+    _write(folder / "train.jsonl", rows(**stage.tasks_from.options))
     _write(folder / "held_out.jsonl", rows(**{**held_out.taskset.options, "size": HELD_OUT}))
     settings = {
         "prompts": stage.rollout.batch,

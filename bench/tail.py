@@ -117,9 +117,9 @@ def quality(args: argparse.Namespace) -> list[Measured]:
     for seed in map(int, args.seeds.split(",")):
         folder = task_folder(seed)
         for name, (staleness, rollout) in ways.items():
-            options = ("--folder", str(folder), "--seed", str(seed), "--steps", str(args.repair_steps))
-            options += ("--max-staleness", str(staleness), "--rollout", json.dumps(rollout))
-            worker = Worker(Side(f"{name}, seed {seed}", "bench.ours.tail", options))
+            options = ["--folder", str(folder), "--seed", str(seed), "--steps", str(args.repair_steps)]
+            options += ["--max-staleness", str(staleness), "--rollout", json.dumps(rollout)]
+            worker = Worker(Side(f"{name}, seed {seed}", "bench.ours.tail", tuple(options)))
             try:
                 found[name].ready = worker.ready
                 found[name].rounds.append(worker.run())

@@ -124,9 +124,8 @@ def trained(folder: Path, seed: int, steps: int, changes: dict[str, Any]) -> Poi
         )
         if done.returncode:
             raise BenchError(f"the run failed:\n{done.stderr[-2000:]}")
-        return [
-            (_step(file) * BATCH * GROUP, _accuracy(file)) for file in sorted((place / "out/evaluations").iterdir())
-        ]
+        files = sorted((place / "out/evaluations").glob("*.jsonl"))
+        return [(_step(file) * BATCH * GROUP, _accuracy(file)) for file in files]
 
 
 def _step(file: Path) -> int:
@@ -135,4 +134,4 @@ def _step(file: Path) -> int:
 
 def _accuracy(file: Path) -> float:
     rows = [json.loads(line) for line in file.read_text().splitlines()]
-    return statistics.mean(row["reward_parts"]["exact"] for row in rows)
+    return float(statistics.mean(row["reward_parts"]["exact"] for row in rows))

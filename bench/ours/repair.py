@@ -38,8 +38,8 @@ def repair_stage(
     torch.set_num_threads(1)
     config = load_run(Path(addition.__file__).with_suffix(".yaml")).stages[1]
     assert config.evaluation is not None
-    changes: dict[str, Any] = {"limit": None, "greedy": False, "samples": 1, "every": args.every}
-    evaluation = config.evaluation.model_copy(update=changes | {"taskset": held_out})
+    measured = {"limit": None, "greedy": False, "samples": 1, "every": args.every, "taskset": held_out}
+    evaluation = config.evaluation.model_copy(update=measured)
     config = config.model_copy(update={"taskset": train, "evaluation": evaluation, "steps": 1000})
     for name, value in (changes or {}).items():
         inside = isinstance(value, dict)
@@ -47,14 +47,14 @@ def repair_stage(
     device = torch.device("cpu")
     policy = load_policy(ModelConfig(path=args.folder / "model"), texts=[], seed=args.seed, device=device)
     precision = choose_precision(policy.model, device)
-    tasks = select_tasks(config, policy, load_taskset(train), load_taskset(held_out))
+    tasks = select_tasks(config, policy, load_taskset(train), {"": load_taskset(held_out)})
     buffers = Buffers(args.folder, "", read_only=True)
     common: dict[str, Any] = {"first_version": 0, "precision": precision, "buffers": buffers}
     stage = StageRun(config, policy, tasks, index=0, seed=args.seed, **common)
 
     async def accuracy() -> float:
         assert stage.evaluator is not None
-        metrics, _ = await stage.evaluator.evaluate(600)
-        return metrics["eval/sampled"]
+        evaluated = await stage.evaluator.evaluate()
+        return evaluated.metrics["eval/sampled"]
 
     return stage, precision, accuracy

@@ -56,7 +56,7 @@ def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollo
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
-    tasks = StageTasks(load_taskset(config.taskset), experts=None, held_out=[], notes=[])
+    tasks = StageTasks(load_taskset(config.tasks_from), experts=None, held_out={}, notes=[])
     common: dict[str, Any] = {"first_version": 0, "precision": precision}
     stage = StageRun(config, policy, tasks, index=0, seed=0, buffers=Buffers(Path(), "", read_only=True), **common)
     return stage, precision

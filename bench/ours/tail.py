@@ -118,8 +118,8 @@ def tail_stage(args: argparse.Namespace) -> Any:
     )
     model = ModelConfig.model_validate({"path": "new", "new": new})
     policy = load_policy(model, texts=lambda: iter(["0123456789"]), seed=0, device=torch.device("cpu"))
-    tasks = select_tasks(config, policy, load_taskset(config.tasks_from), None)
-    stages.native_engine = drawn_lengths_engine(args.median, args.longest)
+    tasks = select_tasks(config, policy, load_taskset(config.tasks_from), {})
+    vars(stages)["native_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
     def make() -> stages.StageRun:
@@ -139,9 +139,9 @@ class Clock:
         self.seconds, self._roll_out = 0.0, stage._supply.roll_out
         stage._supply.roll_out = self
 
-    async def __call__(self, version: int) -> None:
+    async def __call__(self, version: int, *, deadlines: int) -> None:
         began = time.process_time()
-        await self._roll_out(version)
+        await self._roll_out(version, deadlines=deadlines)
         self.seconds += time.process_time() - began
 
 
