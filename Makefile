@@ -23,7 +23,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu and not service'
 
 test-slow: setup
-	$(BIN)/python -m pytest -m 'slow and not service'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'slow and not service'
 
 # Against a PostgreSQL of its own, in a temporary folder, and in a headless browser.
 test-services: setup postgres-installed chromium-installed
