@@ -55,6 +55,10 @@ class PipelineError(RollmillError):
     """An operator of a pipeline raised, or left nothing to learn from."""
 
 
+class SyncError(RollmillError):
+    """Weights cannot be sent, arrived damaged, or do not fit who receives them."""
+
+
 class CheckpointError(RollmillError):
     """A checkpoint cannot be written or read."""
 

@@ -1,5 +1,19 @@
-"""How new weights reach the engines."""
+"""Weight transfer: how the trainer's weights reach the engines, with a version, whole or not at all."""
 
+from rollmill.sync.base import WeightReceiver, WeightSender
+from rollmill.sync.collective import CollectiveSync
+from rollmill.sync.folder import FolderReceiver, FolderSender
 from rollmill.sync.in_place import InPlace
+from rollmill.sync.shared import SharedReceiver, SharedSender, shared_folder
 
-__all__ = ["InPlace"]
+__all__ = [
+    "CollectiveSync",
+    "FolderReceiver",
+    "FolderSender",
+    "InPlace",
+    "SharedReceiver",
+    "SharedSender",
+    "WeightReceiver",
+    "WeightSender",
+    "shared_folder",
+]

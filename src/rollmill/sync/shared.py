@@ -1,0 +1,245 @@
+"""Weights in shared memory, for processes of one host: one copy by the sender, none by the receiver.
+
+Two files hold a version each. The sender locks the older one, marks it empty, fills it and only then writes its version
+and checksum; a receiver locks the newer one for as long as it reads or decodes from it. So no one ever sees half of a
+version, and a process that dies lets go of its lock.
+
+    file: magic, bytes of the layout's text, version, checksum | layout (JSON) | tensors, from a multiple of 4096 on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollmill.core.errors import DeadlineError, SyncError
+from rollmill.sync.layout import Layout, pack, weigh
+
+_MAGIC = b"rollmill weights"
+_HEADER = struct.Struct("<16sQqQ")
+_PAGE = 4096
+_EMPTY = -1
+_POLL_S = 0.001
+
+
+def shared_folder() -> Path:
+    """Where files are memory: /dev/shm, or the folder for temporary files where there is none."""
+    import tempfile
+
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+class SharedSender:
+    """Makes and fills the two files of `path` (PATH.0 and PATH.1) and removes them when it is closed.
+
+    Args:
+        dtype: what floating-point tensors are sent as; None leaves each as it is.
+        deadline_s: how long a receiver may hold on to a version that is to be overwritten.
+    """
+
+    def __init__(
+        self, path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, deadline_s: float = 60.0
+    ) -> None:
+        self.layout = Layout.of(weights, dtype)
+        self._deadline_s, self._next = deadline_s, 0
+        self._slots = [_Slot.made(file, self.layout) for file in files(path)]
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See WeightSender."""
+        self.layout.require(weights, "the trainer's model")
+        slot = self._slots[self._next]
+        if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
+            advice = "It decodes with older weights than it should; see what it is doing, or start it again."
+            raise DeadlineError("the trainer", "the receiver of its shared weights", self._deadline_s, advice)
+        try:
+            slot.write_version(_EMPTY, 0)
+            slot.write_version(version, pack(weights, self.layout, slot.block))
+        finally:
+            slot.unlock()
+        self._next = 1 - self._next
+
+    def close(self) -> None:
+        """Remove the files; receivers keep what they have."""
+        for slot in self._slots:
+            slot.close()
+            slot.path.unlink(missing_ok=True)
+
+
+class SharedReceiver:
+    """Reads what a SharedSender writes at the same path.
+
+    Args:
+        verify: compare with the checksum before a version is used for the first time.
+        deadline_s: how long to wait for the first version.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True, deadline_s: float = 60.0) -> None:
+        self._path, self._verify, self._deadline_s = path, verify, deadline_s
+        self._slots: list[_Slot] = []
+        self._held: _Slot | None = None
+
+    def newest(self) -> int | None:
+        """See WeightReceiver."""
+        if not self._open():
+            return None
+        return max((found for slot in self._slots if (found := slot.version()[0]) != _EMPTY), default=None)
+
+    def hold(self) -> tuple[int, dict[str, Tensor]]:
+        """The newest version and its tensors, which are views of the memory the sender filled: do not write to them.
+
+        They stay as they are until the next call, `release` or `close`; the sender waits for that.
+
+        Raises:
+            SyncError: the weights are damaged.
+            DeadlineError: none came.
+        """
+        ends = time.monotonic() + self._deadline_s
+        while True:
+            found = self._take_newest()
+            if found is not None:
+                return found, self._views()
+            if time.monotonic() > ends:
+                advice = "Is the trainer running, and does it send to the same path?"
+                raise DeadlineError("an engine", f"weights at {self._path}", self._deadline_s, advice)
+            time.sleep(_POLL_S)
+
+    def receive(self, into: Mapping[str, Tensor]) -> int:
+        """See WeightReceiver."""
+        version, views = self.hold()
+        assert self._held is not None
+        self._held.layout.require(into, "the engine's model")
+        with torch.no_grad():
+            for name, view in views.items():
+                into[name].detach().copy_(view)
+        self.release()
+        return version
+
+    def release(self) -> None:
+        """Let the sender overwrite what `hold` gave."""
+        if self._held is not None:
+            self._held.unlock()
+            self._held = None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.release()
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+    def _take_newest(self) -> int | None:
+        version = self.newest()
+        if version is None:
+            return None
+        slot = next((each for each in self._slots if each.version()[0] == version), None)
+        if slot is None:
+            return None  # it is being overwritten: look again
+        if slot is self._held:
+            return version
+        if not slot.lock(fcntl.LOCK_SH, 0.0):
+            return None
+        if slot.version()[0] != version:
+            slot.unlock()
+            return None
+        if self._verify and weigh(slot.layout, slot.block) != slot.version()[1]:
+            slot.unlock()
+            raise SyncError(f"{slot.path}: version {version} does not have the checksum it was sent with")
+        self.release()
+        self._held = slot
+        return version
+
+    def _views(self) -> dict[str, Tensor]:
+        assert self._held is not None
+        return self._held.layout.tensors(self._held.block)
+
+    def _open(self) -> bool:
+        """Map the files, anew if a sender has made others since."""
+        with suppress(FileNotFoundError):
+            if [each.identity for each in self._slots] != [os.stat(file).st_ino for file in files(self._path)]:
+                opened = [_Slot(file) for file in files(self._path)]
+                self.close()
+                self._slots = opened
+        return bool(self._slots)
+
+
+def files(path: Path) -> list[Path]:
+    """The two files of a path."""
+    return [path.with_name(f"{path.name}.{n}") for n in range(2)]
+
+
+class _Slot:
+    """One file, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR)
+        self.identity = os.fstat(self._file).st_ino
+        self._map = mmap.mmap(self._file, 0)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        magic, length, _, _ = _HEADER.unpack_from(self._map)
+        if magic != _MAGIC:
+            raise SyncError(f"{path} is no file of shared weights")
+        self.layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length].decode())
+        self.block = whole[_begin(length) :]
+
+    @classmethod
+    def made(cls, path: Path, layout: Layout) -> _Slot:
+        """A new file; it appears under its name when it is complete."""
+        text = layout.to_json().encode()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, _begin(len(text)) + max(layout.size, 1))
+            os.write(file, _HEADER.pack(_MAGIC, len(text), _EMPTY, 0) + text)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            size = f"{layout.size / 1e6:.0f} MB"
+            raise SyncError(f"{path}: {error.strerror}. Two versions of {size} have to fit; make room there") from error
+        finally:
+            os.close(file)
+        return cls(path)
+
+    def version(self) -> tuple[int, int]:
+        """The version it holds and its checksum."""
+        _, _, version, sum_ = _HEADER.unpack_from(self._map)
+        return version, sum_
+
+    def write_version(self, version: int, sum_: int) -> None:
+        """Say what it holds."""
+        length = _HEADER.unpack_from(self._map)[1]
+        _HEADER.pack_into(self._map, 0, _MAGIC, length, version, sum_)
+
+    def lock(self, kind: int, seconds: float) -> bool:
+        """Whether it could be locked in that time."""
+        ends = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= ends:
+                    return False
+                time.sleep(_POLL_S)
+
+    def unlock(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """The memory stays as long as a tensor looks at it."""
+        self.unlock()
+        os.close(self._file)
+
+
+def _begin(length: int) -> int:
+    return -(-(_HEADER.size + length) // _PAGE) * _PAGE

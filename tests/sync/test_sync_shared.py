@@ -1,0 +1,146 @@
+"""Weights in shared memory: whole, verified, and never overwritten while someone reads them."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollmill.core.errors import DeadlineError, SyncError
+from rollmill.sync import SharedReceiver, SharedSender
+from rollmill.sync.shared import files
+
+
+def weights(value: float, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    return {"a": torch.full((3, 5), value, dtype=dtype), "b": torch.full((7,), -value), "n": torch.tensor([int(value)])}
+
+
+def empty() -> dict[str, Tensor]:
+    return {name: torch.zeros_like(each) for name, each in weights(0).items()}
+
+
+def test_what_is_sent_is_received_bit_by_bit(tmp_path: Path) -> None:
+    sent = {"odd": torch.randn(1_000_003), "t": torch.randn(64, 32).t(), "h": torch.randn(5).bfloat16()}
+    sender = SharedSender(tmp_path / "w", sent)
+    sender.send(4, sent)
+    received = {name: torch.empty(each.shape, dtype=each.dtype) for name, each in sent.items()}
+    receiver = SharedReceiver(tmp_path / "w")
+    assert receiver.receive(received) == 4
+    for name, each in sent.items():
+        assert torch.equal(each, received[name]), name
+    receiver.close()
+    sender.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_newest_version_is_received_and_cast(tmp_path: Path) -> None:
+    sender = SharedSender(tmp_path / "w", weights(0), dtype=torch.bfloat16)
+    receiver, into = SharedReceiver(tmp_path / "w"), empty()
+    for version in range(1, 6):
+        sender.send(version, weights(version))
+    assert (receiver.newest(), receiver.receive(into)) == (5, 5)
+    assert torch.equal(into["a"], weights(5)["a"])
+    assert into["n"] == 5
+    assert next(iter(receiver.hold()[1].values())).dtype == torch.bfloat16
+
+
+def test_a_held_version_is_not_overwritten(tmp_path: Path) -> None:
+    sender = SharedSender(tmp_path / "w", weights(0), deadline_s=0.05)
+    receiver = SharedReceiver(tmp_path / "w")
+    sender.send(1, weights(1))
+    version, views = receiver.hold()
+    sender.send(2, weights(2))
+    with pytest.raises(DeadlineError, match=r"the trainer waited .* for the receiver of its shared weights"):
+        sender.send(3, weights(3))
+    assert version == 1
+    assert torch.equal(views["a"], weights(1)["a"])
+    assert receiver.hold()[0] == 2
+    sender.send(3, weights(3))
+    assert receiver.receive(empty()) == 3
+
+
+def test_a_damaged_version_is_an_error(tmp_path: Path) -> None:
+    sender = SharedSender(tmp_path / "w", weights(0))
+    sender.send(1, weights(1))
+    file = files(tmp_path / "w")[0]
+    data = bytearray(file.read_bytes())
+    data[-sender.layout.size + 3] ^= 1
+    with file.open("r+b") as opened:
+        opened.write(data)
+    with pytest.raises(SyncError, match=r"w\.0: version 1 does not have the checksum"):
+        SharedReceiver(tmp_path / "w").receive(empty())
+
+
+def test_other_shapes_and_names_are_errors(tmp_path: Path) -> None:
+    sender = SharedSender(tmp_path / "w", weights(0))
+    with pytest.raises(SyncError, match=r"the trainer's model has no tensor b"):
+        sender.send(1, {"a": torch.zeros(3, 5)})
+    sender.send(1, weights(1))
+    with pytest.raises(SyncError, match=r"a of the engine's model has shape \(3,\); the one that is sent is \(3, 5\)"):
+        SharedReceiver(tmp_path / "w").receive(empty() | {"a": torch.zeros(3)})
+    with pytest.raises(SyncError, match="c of the engine's model is not among the weights that are sent"):
+        SharedReceiver(tmp_path / "w").receive(empty() | {"c": torch.zeros(3)})
+
+
+def test_a_receiver_without_a_sender_names_what_it_waits_for(tmp_path: Path) -> None:
+    receiver = SharedReceiver(tmp_path / "w", deadline_s=0.01)
+    assert receiver.newest() is None
+    with pytest.raises(DeadlineError, match=r"weights at .*/w"):
+        receiver.receive(empty())
+
+
+def test_a_sender_that_starts_again_is_followed(tmp_path: Path) -> None:
+    receiver, into = SharedReceiver(tmp_path / "w"), empty()
+    first = SharedSender(tmp_path / "w", weights(0))
+    first.send(9, weights(9))
+    assert receiver.receive(into) == 9
+    again = SharedSender(tmp_path / "w", weights(0))
+    again.send(8, weights(80))
+    assert receiver.receive(into) == 8
+    assert into["n"] == 80
+
+
+def _send_for_ever(path: Path, size: int) -> None:
+    torch.set_num_threads(1)
+    sender = SharedSender(path, {"w": torch.zeros(size)})
+    version = 0
+    while True:
+        version += 1
+        sender.send(version, {"w": torch.full((size,), float(version))})
+
+
+@pytest.fixture
+def sending(tmp_path: Path) -> Any:
+    process = mp.get_context("spawn").Process(target=_send_for_ever, args=(tmp_path / "w", 300_000), daemon=True)
+    process.start()
+    yield process
+    process.kill()
+    process.join()
+
+
+def test_no_version_is_ever_torn(tmp_path: Path, sending: Any) -> None:
+    receiver, into, seen = SharedReceiver(tmp_path / "w"), {"w": torch.zeros(300_000)}, set()
+    ends = time.monotonic() + 30
+    while len(seen) < 50 and time.monotonic() < ends:
+        version = receiver.receive(into)
+        assert into["w"].min() == into["w"].max() == version
+        seen.add(version)
+    assert len(seen) == 50
+
+
+def test_a_sender_that_is_killed_amid_a_version_leaves_the_last_one(tmp_path: Path, sending: Any) -> None:
+    receiver, into = SharedReceiver(tmp_path / "w"), {"w": torch.zeros(300_000)}
+    receiver.receive(into)
+    for _ in range(3):
+        time.sleep(0.01)
+    os.kill(sending.pid, signal.SIGKILL)
+    sending.join()
+    version = receiver.receive(into)
+    assert into["w"].min() == into["w"].max() == version
