@@ -241,6 +241,10 @@ CASES = {
         GOOD + "algorithm: {name: reinforce}\nrollout: {group_size: 1, batch: 1}",
         "run.yaml:5: rollout.batch: one completion per step equals its own baseline",
     ),
+    "overlong episodes": (
+        NO_REWARDS + "workflow: environment\nenvironment: gymnasium\nalgorithm: {name: dapo, overlong_buffer: 8}",
+        "algorithm.overlong_buffer: max_new_tokens limits a completion, and a rollout of workflow `environment`",
+    ),
     "overlong": (GOOD + "algorithm: {name: dapo, overlong_buffer: 256}", "must be below rollout.max_new_tokens (256)"),
     "reasoning_gym without generator": (
         GOOD.replace("math", "reasoning_gym"),

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[1] / "rewards"))
 from chat_server import chat_server
 
 import rollmill
-from rollmill.core.errors import ConfigError, WorkflowError
+from rollmill.core.errors import ConfigError, RewardError, WorkflowError
 from rollmill.core.types import Experience
 from rollmill.master.launch import resume
 
@@ -148,6 +148,21 @@ def test_endpoints_are_asked_and_tools_are_given_to_users_workflows(tmp_path: Pa
     last = metrics(tmp_path)
     assert (last["tools/double/calls"], last["tools/double/errors"]) == (32, 16)
     assert last["tools/double/seconds"] > 0
+
+
+def test_an_endpoint_draws_anew_for_every_question_and_its_errors_name_the_model(tmp_path: Path) -> None:
+    twice = ASKS.replace(
+        "    return {", "    await helper.chat([{'role': 'user', 'content': found.content}])\n    return {"
+    )
+    options: dict[str, Any] = {"tools": [{"name": "double", "plus": 3}]}
+    with chat_server(lambda body: "well done") as server:
+        helper = {"helper": {"endpoint": server.url, "model": "m"}}
+        run_with(tmp_path, twice, "stages.1.workflow=asks", models=helper, **options)
+        assert len({request["seed"] for request in server.requests}) == 32
+    (tmp_path / "gone").mkdir()
+    helper = {"helper": {"endpoint": server.url, "model": "m", "tries": 1}}
+    with pytest.raises(RewardError, match=r"^models.helper: the model m at http://.*gave up after 1 tries"):
+        run_with(tmp_path / "gone", ASKS, "stages.1.workflow=asks", models=helper, **options)
 
 
 @pytest.mark.parametrize(

@@ -130,6 +130,15 @@ def test_every_completion_is_learned_from_exactly_once(recorder: Recorder) -> No
 
 
 @given(trees())
+def test_a_call_goes_on_from_the_longest_and_latest_call_that_it_begins_with(recorder: Recorder) -> None:
+    made = [call_.token_ids.tolist() for call_ in recorder.calls]
+    for number, parent in enumerate(recorder._parents()):
+        prompt = recorder.calls[number].completion.prompt_ids.tolist()
+        fitting = [earlier for earlier in range(number) if prompt[: len(made[earlier])] == made[earlier]]
+        assert parent == max(fitting, key=lambda earlier: (len(made[earlier]), earlier), default=None)
+
+
+@given(trees())
 def test_a_token_is_learned_behind_the_tokens_it_was_sampled_behind(recorder: Recorder) -> None:
     for one in experiences(recorder):
         for at in np.flatnonzero(one.action_mask):

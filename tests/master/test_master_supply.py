@@ -81,6 +81,16 @@ def broken(batch):
     raise KeyError("no such thing")
 """
 
+FORKING = """
+import rollmill
+
+@rollmill.workflow
+async def forking(task, policy):
+    for number in range(1 if policy._index else 3):
+        await policy.complete(f"{task.prompt}{number}", max_new_tokens=3)
+    return float(policy._index == 0)
+"""
+
 
 def started(folder: Path, **changes: Any) -> Path:
     (folder / "operators.py").write_text(OPERATORS)
@@ -107,6 +117,17 @@ def test_dropped_groups_are_made_up_for_and_the_order_stays(tmp_path: Path) -> N
         assert row["pipeline/every_third/kept"] == 16
         assert row["pipeline/every_third/not_a_third"] == row["pipeline/every_third/dropped"]
         assert row["pipeline/every_third/dropped"] == 4 * (row["raw/groups"] - 4)
+
+
+def test_rewards_are_counted_by_rollout_however_many_experiences_it_gave(tmp_path: Path) -> None:
+    """One rollout of four succeeds, and forks in three."""
+    (tmp_path / "flow.py").write_text(FORKING)
+    changes: dict[str, Any] = {"rewards": None, "steps": 1, "workflow": "forking", "plugins": ["flow.py"]}
+    path = tiny_run(tmp_path, **RL, **changes, pipeline=[{"name": "length_filter", "at_least": 1}])
+    run(path, ["rollout.group_size=4"], tmp_path / "out", view=PlainView(io.StringIO()))
+    [row] = read_metrics(tmp_path / "out")
+    assert row["raw/reward"] == row["reward/mean"] == 0.25
+    assert row["experiences"] == 6 * row["raw/groups"]
 
 
 def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Path) -> None:

@@ -182,7 +182,13 @@ def _batch_normalised(
         if options.drop_uniform_groups:
             counted = counted & ~uniform
         values = reinforce_plus_plus(
-            inputs.rewards, inputs.groups, sequence, penalty_A, baseline=part.baseline, ddof=part.ddof
+            inputs.rewards,
+            inputs.groups,
+            sequence,
+            penalty_A,
+            episodes_S=inputs.episodes,
+            baseline=part.baseline,
+            ddof=part.ddof,
         )
         return Advantages(values, counted)
 

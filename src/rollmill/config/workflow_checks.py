@@ -90,6 +90,9 @@ def workflow_contradictions(stage: StageConfig) -> Iterator[Finding]:
         if advantage is not None and advantage.uses_episodes:
             text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
             yield ("workflow", "steps"), f"{text}, or give history as a number"
+    if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
+        text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"
+        yield ("algorithm", "overlong_buffer"), f"{text}; remove it, or penalise length in `pipeline`"
     if isinstance(stage.workflow, Traffic) and stage.algorithm.uses_rollouts:
         yield from _traffic(stage, stage.workflow)
     if stage.workflow.uses_tools and not stage.tools:

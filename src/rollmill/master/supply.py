@@ -23,7 +23,7 @@ from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.replay import mean_advantage
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import PipelineError
-from rollmill.core.types import Experience, Task
+from rollmill.core.types import Experience, Task, one_per_rollout
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.runner import REJECTED
 from rollmill.master.measures import REPLAYED
@@ -156,8 +156,8 @@ class Supply:
         return self._store.waiting(min_version=self._oldest(version))
 
     def _observe(self, experiences: Sequence[Experience]) -> None:
-        """Take note of the rewards of a group."""
-        rewards = [each.reward for each in experiences if each.reward is not None]
+        """Take note of the rewards of a group's rollouts."""
+        rewards = [each.reward for each in one_per_rollout(experiences) if each.reward is not None]
         self._raw.append(rewards)
         if rewards and not self._observed:
             self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])

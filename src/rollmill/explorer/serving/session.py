@@ -17,7 +17,6 @@ from rollmill.explorer.recording import Recorder
 from rollmill.explorer.serving.messages import check_text, one_form, refused
 from rollmill.explorer.serving.refusals import ApiError
 from rollmill.explorer.serving.requests import ChatRequest, Message, Sampling
-from rollmill.explorer.serving.templates import shown_tools
 from rollmill.explorer.tools.formats import parse
 
 LEAST_TEMPERATURE = 0.01
@@ -127,7 +126,7 @@ class Session:
         return parse(text, salt=salt) if offered(body) else (text, [])
 
     def _seen(self, messages: Sequence[Message], body: ChatRequest) -> tuple[list[dict[str, Any]], Any]:
-        return shown_tools(self._chat.tokenizer, one_form(messages), offered(body))
+        return one_form(messages), offered(body)
 
     # -- texts -------------------------------------------------------------------------------------------------
 
