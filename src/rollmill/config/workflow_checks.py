@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.run import StageConfig
-from rollmill.config.tools import PythonTool
+from rollmill.config.tools import Calculator, PythonTool
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import EnvironmentTurns, FewShot, Judged, Reflection, ToolTurns, Traffic
 
@@ -43,6 +43,8 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     if not (stage.workflow.uses_tools or stage.workflow.takes("tools")):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
     for index, tool in enumerate(stage.tools):
+        if isinstance(tool, Calculator):
+            keys["tools", index, "time_limit_s"] = "not honoured by `calculator`, whose numbers are bounded; remove it"
         if isinstance(tool, PythonTool) and tool.state == "call":
             keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
     for model in stage.models:

@@ -51,6 +51,7 @@ class Resources:
         models: Mapping[str, Source] | None = None,
         examples: Sequence[Task] = (),
     ) -> None:
+        self.groupwise = judge.groupwise  #: some reward compares a task's completions, when all have ended
         self._environments = None if environment is None else EnvironmentPool(environment)
         self._tools = ToolPool(tools) if tools else None
         self._told: dict[str, float] = {}
@@ -96,7 +97,7 @@ class Resources:
 def build_workflow(section: config.WorkflowSection, resources: Resources) -> Workflow | None:
     """The workflow of a section; None where a rollout is one completion.
 
-    Raises ConfigError where it asks for a part that the run does not have.
+    Raises ConfigError where it asks for a part that the run does not have, or for rewards before there are any.
     """
     if section.single_turn:
         return None
@@ -152,6 +153,12 @@ def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve
         case config.Reflection():
             from rollmill.explorer.workflows.reflection import reflection
 
+            if resources.groupwise and (section.critic == "rewards" or section.discount < 1):
+                key = "critic: rewards" if section.critic == "rewards" else "discount"
+                raise ConfigError(
+                    f"workflow.{key}: a reward is wanted before the rollout ends, and some of `rewards` compare the "
+                    "completions of a group; set critic: self without discount, or remove those rewards"
+                )
             return partial(reflection, section), [JUDGE]
         case config.Vote():
             from rollmill.explorer.workflows.vote import vote
