@@ -88,16 +88,20 @@ class Recorder:
         return made
 
     def _parents(self) -> list[int | None]:
-        """Of each call the latest one that it goes on from, the longest first."""
+        """Of each call the longest one that it goes on from, the latest of these; in time that grows with tokens."""
         found: list[int | None] = []
+        ends: dict[tuple[int, int], int] = {}  # calls by the hash and number of their tokens
         for number, call in enumerate(self.calls):
             best: int | None = None
-            for earlier in range(number):
-                if self._goes_on(call, self.calls[earlier]) and (
-                    best is None or len(self.calls[earlier].token_ids) >= len(self.calls[best].token_ids)
-                ):
+            state, prompt = hash((call.step, call.temperature)), len(call.completion.prompt_ids)
+            for length, token in enumerate(call.token_ids.tolist(), 1):
+                state = hash((state, token))
+                if length > prompt or (earlier := ends.get((state, length))) is None:
+                    continue
+                if self._goes_on(call, self.calls[earlier]):
                     best = earlier
             found.append(best)
+            ends[state, len(call.token_ids)] = number
         return found
 
     @staticmethod
