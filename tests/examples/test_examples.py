@@ -290,7 +290,7 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
     assert "rollmill" not in text
     rows = run(server, tmp_path, "agent_program.yaml", "out", "steps=6", "workflow.at_once=2")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.1
+    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.15
     for one in load_experiences(tmp_path / "out"):
         assert {turn.role for turn in one.turns} <= {"prompt", "assistant", "observation"}
         assert one.action_tokens >= len([turn for turn in one.turns if turn.role == "assistant"]) > 0

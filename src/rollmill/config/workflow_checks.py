@@ -65,6 +65,8 @@ def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPat
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
         keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
+    for key in ("refills", "reuse", "oversample", "token_budget"):
+        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
     return keys
 
 

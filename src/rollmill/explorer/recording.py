@@ -111,7 +111,7 @@ class Recorder:
                 made[last].info["step_reward"] += step.reward
 
     def _parents(self) -> list[int | None]:
-        """Of each call the latest one that it goes on from, the longest first."""
+        """Of each call the longest one that it goes on from, the latest of these; in time that grows with tokens."""
         found: list[int | None] = []
         lengths = np.array([len(call.token_ids) for call in self.calls], np.int64)
         ends = np.array([call.token_ids[-1] for call in self.calls], np.int64)

@@ -196,10 +196,10 @@ class StageRun:
         return self._engine
 
     @property
-    def arrivals(self) -> Callable[[list[Experience]], None]:
+    def online(self) -> OnlineSupply:
         """Takes groups that an application has made."""
         assert isinstance(self._supply, OnlineSupply)
-        return self._supply.arrived
+        return self._supply
 
     @property
     def version(self) -> int:
