@@ -16,6 +16,7 @@ rewards: [{name: math}]
 SFT = "algorithm: {name: sft}\n"
 EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}}\n"
 NO_REWARDS = GOOD.replace("rewards: [{name: math}]\n", "")
+TRAFFIC = "model: {path: .}\nworkflow: traffic\nmax_staleness: 2\nalgorithm: {name: reinforce}\n"
 STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3}\n"
 
 CASES = {
@@ -53,6 +54,18 @@ CASES = {
     "a budget and over-sampling": (
         GOOD + "rollout: {token_budget: 9, oversample: 0.5}\nmax_staleness: 1",
         "run.yaml:4: rollout.oversample: with token_budget unfinished completions go on in the next step",
+    ),
+    "over-sampling and drafts": (
+        GOOD + "rollout: {oversample: 0.5, reuse: {}}",
+        "run.yaml:4: rollout.reuse: of groups that are stopped only short completions would become drafts",
+    ),
+    "a budget of an application": (
+        TRAFFIC + "rollout: {token_budget: 9}",
+        "rollout.token_budget: not honoured by workflow `traffic`: an application starts rollouts and ends them",
+    ),
+    "over-sampling of an application": (
+        TRAFFIC + "rollout: {oversample: 0.5}",
+        "rollout.oversample: not honoured by workflow `traffic`",
     ),
     "over-sampling and greedy baselines": (
         GOOD + "rollout: {oversample: 0.5}\nalgorithm: {name: remax}",

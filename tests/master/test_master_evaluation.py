@@ -55,6 +55,14 @@ def experiences(folder: Path, step: int) -> list[Experience]:
     return [decode_experience(json.loads(line)) for line in lines]
 
 
+def test_a_set_may_show_worked_examples_of_the_training_tasks(tmp_path: Path) -> None:
+    few = {"taskset": HELD_OUT, "workflow": {"name": "few_shot", "count": 1}}
+    started(tmp_path, evaluation={"taskset": None, "sets": {"few": few}}, stages=[GRPO | {"steps": 1}])
+    found = experiences(tmp_path, 1)
+    assert len(found) == HELD_OUT["options"]["size"]  # type: ignore[index]
+    assert all(each.prompt.count("=") == 2 for each in found)
+
+
 def test_every_set_is_measured_as_it_asks(tmp_path: Path) -> None:
     summary = started(tmp_path, evaluation=EVALUATION, stages=[SFT | {"steps": 2}, GRPO | {"steps": 4}])
     rows = [row for row in read_metrics(tmp_path / "out") if any(key.startswith("eval/") for key in row)]

@@ -136,6 +136,16 @@ def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Pat
     assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
 
 
+def test_groups_that_make_up_for_dropped_ones_do_not_overtake_those_that_were_put_away(tmp_path: Path) -> None:
+    """Else those with short completions would be favoured."""
+    rollout = {"token_budget": 40, "batch": 3, "group_size": 2, "max_new_tokens": 40, "stop": ["1", "2"]}
+    out = started(tmp_path, steps=6, max_staleness=2, rollout=rollout, pipeline=[{"name": "Halves"}])
+    numbers = [int(name.rpartition("-")[2]) for names in groups_of(out).values() for name in names]
+    assert sum(row["rollout/continued"] for row in read_metrics(out)) > 0
+    assert numbers == sorted(set(numbers))
+    assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
+
+
 def test_what_the_pipeline_did_in_a_step_that_was_interrupted_is_not_done_twice(tmp_path: Path) -> None:
     """With max_staleness 1 the checkpoint holds groups that the interrupted step has sent through the pipeline."""
     (tmp_path / "whole").mkdir()

@@ -62,11 +62,11 @@ def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPat
     """Keys of rollouts that an application makes."""
     text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
+    for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
+        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
         keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
-    for key in ("refills", "reuse", "oversample", "token_budget"):
-        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
     return keys
 
 

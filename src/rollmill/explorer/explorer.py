@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
@@ -58,12 +59,24 @@ class Explorer:
         group: str,
         generated: Generated | None = None,
     ) -> list[Experience]:
-        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`."""
+        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`.
+
+        `generated` is called when the greedy rollout has its tokens, too: both are of the same weights.
+        """
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
+        arrived: dict[bool, list[Experience]] = {}  # by whether they are the greedy one
+
+        def told(own: list[Experience], *, is_greedy: bool) -> None:
+            arrived[is_greedy] = own
+            if len(arrived) == 2 and generated is not None:
+                generated(arrived[False])
+
+        sampled = partial(told, is_greedy=False)
+        alone = partial(told, is_greedy=True)
         experiences, baseline = await together(
             [
-                self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated),
-                self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", reuse=False),
+                self.rollout(task, sampling, n=n, seed=seed, group=group, generated=sampled),
+                self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", generated=alone, reuse=False),
             ]
         )
         for experience in experiences:

@@ -126,8 +126,6 @@ async def _evaluate(
     explorers = Explorers(stage, policy, engine, judge)
     evaluator = Evaluator(
         stage,
-        policy,
-        engine,
         select_held_out(stage, policy, tasksets, []),
         judge=judge,
         explorers=explorers,

@@ -22,7 +22,12 @@ from rollmill.rewards import Judge
 
 
 class Explorers:
-    """Makes the explorers of one stage, which share what workflows need; `close` ends it."""
+    """Makes the explorers of one stage, which share what workflows need; `close` ends it.
+
+    Args:
+        tasks: whose worked solutions are examples.
+        models: shared with others, who close them; None makes those of the stage.
+    """
 
     def __init__(
         self,
@@ -33,11 +38,13 @@ class Explorers:
         *,
         precision: str = "fp32",
         tasks: Sequence[Task] = (),
+        models: OtherModels | None = None,
     ) -> None:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
         chat = ChatFormat(policy.tokenizer, policy.eos_ids)
+        self._tasks, self._shares_models = tasks, models is not None
         asked = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
-        self._models = OtherModels(asked, policy, config.rollout, precision)
+        self._models = models or OtherModels(asked, policy, config.rollout, precision)
         self._resources = Resources(
             judge,
             config.environment,
@@ -46,6 +53,10 @@ class Explorers:
             models=self._models.sources,
             examples=[task for task in tasks if task.response is not None],
         )
+
+    def otherwise(self, config: StageConfig, judge: Judge) -> Explorers:
+        """Explorers for tasks that are rolled out or judged otherwise, with the same models and examples."""
+        return Explorers(config, self._policy, self._engine, judge, tasks=self._tasks, models=self._models)
 
     def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
@@ -73,4 +84,5 @@ class Explorers:
     async def close(self) -> None:
         """End environments, tools and other models; may be called twice."""
         await self._resources.close()
-        await self._models.close()
+        if not self._shares_models:
+            await self._models.close()
