@@ -61,7 +61,7 @@ CASES = {
     ),
     "a budget of an application": (
         TRAFFIC + "rollout: {token_budget: 9}",
-        "rollout.token_budget: not honoured by workflow `traffic`: an application starts rollouts and ends them",
+        "rollout.token_budget: not honoured by workflow `traffic`, whose rollouts an application makes; remove it",
     ),
     "over-sampling of an application": (
         TRAFFIC + "rollout: {oversample: 0.5}",
