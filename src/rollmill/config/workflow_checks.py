@@ -7,7 +7,15 @@ from collections.abc import Iterator
 from rollmill.config.run import StageConfig
 from rollmill.config.tools import Calculator, PythonTool
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import EnvironmentTurns, FewShot, Judged, Reflection, ToolTurns, Traffic
+from rollmill.config.workflows import (
+    EnvironmentTurns,
+    FewShot,
+    Judged,
+    Reflection,
+    ToolTurns,
+    Traffic,
+    WorkflowConfig,
+)
 
 Finding = tuple[KeyPath, str]
 
@@ -18,9 +26,10 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
-    if stage.workflow.single_turn:
+    if all(each.single_turn for each in stage.workflows):
         for key in ("attempts", "time_limit_s", "failures"):
             keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
+    if stage.workflow.single_turn:
         if not stage.pipeline:
             text = f"not honoured without a pipeline, which drops groups; workflow `{name}` rejects none; remove it"
             keys["rollout", "refills"] = text
@@ -28,7 +37,7 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
     if stage.rollout.token_budget is None:
         keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
-    if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
+    if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":
         keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
@@ -40,7 +49,7 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     if not stage.workflow.judged:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
-    if not (stage.workflow.uses_tools or stage.workflow.takes("tools")):
+    if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
     for index, tool in enumerate(stage.tools):
         if isinstance(tool, Calculator):
@@ -48,7 +57,7 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
         if isinstance(tool, PythonTool) and tool.state == "call":
             keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
     for model in stage.models:
-        if not stage.workflow.takes(model):
+        if not any(each.takes(model) for each in stage.workflows):
             text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
             keys["models", model] = text
     keys |= _unhonoured_options(stage)
@@ -56,6 +65,12 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
         for key in ("workflow", "environment", "tools", "models"):
             keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
     return keys
+
+
+def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
+    """The stage's workflow, and those of held-out tasks that have no environment of their own."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return [stage.workflow, *(stage.examined(each).workflow for each in sets if each.environment is None)]
 
 
 def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPath, str]:

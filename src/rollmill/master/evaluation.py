@@ -137,6 +137,14 @@ class Evaluator:
         """Evaluate, and wait for it. Raises like `Evaluation.result`."""
         return await self.begin(names).result()
 
+    def metrics(self) -> list[dict[str, float]]:
+        """What has happened in environments and tools of its own since the last call."""
+        return [each.metrics() for each in self._explorers]
+
+    def counters(self) -> list[dict[str, float]]:
+        """What rewards of its own count so far."""
+        return [each.counters() for each in self._judges]
+
     async def close(self) -> None:
         """End what only the evaluation needs; may be called twice."""
         for explorers in self._explorers:

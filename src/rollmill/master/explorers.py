@@ -25,8 +25,9 @@ class Explorers:
     """Makes the explorers of one stage, which share what workflows need; `close` ends it.
 
     Args:
-        tasks: whose worked solutions are examples.
-        models: shared with others, who close them; None makes those of the stage.
+        precision: bf16 or fp32, what other models than the policy compute in.
+        tasks: what worked examples are chosen from.
+        models: other models that somebody else closes; None: those of the stage are made.
     """
 
     def __init__(
@@ -41,10 +42,10 @@ class Explorers:
         models: OtherModels | None = None,
     ) -> None:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
+        self._tasks, self._owns_models = tasks, models is None
         chat = ChatFormat(policy.tokenizer, policy.eos_ids)
-        self._tasks, self._shares_models = tasks, models is not None
         asked = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
-        self._models = models or OtherModels(asked, policy, config.rollout, precision)
+        self._models = OtherModels(asked, policy, config.rollout, precision) if models is None else models
         self._resources = Resources(
             judge,
             config.environment,
@@ -55,7 +56,8 @@ class Explorers:
         )
 
     def otherwise(self, config: StageConfig, judge: Judge) -> Explorers:
-        """Explorers for tasks that are rolled out or judged otherwise, with the same models and examples."""
+        """Others for the same policy, with the same worked examples and the same other models: frozen ones stay what
+        they were at the start of the stage, on resume as well."""
         return Explorers(config, self._policy, self._engine, judge, tasks=self._tasks, models=self._models)
 
     def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> Explorer:
@@ -84,5 +86,5 @@ class Explorers:
     async def close(self) -> None:
         """End environments, tools and other models; may be called twice."""
         await self._resources.close()
-        if not self._shares_models:
+        if self._owns_models:
             await self._models.close()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -41,6 +42,7 @@ from rollmill.master.measures import (
     judging_metrics,
     require_rewards,
     seconds_of,
+    summed,
 )
 from rollmill.master.online import OnlineSupply
 from rollmill.master.selection import StageTasks
@@ -101,7 +103,7 @@ class StageRun:
         self._sync = InPlace(self._engine)
         self._sync.publish(first_version)
         self._trace = Trace()
-        self._counted: dict[str, float] = {}
+        self._counted: Counter[str] = Counter()
         self._store = buffers.of_stage(config)
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
@@ -260,16 +262,25 @@ class StageRun:
         metrics |= judging_metrics(spans) | self._newly_counted()
         metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
         metrics |= {} if self._supply is None else self._supply.metrics()
-        metrics |= {} if self._explorers is None else self._explorers.metrics()
+        metrics |= self._happened()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Counts what happens inside as seconds of a phase of the step."""
         return self._trace.during(phase)
 
+    def _happened(self) -> dict[str, float]:
+        """What has happened in environments and tools since the step before, evaluations included."""
+        if self._explorers is None:
+            return {}
+        others = [] if self.evaluator is None else self.evaluator.metrics()
+        return summed([self._explorers.metrics(), *others])
+
     def _newly_counted(self) -> dict[str, float]:
         """What the judge's rewards have counted since the step before."""
-        counted = {} if self._judge is None else self._judge.counters()
+        counted = Counter({} if self._judge is None else self._judge.counters())
+        for each in [] if self.evaluator is None else self.evaluator.counters():
+            counted.update(each)
         before, self._counted = self._counted, counted
         return {f"judging/{key}": value - before.get(key, 0.0) for key, value in counted.items()}
 
