@@ -55,10 +55,6 @@ CASES = {
         GOOD + "rollout: {token_budget: 9, oversample: 0.5}\nmax_staleness: 1",
         "run.yaml:4: rollout.oversample: with token_budget unfinished completions go on in the next step",
     ),
-    "over-sampling and drafts": (
-        GOOD + "rollout: {oversample: 0.5, reuse: {}}",
-        "run.yaml:4: rollout.reuse: of groups that are stopped only short completions would become drafts",
-    ),
     "a budget of an application": (
         TRAFFIC + "rollout: {token_budget: 9}",
         "rollout.token_budget: not honoured by workflow `traffic`, whose rollouts an application makes; remove it",
@@ -220,6 +216,10 @@ CASES = {
         "run.yaml:4: steps: every stage sets its own, so this is never used; remove it or change stages.0.steps",
     ),
     # contradictions
+    "drafts chosen by length": (
+        GOOD + "rollout: {reuse: {}, oversample: 0.5}",
+        "run.yaml:4: rollout.reuse: with oversample the slowest groups are stopped",
+    ),
     "no model": (GOOD.split("\n", 1)[1], "model: which model? Give model.path (a checkpoint folder) or model.new"),
     "no recipe": (GOOD.replace("{new: {hidden_size: 32}}", "{path: new}"), "run.yaml:1: model: which model?"),
     "no rewards": (NO_REWARDS, "rewards: algorithm `grpo` needs at least one reward; for example"),
