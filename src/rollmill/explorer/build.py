@@ -27,6 +27,8 @@ class Closable(Protocol):
 
 
 Kept = TypeVar("Kept", bound=Closable)
+_EXAMPLES_KEPT = 8
+"""Tasks whose worked examples are kept: those of the groups that begin together."""
 
 
 class Resources:
@@ -57,7 +59,7 @@ class Resources:
         self._told: dict[str, float] = {}
         self._kept: list[tuple[config.WorkflowSection, Closable]] = []
         self.endpoint = endpoint
-        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), EXAMPLES: partial(_examples, examples)}
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), EXAMPLES: _Examples(examples).one}
         if endpoint is not None:
             self.sources[ENDPOINT] = endpoint.one
         if self._environments is not None:
@@ -176,8 +178,20 @@ async def _judge(judge: Judge, rollout: Rollout) -> AsyncIterator[RolloutJudge]:
     yield RolloutJudge(judge, rollout)
 
 
-@asynccontextmanager
-async def _examples(tasks: Sequence[Task], rollout: Rollout) -> AsyncIterator[list[Task]]:
-    """Worked examples: other tasks than the rollout's, with other prompts."""
-    own = rollout.task
-    yield [each for each in tasks if each.id != own.id and each.prompt != own.prompt]
+class _Examples:
+    """Worked examples: other tasks than the rollout's, with other prompts; rollouts of a task share the list."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._known: dict[str, list[Task]] = {}
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[list[Task]]:
+        own = rollout.task
+        found = self._known.pop(own.id, None)
+        if found is None:
+            found = [each for each in self._tasks if each.id != own.id and each.prompt != own.prompt]
+        self._known[own.id] = found
+        if len(self._known) > _EXAMPLES_KEPT:
+            self._known.pop(next(iter(self._known)))
+        yield list(found)
