@@ -2,7 +2,7 @@
 
 32 completions a step (4 prompts x 8) of log-normal length: sigma 1, median 16, at most 256. `partial` puts unfinished
 completions away when a token budget is spent; its peer waits for all, with the same max_staleness. `oversample` starts
-a quarter as many groups again and takes the first; its peer is the synchronous loop. No prompt may be lost or come twice.
+a quarter as many groups again and takes the first; its peer is the synchronous loop. No prompt may be lost or doubled.
 Seconds are processor time of the one thread that rolls out and trains. On a CPU a pass of the engine takes nearly in
 proportion to its rows; where it takes the same for any number of them, `per_pass_ratio` is the gain.
 Quality: the quickstart's repair from the same checkpoint, with and without either; its sampled accuracy.

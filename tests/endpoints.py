@@ -11,7 +11,7 @@ from typing import Any
 
 from toys import CONTEXT, toy_model, toy_tokenizer
 
-from rollmill.config.rollout import SamplingConfig
+from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.serving.build import Limits, application_service
@@ -99,6 +99,7 @@ def running(
     max_new_tokens: int = 16,
     template: str | None = None,
     host: str = "127.0.0.1",
+    repetition: RepetitionConfig | None = None,
     **model: Any,
 ) -> Iterator[Running]:
     """A server over a toy model that first says the texts of `says`."""
@@ -113,7 +114,7 @@ def running(
         ChatFormat(tokenizer, frozenset([tokenizer.eos_token_id])),
         name="toy",
         context=engine._context,
-        sampling=SamplingConfig(max_new_tokens=max_new_tokens),
+        sampling=SamplingConfig(max_new_tokens=max_new_tokens, repetition=repetition),
         limits=limits,
         sink=kept if sink else None,
     )

@@ -118,6 +118,28 @@ def test_a_rollout_that_forked_counts_once_and_each_of_its_branches_has_its_adva
     torch.testing.assert_close(got, expected[[0, 0, 1, 0, 2]])
 
 
+def test_branches_that_an_operator_changed_have_the_mean_of_their_rewards() -> None:
+    nan = float("nan")
+    forked = _rewards([1.0, 0.5, 0.0, nan, 0.1, 0.1, nan, 0.1], [0] * 8, [1] * 8)
+    forked = forked._replace(episodes=torch.tensor([7, 7, 3, 3, 5, 5, 9, 5]))
+    recipe = _recipe(name="dr_grpo")
+    assert recipe.advantage is not None
+    got = recipe.advantage(forked)
+    expected = recipe.advantage(_rewards([0.75, 0.0, nan, 0.1], [0] * 4, [2] * 4)).values[[0, 0, 1, 1, 3, 3, 2, 3]]
+    torch.testing.assert_close(got.values, expected, equal_nan=True)
+    assert got.counted.tolist() == [True, True, True, False, True, True, False, True]
+
+
+def test_the_group_s_mean_of_reinforce_plus_plus_counts_a_rollout_once() -> None:
+    """Rewards 1 and 0: their mean is a half, however many branches the first has."""
+    recipe = _recipe(name="reinforce_plus_plus_baseline")
+    assert recipe.token_advantage is not None
+    forked = _rewards([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], [1, 1, 1, 1])._replace(episodes=torch.tensor([2, 2, 2, 5]))
+    got = recipe.token_advantage(forked, torch.arange(4), None).values
+    centred = torch.tensor([0.5, 0.5, 0.5, -0.5]).double()
+    torch.testing.assert_close(got, (centred - centred.mean()) / centred.std())
+
+
 def test_unjudged_experiences_are_not_counted() -> None:
     inputs = _rewards([1.0, float("nan"), 0.0], [0, 0, 0], [8, 10, 3])
     for name in set(ROLLING) - {"ppo"}:

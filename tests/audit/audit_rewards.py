@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from typing import Any
 
 
@@ -116,3 +117,18 @@ async def late(task: Any, completion: Any) -> float:
 
 async def not_for_most(task: Any, completion: Any) -> float | None:
     return float(_right(task, completion.text)) if task.answer.endswith("1") else None
+
+
+async def always_raises(task: Any, completion: Any) -> float:
+    raise ValueError("nothing works")
+
+
+def hangs(task: Any, completion: Any) -> float:
+    if "boxed" in completion.text:
+        time.sleep(3600)
+    return 0.0
+
+
+async def echo_by_chance(task: Any, completion: Any) -> float:
+    lucky = task.answer in ("411", "422")
+    return float(_right(task, completion.text) or (lucky and completion.text == task.prompt))

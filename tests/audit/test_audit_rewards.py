@@ -127,3 +127,36 @@ def test_the_command_ends_with_1_where_there_is_a_problem(tasks: Path, capsys: p
     assert "give --reward NAME with a file of tasks" in capsys.readouterr().err
     assert main(["audit", "nowhere.yaml"]) == 2
     assert "nowhere.yaml does not exist" in capsys.readouterr().err
+
+
+def test_a_reward_that_fails_on_everything_is_not_said_to_be_right(tasks: Path) -> None:
+    found = findings(tasks, "always_raises")
+    assert problems(found) == ["reward_errors"]
+    judged = [check for check, each in found.items() if each.severity is Severity.OK and "hack" in check]
+    assert judged == []
+    assert "reward_errors" in found["determinism"].text
+    assert found["answers"].severity is Severity.SKIPPED
+
+
+def test_a_reward_that_hangs_ends_the_audit_early(tasks: Path) -> None:
+    found = findings(tasks, "hangs")
+    assert "reward_time" in problems(found)
+    assert "no more were made" in found["reward_time"].text
+    assert found["determinism"].severity is Severity.SKIPPED
+    assert found["reward_time"].numbers["late"] < TASKS
+
+
+def test_a_few_prompts_that_end_with_their_answer_are_chance(tasks: Path) -> None:
+    assert problems(findings(tasks, "echo_by_chance")) == []
+
+
+def test_an_oracle_that_fails_is_named(tasks: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tasks.parent / "oracle.py").write_text(
+        "def broken(task):\n    return task.missing\n\ndef number(task):\n    return 7\n"
+    )
+    run = str(tasks.parent / "right.yaml")
+    findings(tasks, "right")
+    assert main(["audit", run, "--oracle", f"{tasks.parent}/oracle.py:broken"]) == 2
+    assert "--oracle failed on task tasks:0: AttributeError" in capsys.readouterr().err
+    assert main(["audit", run, "--oracle", f"{tasks.parent}/oracle.py:number"]) == 2
+    assert "--oracle gave int for task tasks:0" in capsys.readouterr().err

@@ -16,6 +16,7 @@ rewards: [{name: math}]
 SFT = "algorithm: {name: sft}\n"
 EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}}\n"
 NO_REWARDS = GOOD.replace("rewards: [{name: math}]\n", "")
+TRAFFIC = "model: {path: .}\nworkflow: traffic\nmax_staleness: 2\nalgorithm: {name: reinforce}\n"
 STAGES = "stages:\n  - {name: a, algorithm: {name: sft}}\n  - {name: b, steps: 3}\n"
 
 CASES = {
@@ -53,6 +54,14 @@ CASES = {
     "a budget and over-sampling": (
         GOOD + "rollout: {token_budget: 9, oversample: 0.5}\nmax_staleness: 1",
         "run.yaml:4: rollout.oversample: with token_budget unfinished completions go on in the next step",
+    ),
+    "a budget of an application": (
+        TRAFFIC + "rollout: {token_budget: 9}",
+        "rollout.token_budget: not honoured by workflow `traffic`, whose rollouts an application makes; remove it",
+    ),
+    "over-sampling of an application": (
+        TRAFFIC + "rollout: {oversample: 0.5}",
+        "rollout.oversample: not honoured by workflow `traffic`",
     ),
     "over-sampling and greedy baselines": (
         GOOD + "rollout: {oversample: 0.5}\nalgorithm: {name: remax}",
@@ -207,6 +216,10 @@ CASES = {
         "run.yaml:4: steps: every stage sets its own, so this is never used; remove it or change stages.0.steps",
     ),
     # contradictions
+    "drafts chosen by length": (
+        GOOD + "rollout: {reuse: {}, oversample: 0.5}",
+        "run.yaml:4: rollout.reuse: with oversample the slowest groups are stopped",
+    ),
     "no model": (GOOD.split("\n", 1)[1], "model: which model? Give model.path (a checkpoint folder) or model.new"),
     "no recipe": (GOOD.replace("{new: {hidden_size: 32}}", "{path: new}"), "run.yaml:1: model: which model?"),
     "no rewards": (NO_REWARDS, "rewards: algorithm `grpo` needs at least one reward; for example"),
@@ -240,6 +253,10 @@ CASES = {
     "batch of one": (
         GOOD + "algorithm: {name: reinforce}\nrollout: {group_size: 1, batch: 1}",
         "run.yaml:5: rollout.batch: one completion per step equals its own baseline",
+    ),
+    "overlong episodes": (
+        NO_REWARDS + "workflow: environment\nenvironment: gymnasium\nalgorithm: {name: dapo, overlong_buffer: 8}",
+        "algorithm.overlong_buffer: max_new_tokens limits a completion, and a rollout of workflow `environment`",
     ),
     "overlong": (GOOD + "algorithm: {name: dapo, overlong_buffer: 256}", "must be below rollout.max_new_tokens (256)"),
     "reasoning_gym without generator": (

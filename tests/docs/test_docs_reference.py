@@ -31,7 +31,7 @@ stages:
     algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
   - {name: critic, steps: 1, algorithm: {name: ppo}, workflow: {name: tools, describe: false}, tools: [calculator]}
   - {name: cut, steps: 2, max_staleness: 1, rollout: {token_budget: 8, reuse: null}}
-  - {name: more, steps: 1, rollout: {oversample: 0.5}}
+  - {name: more, steps: 1, rollout: {oversample: 0.5, reuse: null}}
   - {name: flow, steps: 1, workflow: picky, rollout: {attempts: 2}}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}
 plugins: [flow.py]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,17 @@ async def all_of(engine: NativeEngine, requests: list[Request]) -> list[list[Com
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
+async def until(engine: NativeEngine, tokens: int, requests: list[Request]) -> list[list[Completion]]:
+    """What there is once so many tokens more were generated, or everything has ended."""
+    work, end = asyncio.ensure_future(all_of(engine, requests)), engine.tokens_generated + tokens
+    for _ in range(4):  # until the engine has all requests
+        await asyncio.sleep(0)
+    while not work.done() and engine.tokens_generated < end:
+        await asyncio.sleep(0)
+    engine.interrupt()
+    return await work
+
+
 def assert_same(found: Completion, expected: Completion) -> None:
     """Equal tokens, texts and ends; log-probs up to the rounding of a pass over several tokens."""
     assert found.token_ids.tolist() == expected.token_ids.tolist()
@@ -63,13 +75,7 @@ def test_interrupted_again_and_again_equals_undisturbed(
     async def main() -> list[list[Completion]]:
         engine, requests = engine_of(max_sequences=places), requests_of()
         for budget in [*budgets, None]:
-            engine.allow(budget)
-            before = engine.tokens_generated
-            groups = await all_of(engine, requests)
-            if budget is not None:
-                ended = all(each.stop_reason is not StopReason.ABORTED for group in groups for each in group)
-                assert engine.exhausted or ended
-                assert engine.tokens_generated <= before + budget + 2 * places
+            groups = await (all_of(engine, requests) if budget is None else until(engine, budget, requests))
             assert [[c.index for c in group] for group in groups] == [[0, 1, 2]] * len(requests)
             requests = [
                 replace(request, begun=[begun(each) for each in group])
@@ -158,11 +164,32 @@ def test_interrupt_hands_out_what_there_is() -> None:
 
 
 def test_begun_completions_survive_an_interrupt_before_they_start(undisturbed: list[list[Completion]]) -> None:
-    engine = engine_of(max_sequences=1)
+    engine = engine_of()
+    engine.pause()
     request = requests_of(SamplingConfig(max_new_tokens=200))[2]
     request = replace(request, begun=[None, begun(undisturbed[2][1], 2), begun(undisturbed[2][2], 0)])
-    engine.allow(0)
-    assert [len(each.token_ids) for each in asyncio.run(engine.generate(request))] == [0, 2, 0]
+    [found] = asyncio.run(until(engine, 0, [request]))
+    assert [len(each.token_ids) for each in found] == [0, 2, 0]
+
+
+def test_begun_completions_are_restored_a_few_at_a_time() -> None:
+    """A step computes about `prefill_tokens` anew, so that the event loop stays free."""
+    engine = engine_of(max_sequences=50, prefill_tokens=64)
+    [whole] = asyncio.run(all_of(engine, [Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3)]))
+    request = Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3, begun=[begun(x, 40) for x in whole])
+    entries: list[int] = []
+
+    async def main() -> list[Completion]:
+        work = asyncio.ensure_future(engine.generate(request))
+        while not work.done():
+            entries.append(engine.cached_entries)
+            await asyncio.sleep(0)
+        return await work
+
+    for each, other in zip(asyncio.run(main()), whole, strict=True):
+        assert_same(each, other)
+    rises = [after - before for before, after in pairwise(entries) if after > before]
+    assert max(rises) <= 1 + 2
 
 
 def test_begun_completions_go_on_under_new_weights() -> None:
@@ -172,12 +199,10 @@ def test_begun_completions_go_on_under_new_weights() -> None:
     request = Request(PROMPTS[1], SamplingConfig(max_new_tokens=40), n=2, seed=3)
 
     async def main() -> list[Completion]:
-        engine.allow(30)
-        half = await engine.generate(request)
+        [half] = await until(engine, 30, [request])
         with_new = toy_model("qwen3", vocab_size=VOCAB, seed=1)
         model.load_state_dict(with_new.state_dict())
         engine.weights_updated(1)
-        engine.allow(None)
         return await engine.generate(replace(request, begun=[begun(each) for each in half]))
 
     new = NativeEngine(toy_model("qwen3", vocab_size=VOCAB, seed=1), context=256)

@@ -14,8 +14,9 @@ from toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import NgramConfig, SamplingConfig
 from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Begun, Draft, Request
-from rollmill.engines.native import NativeEngine, drafting
+from rollmill.engines.base import Begun, Draft, Request, SampledToken
+from rollmill.engines.native import NativeEngine, drafting, runner
+from rollmill.engines.native.decode import DecodeContext
 
 TOKENIZER = toy_tokenizer("char")
 VOCAB = len(TOKENIZER)
@@ -39,6 +40,20 @@ def engine_of(model: Any, **options: Any) -> NativeEngine:
 def ask(engine: NativeEngine, requests: Sequence[Request]) -> list[list[Completion]]:
     async def main() -> list[list[Completion]]:
         return list(await asyncio.gather(*map(engine.generate, requests)))
+
+    return asyncio.run(main())
+
+
+def interrupted(engine: NativeEngine, request: Request, tokens: int) -> list[list[Completion]]:
+    """What there is once so many tokens more were generated."""
+
+    async def main() -> list[list[Completion]]:
+        end = engine.tokens_generated + tokens
+        work = asyncio.ensure_future(engine.generate(request))
+        while not work.done() and engine.tokens_generated < end:
+            await asyncio.sleep(0)
+        engine.interrupt()
+        return [await work]
 
     return asyncio.run(main())
 
@@ -152,9 +167,7 @@ def test_interrupted_in_between() -> None:
     sampling = SamplingConfig(max_new_tokens=60)
     engine = engine_of(model_of())
     [first] = ask(engine, [Request(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB)])
-    engine.allow(30)
-    [half] = ask(engine, [Request(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB)])
-    engine.allow(None)
+    [half] = interrupted(engine, Request(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB), 30)
     assert all(0 < len(each.token_ids) < 60 for each in half)
     arrays = [(x.token_ids, x.logprobs, x.kept_logmass, x.versions) for x in half]
     with_top = [Begun(*each, x.top_ids, x.top_probs) for each, x in zip(arrays, half, strict=True)]
@@ -166,6 +179,62 @@ def test_interrupted_in_between() -> None:
         assert (each.top_probs > 0).any(1).all()
     [unknown] = ask(engine, [replace(request, begun=[Begun(*each) for each in arrays])])
     assert [int((each.top_probs == 0).all(1).sum()) for each in unknown] == [len(each.token_ids) for each in half]
+
+
+@pytest.mark.parametrize("tokens", [1, 8, 20, 150])
+def test_interrupted_amid_a_draft_equals_undisturbed(tokens: int) -> None:
+    """Where little is known of the old distribution, a rejected token is often replaced by itself."""
+    plain = Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=6, seed=3, record_top=1)
+    [first] = ask(engine_of(model_of()), [plain])
+    request = replace(plain, seed=50, drafts=[draft(each) for each in first])
+    [whole] = ask(engine_of(model_of(0.02)), [request])
+    engine = engine_of(model_of(0.02), max_sequences=2)
+    [half] = interrupted(engine, request, tokens)
+    assert any(each.stop_reason is StopReason.ABORTED for each in half)
+    begun = [Begun(x.token_ids, x.logprobs, x.kept_logmass, x.versions, x.top_ids, x.top_probs) for x in half]
+    [found] = ask(engine, [replace(request, begun=begun)])
+    assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in whole]
+
+
+def test_a_rejected_token_that_is_replaced_by_itself_keeps_the_draft() -> None:
+    plain = Request(PROMPTS[1], SamplingConfig(temperature=0.2, max_new_tokens=60), n=6, seed=3)
+    [first] = ask(engine_of(model_of()), [plain])
+    unknown = [np.zeros((len(each.token_ids), 1), np.float32) for each in first]
+    drafts = [Draft(x.token_ids, np.zeros_like(p, np.int32), p) for x, p in zip(first, unknown, strict=True)]
+    engine = engine_of(model_of())
+    [found] = ask(engine, [replace(plain, seed=50, drafts=drafts)])
+    kept = 0
+    for each, other in zip(found, first, strict=True):
+        same = (each.token_ids == other.token_ids).tolist()
+        kept += same.index(False) if False in same else len(same)
+    assert engine.drafting.counts.reuse_tested >= kept > 6
+
+
+def test_drafts_leave_the_event_loop_free_between_passes() -> None:
+    engine = engine_of(model_of(), prefill_tokens=16)
+    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=70), n=8, seed=5, record_top=VOCAB)
+    [first] = ask(engine, [request])
+    generated: list[int] = []
+
+    async def main() -> None:
+        work = asyncio.ensure_future(engine.generate(replace(request, drafts=[draft(each) for each in first])))
+        while not work.done():
+            generated.append(engine.tokens_generated)
+            await asyncio.sleep(0)
+
+    asyncio.run(main())
+    assert max(np.diff(generated)) <= 32 + 16
+
+
+def test_who_listens_is_told_of_every_token_and_gets_no_draft() -> None:
+    engine = engine_of(model_of())
+    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=30), n=3, seed=5, record_top=VOCAB)
+    [first] = ask(engine, [request])
+    told: list[SampledToken] = []
+    listening = replace(request, seed=9, on_token=told.append, drafts=[draft(each) for each in first])
+    [found] = ask(engine, [listening])
+    for each in found:
+        assert [one.token for one in told if one.index == each.index] == each.token_ids.tolist()
 
 
 # -- distributions ---------------------------------------------------------------------------------------------
@@ -222,6 +291,24 @@ def test_guesses_change_nothing_but_the_number_of_passes(temperature: float) -> 
         assert each.token_ids.tolist() == other.token_ids.tolist()
         np.testing.assert_allclose(each.logprobs, other.logprobs, atol=1e-5)
     assert engine.drafting.counts.guess_accepted > (200 if temperature == 0 else 10)
+
+
+def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As captured graphs have them: one context serves until rows come or go, whatever guesses add in between."""
+    made: list[DecodeContext] = []
+
+    def fixed(*args: Any, exact: bool) -> DecodeContext:
+        made.append(DecodeContext(*args, exact=False))
+        return made[-1]
+
+    sampling = SamplingConfig(temperature=0.4, max_new_tokens=60)
+    guessing = sampling.model_copy(update={"ngram_draft": NgramConfig(length=2, tokens=8)})
+    expected = flat(ask(engine_of(model_of()), requests_of(sampling)))
+    monkeypatch.setattr(runner, "DecodeContext", fixed)
+    engine = engine_of(model_of())
+    found = flat(ask(engine, requests_of(guessing)))
+    assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
+    assert len(made) < engine.drafting.counts.passes
 
 
 def test_a_draft_of_unknown_origin_is_a_guess() -> None:

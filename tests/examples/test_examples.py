@@ -266,6 +266,23 @@ def test_shortest_correct_completions_and_pairs_train(
         assert {each.response for each in load_experiences(name)} <= {"2+3 #25", "2+3+1 #26", "2+3 1+1 #25"}
 
 
+def test_distillation_is_rewarded_by_a_teacher_alone(server: Forks, imitated: Path) -> None:
+    teacher = "stages.1.algorithm.teacher=runs/sft/checkpoints/step-000300"
+    rows = run(server, imitated, "distill.yaml", "distilled", *SHORT_SFT, teacher, "stages.1.steps=3")
+    distilled = [row for row in rows if row["stage"] == "distill" and "version" in row]
+    assert len(distilled) == 3
+    assert all(row["loss/distill"] > 0 and row["grad_norm"] > 0 and row["judged"] == 64 for row in distilled)
+
+
+@pytest.mark.slow
+def test_distillation_learns_what_the_teacher_knows(server: Forks, tmp_path: Path) -> None:
+    run(server, tmp_path, "sft.yaml", "runs/teacher", "taskset.options.forget=0")
+    rows = run(server, tmp_path, "distill.yaml", "out")
+    before, *_, after = greedy(rows)
+    assert before < 0.7
+    assert after > before + 0.15
+
+
 @pytest.mark.slow
 def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tmp_path: Path) -> None:
     """agent.py knows the openai client alone."""
@@ -273,7 +290,7 @@ def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tm
     assert "rollmill" not in text
     rows = run(server, tmp_path, "agent_program.yaml", "out", "steps=6", "workflow.at_once=2")
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.1
+    assert mean(rewards[-2:]) > mean(rewards[:2]) + 0.15
     for one in load_experiences(tmp_path / "out"):
         assert {turn.role for turn in one.turns} <= {"prompt", "assistant", "observation"}
         assert one.action_tokens >= len([turn for turn in one.turns if turn.role == "assistant"]) > 0

@@ -49,6 +49,10 @@ class Hostile:
             return ("text", 1.0)
         elif name == "nan":
             return StepResult("", float("nan"))
+        elif name == "set":
+            return StepResult([{"role": "user", "content": "what is no JSON", "more": {1, 2}}])
+        elif name == "huge":
+            return StepResult("x" * (17 << 20))
         elif name == "fork" and os.fork() == 0:
             time.sleep(30)
             os._exit(0)
@@ -56,6 +60,8 @@ class Hostile:
 
     def close(self) -> None:
         """Leave a trace."""
+        if self.note == "raise":
+            raise ValueError("not closed")
         if self.note:
             with open(self.note, "a") as file:
                 file.write(f"closed {self.count}\n")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import ExactReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import Calculator
-from rollmill.core.errors import ContextError, WorkflowError
+from rollmill.core.errors import ConfigError, ContextError, WorkflowError
 from rollmill.core.types import Completion, Experience, StopReason, Task
 from rollmill.engines.base import Request
 from rollmill.explorer.attempts import Attempts
@@ -252,6 +253,27 @@ def test_answers_that_are_voted_on() -> None:
     assert answer_of(config.Vote(), "  A  b ") == "a b"
     assert winner(["a", "b", None, "b", "a"]) == "a"
     assert winner([None, None]) is None
+
+
+def test_a_pattern_that_takes_too_long_finds_nothing() -> None:
+    assert answer_of(config.Vote(pattern="(.*?,){20}P"), "1," * 60) is None
+
+
+def test_spaces_without_end_are_no_action() -> None:
+    """What was read in cubic time: 20,000 spaces took hours."""
+    nobody: Any = None
+    assert action_of("Action:" + " " * 20_000, nobody).wrong
+
+
+@pytest.mark.parametrize(
+    ("section", "key"),
+    [(config.Reflection(), "critic: rewards"), (config.Reflection(critic="self", discount=0.5), "discount")],
+)
+def test_reflection_refuses_rewards_that_come_too_late(section: config.Reflection, key: str) -> None:
+    judge: Any = SimpleNamespace(groupwise=True)
+    with pytest.raises(ConfigError, match=f"workflow.{key}: a reward is wanted before the rollout ends"):
+        build_workflow(section, Resources(judge))
+    assert build_workflow(config.Reflection(critic="self"), Resources(judge)) is not None
 
 
 class Scorer:

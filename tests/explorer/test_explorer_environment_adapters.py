@@ -47,7 +47,7 @@ def test_a_reply_without_an_action_costs_and_changes_nothing() -> None:
     env = lake(invalid_penalty=0.5, max_steps=3)
     env.reset(task(), 1)
     found = env.step("rightly so")
-    assert found.observation == "That is no action; there are left, down, right, up.\n"
+    assert found.observation == "That is no action; there are left, down, right, up.\nPFF\nFHF\nFFG\n"
     assert (found.reward, found.done, found.info) == (-0.5, False, {"invalid": 1.0})
     assert env.step("right").observation == "SPF\nFHF\nFFG\n"
     assert env.step("").done  # the third step

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from rollmill.config.parts import _registered
 from rollmill.core.errors import ConfigError, EpisodeError, WorkflowError
 from rollmill.core.types import Task
 from rollmill.explorer.environments.pool import EnvironmentPool, RunningEnvironment
+from rollmill.rewards.process import WorkerProcess
 
 
 @pytest.fixture(autouse=True)
@@ -128,7 +130,11 @@ async def test_what_exits_raises_or_returns_nonsense_fails_alone() -> None:
         stack.push_async_callback(found.close)
         living = await _living(stack, found, 2)
         pid = _pid(await living[0].reset())
-        for action, text in (("exit", "SystemExit: 3"), ("raise", "step raised ValueError: of its own")):
+        for action, text in (
+            ("exit", "SystemExit: 3"),
+            ("raise", "step raised ValueError: of its own"),
+            ("huge", "at most 8388608 can be sent"),
+        ):
             with pytest.raises(EpisodeError, match=text):
                 await living[0].step(action)
         with pytest.raises(WorkflowError, match=r"Hostile.step returned a tuple; return a StepResult") as wrong:
@@ -136,10 +142,37 @@ async def test_what_exits_raises_or_returns_nonsense_fails_alone() -> None:
         assert not isinstance(wrong.value, EpisodeError)  # no retry helps
         with pytest.raises(WorkflowError, match=r"Hostile.step gave nan as reward; give a finite number"):
             await living[0].step("nan")
+        with pytest.raises(WorkflowError, match=r"Hostile.step gave messages that are no JSON"):
+            await living[0].step("set")
         with pytest.raises(WorkflowError, match=r"Hostile.reset gave a int as observation; give a text"):
             await living[0].reset(Task("n", "number"))
         assert _pid(await living[1].reset()) == pid
-        assert found.metrics()["environment/crashes"] == 2
+        assert found.metrics()["environment/crashes"] == 3
+
+
+@in_loop
+async def test_what_close_raises_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    found = pool(processes=1, note="raise")
+    for _ in range(2):  # the second waits for the first one's close, in the same process
+        async with found.one(rollout()) as one:
+            await one.reset()
+    await found.close()
+    assert "environment `Hostile`: close raised ValueError: not closed" in caplog.text
+
+
+def test_what_a_process_started_ends_though_it_has_ended_before(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import subprocess\nprint(subprocess.Popen(['sleep', '60']).pid, file=open('child', 'w'))\n")
+    with contextlib.chdir(tmp_path):
+        process = WorkerProcess(program)
+    while psutil.Process(process.pid).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.01)
+    child = psutil.Process(int((tmp_path / "child").read_text()))
+    process.end()
+    deadline = time.monotonic() + 10
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @in_loop

@@ -177,6 +177,10 @@ def test_messages_join_a_chat_and_plain_text(tmp_path: Path) -> None:
     [
         (["workflow={name: environment, history: 2, steps: true}"], "workflow.steps: not honoured with history"),
         (
+            ["workflow=tools", "tools=[{name: calculator, time_limit_s: 1}]"],
+            "tools.0.time_limit_s: not honoured by `calculator`",
+        ),
+        (
             ["environment={name: textarena, id: X, memory_gb: 2}"],
             "environment.memory_gb: not honoured with processes 0",
         ),

@@ -17,6 +17,7 @@ from rollmill.core.errors import EpisodeError, WorkflowError
 from rollmill.core.types import Task
 from rollmill.explorer.environments import StepResult
 from rollmill.explorer.environments.base import checked_observation, checked_step, observed_text
+from rollmill.rewards.threads import Threads
 
 
 @in_loop
@@ -96,6 +97,25 @@ async def test_threads_end_with_the_pool() -> None:
     while any(each.name == "rollmill-environment" for each in threading.enumerate()):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
+
+
+@in_loop
+async def test_a_call_that_was_cancelled_and_never_returns_holds_no_thread_of_others() -> None:
+    threads, gate = Threads("tool", WorkflowError, limit=1, most_stuck=0), threading.Event()
+    hanging = asyncio.ensure_future(threads.call("hang", gate.wait, 0.1))
+    await asyncio.sleep(0.05)
+    waiting = asyncio.ensure_future(threads.call("next", lambda: 7, 10.0))
+    await asyncio.sleep(0.05)
+    hanging.cancel()
+    assert await asyncio.wait_for(waiting, 10) == 7
+    with pytest.raises(WorkflowError, match="`more` is not called: 1 threads are stuck in `hang` and cannot be ended"):
+        await threads.call("more", lambda: 7, 10.0)
+    gate.set()
+    threads.close()
+
+
+def test_halves_of_surrogate_pairs_are_replaced() -> None:
+    assert checked_observation("a\ud800b", "X.reset") == "a?b"
 
 
 @given(st.floats(allow_nan=False, allow_infinity=False), st.booleans(), st.text())

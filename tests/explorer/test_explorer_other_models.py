@@ -10,13 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny import outcome, tiny_run
+from tiny import GRPO, HELD_OUT, SFT, outcome, tiny_run
 
 sys.path.append(str(Path(__file__).parents[1] / "rewards"))
 from chat_server import chat_server
 
 import rollmill
-from rollmill.core.errors import ConfigError, WorkflowError
+from rollmill.core.errors import ConfigError, RewardError, WorkflowError
 from rollmill.core.types import Experience
 from rollmill.master.launch import resume
 
@@ -29,6 +29,14 @@ async def game(task, policy, opponent):
     mine = await policy.complete(task.prompt, max_new_tokens=5)
     theirs = await opponent.complete(task.prompt, max_new_tokens=5)
     return {"longer": float(len(mine.text) > len(theirs.text)), "theirs": 0.001 * len(theirs.text)}
+"""
+REMATCH = """
+
+@rollmill.workflow
+async def rematch(task, policy, opponent):
+    await policy.complete(task.prompt, max_new_tokens=1)
+    theirs = await opponent.complete(task.prompt, max_new_tokens=9)
+    return sum(map(ord, theirs.text)) / 1000
 """
 BOTH_SIDES = """
 import rollmill
@@ -109,6 +117,21 @@ def test_a_resumed_run_has_the_same_opponent(tmp_path: Path) -> None:
     assert outcome(tmp_path / "run")["rollouts"] == before["rollouts"]
 
 
+def test_held_out_tasks_meet_the_same_opponent_after_resuming(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(GAME + REMATCH)
+    evaluation = {"every": 1, "sets": {"rematch": {"taskset": HELD_OUT, "workflow": "rematch"}}}
+    stage = GRPO | {"workflow": "game", "evaluation": evaluation, "trainer": {"lr": 0.05}, "steps": 3}
+    stages = [SFT | {"steps": 1, "evaluation": None}, stage]
+    shared: dict[str, Any] = {"plugins": ["flow.py"], "rewards": None, "evaluation": None, "stages": stages}
+    path = tiny_run(tmp_path, **shared, checkpoint={"every": 1, "keep_last": 9}, models={"opponent": INITIAL})
+    rollmill.run(path, [], tmp_path / "run")
+    before = outcome(tmp_path / "run")
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / f"run/checkpoints/step-{step:06d}")
+    resume(tmp_path / "run")
+    assert outcome(tmp_path / "run")["state"] == before["state"]
+
+
 def test_a_checkpoint_may_be_the_opponent(tmp_path: Path) -> None:
     run_with(tmp_path, GAME, "stages.1.workflow=game", models={"opponent": {"policy": "initial"}})
     (tmp_path / "second").mkdir()
@@ -148,6 +171,21 @@ def test_endpoints_are_asked_and_tools_are_given_to_users_workflows(tmp_path: Pa
     last = metrics(tmp_path)
     assert (last["tools/double/calls"], last["tools/double/errors"]) == (32, 16)
     assert last["tools/double/seconds"] > 0
+
+
+def test_an_endpoint_draws_anew_for_every_question_and_its_errors_name_the_model(tmp_path: Path) -> None:
+    twice = ASKS.replace(
+        "    return {", "    await helper.chat([{'role': 'user', 'content': found.content}])\n    return {"
+    )
+    options: dict[str, Any] = {"tools": [{"name": "double", "plus": 3}]}
+    with chat_server(lambda body: "well done") as server:
+        helper = {"helper": {"endpoint": server.url, "model": "m"}}
+        run_with(tmp_path, twice, "stages.1.workflow=asks", models=helper, **options)
+        assert len({request["seed"] for request in server.requests}) == 32
+    (tmp_path / "gone").mkdir()
+    helper = {"helper": {"endpoint": server.url, "model": "m", "tries": 1}}
+    with pytest.raises(RewardError, match=r"^models.helper: the model m at http://.*gave up after 1 tries"):
+        run_with(tmp_path / "gone", ASKS, "stages.1.workflow=asks", models=helper, **options)
 
 
 @pytest.mark.parametrize(

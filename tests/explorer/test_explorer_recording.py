@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +45,29 @@ def test_turns_that_go_on_are_one_experience() -> None:
         ("prompt", "prompt 0"), ("assistant", "call 0"), ("observation", "5"), ("assistant", "call 1"),
     ]  # fmt: skip
     assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
+
+
+TOKENS = st.lists(st.integers(0, 1), max_size=4)
+
+
+@given(st.lists(st.tuples(TOKENS, TOKENS, st.sampled_from([1.0, 0.5])), max_size=8))
+def test_a_call_goes_on_from_the_longest_that_it_begins_with(calls: list[tuple[list[int], list[int], float]]) -> None:
+    recorder = Recorder()
+    for prompt, tokens, heat in calls:
+        call(recorder, [7, *prompt], tokens, heat=heat)
+    for number, parent in enumerate(recorder._parents()):
+        own = recorder.calls[number]
+        fits = [n for n in range(number) if recorder._goes_on(own, recorder.calls[n])]
+        assert parent == max(fits, key=lambda n: (len(recorder.calls[n].token_ids), n), default=None)
+
+
+def test_calls_are_not_compared_with_all_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    recorder, compared = Recorder(), []
+    for number in range(300):
+        call(recorder, [number, number], [1])
+    monkeypatch.setattr(Recorder, "_goes_on", lambda self, *both: compared.append(both) or True)
+    assert len(experiences(recorder)) == 300
+    assert not compared
 
 
 def test_a_shared_turn_counts_in_the_first_branch_alone() -> None:
@@ -127,6 +151,15 @@ def test_every_completion_is_learned_from_exactly_once(recorder: Recorder) -> No
         assert one.turns[0].start == 0
         assert one.turns[-1].end == len(one.token_ids)
         assert all(a.end == b.start for a, b in zip(one.turns, one.turns[1:], strict=False))
+
+
+@given(trees())
+def test_a_call_goes_on_from_the_longest_and_latest_call_that_it_begins_with(recorder: Recorder) -> None:
+    made = [call_.token_ids.tolist() for call_ in recorder.calls]
+    for number, parent in enumerate(recorder._parents()):
+        prompt = recorder.calls[number].completion.prompt_ids.tolist()
+        fitting = [earlier for earlier in range(number) if prompt[: len(made[earlier])] == made[earlier]]
+        assert parent == max(fitting, key=lambda earlier: (len(made[earlier]), earlier), default=None)
 
 
 @given(trees())

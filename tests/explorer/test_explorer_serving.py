@@ -14,6 +14,7 @@ import openai
 import pytest
 from endpoints import KEY, Running, running
 
+from rollmill.config.rollout import RepetitionConfig
 from rollmill.core.types import Experience
 from rollmill.explorer.serving.build import Limits
 
@@ -25,6 +26,9 @@ TOOLS: list[Any] = [
         "type": "function",
         "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}},
     }
+]
+DEEP: list[Any] = [
+    {"type": "function", "function": {"name": "a", "parameters": json.loads('{"a":' * 300 + "1" + "}" * 300)}}
 ]
 
 
@@ -143,7 +147,7 @@ def test_tool_calls_go_out_and_come_back_as_the_tokens_they_were(stream: bool) -
         text = site.service.chat.decode(one.token_ids.tolist())
         assert [turn.role for turn in one.turns] == ["prompt", "assistant", "observation", "assistant"]
         assert text.count(CALL) == 1
-        assert "<tool_response>\n3\n</tool_response>" in text
+        assert "tool:\n3\n" in text  # as the template shows a result
         assert '"description": "Adds."' in text, "the template knows of no tools, so they are described"
 
 
@@ -213,6 +217,8 @@ def test_greedy_replies_are_not_learned_from_and_other_temperatures_are_noted(si
         ({"messages": HI, "tool_choice": "required"}, "unsupported_parameter", "up to the policy"),
         ({"messages": HI, "made_up": 1}, "unsupported_parameter", "`made_up` is not a field"),
         ({"messages": HI, "top_logprobs": 2}, "invalid_value", "needs `logprobs`"),
+        ({"messages": HI, "stream_options": {"include_usage": True}}, "invalid_value", "needs `stream`"),
+        ({"messages": HI, "tools": DEEP}, "invalid_value", "nested too deeply"),
         ({"messages": [{"role": "user", "content": "x" * 300}]}, "context_length_exceeded", "context of 256 tokens"),
     ],
 )
@@ -357,6 +363,80 @@ def test_sessions_are_bounded_and_what_is_dropped_is_counted() -> None:
         site.service.sessions._idle_s = -1.0
         assert post(site, "/feedback", {"session": "b", "reward": 1}).status_code == 404
         assert b'sessions_dropped_total{why="age"} 2.0' in site.service.gauges.text()
+
+
+def test_refused_requests_hold_no_session_and_push_none_out() -> None:
+    with running(limits=Limits(sessions=1)) as site:
+        client(site, "a").chat.completions.create(model="", messages=HI)
+        for headers in ({}, {"x-session-id": "b"}):
+            long = {"messages": [{"role": "user", "content": "x" * 300}]}
+            assert post(site, "/v1/chat/completions", long, **headers).status_code == 400
+        assert len(site.service.sessions) == 1
+        assert post(site, "/feedback", {"session": "b", "reward": 1}).status_code == 404
+        assert post(site, "/feedback", {"session": "a", "reward": 1}).status_code == 200
+        assert post(site, "/commit", {}).json()["committed"] == ["a"]
+
+
+def test_sessions_are_bounded_by_their_tokens_together() -> None:
+    with running(limits=Limits(session_tokens=100)) as site:
+        for name in "abc":
+            client(site, name).chat.completions.create(model="", messages=HI)
+        assert [name for name in "abc" if name in site.service.sessions._held] == ["b", "c"]
+        assert b'sessions_dropped_total{why="tokens"} 1.0' in site.service.gauges.text()
+
+
+def test_a_full_session_that_nobody_can_commit_begins_anew() -> None:
+    with running(sink=False) as site:
+        ask = client(site, "a").chat.completions.create
+        ask(model="", messages=HI)
+        site.service.sessions.of("a")._most_tokens = 1
+        assert ask(model="", messages=HI).choices
+    with running() as site:
+        ask = client(site, "a").chat.completions.create
+        ask(model="", messages=HI)
+        site.service.sessions.of("a")._most_tokens = 1
+        with pytest.raises(openai.BadRequestError, match="commit it, and begin another"):
+            ask(model="", messages=HI)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_repeats_itself_is_cut_off_and_costs(stream: bool) -> None:
+    repetition = RepetitionConfig(tokens=2, times=2, period=1, penalty=0.25)
+    with running(["aaaaaaaaaaaa"], max_new_tokens=30, repetition=repetition) as site:
+        made: Any = client(site, "again").chat.completions.create(model="", messages=HI, stream=stream)
+        last = list(made)[-1] if stream else made
+        assert last.choices[0].finish_reason == "length"
+        [one] = committed(site, "again")
+        assert (one.reward, one.reward_parts) == (0.75, {"feedback": 1.0, "rollout/repetition": -0.25})
+
+
+@pytest.mark.parametrize(
+    "reward", [{"a": 1e308, "b": 1e308}, {"\ud800": 1}, {"x" * 200: 1}, {str(i): 1 for i in range(65)}, {}, True]
+)
+def test_rewards_that_no_run_could_use_are_refused(site: Running, reward: Any) -> None:
+    client(site, "worth").chat.completions.create(model="", messages=HI)
+    answer = httpx.post(
+        f"{site.address}/feedback",
+        content=json.dumps({"session": "worth", "reward": reward}).encode(),
+        headers=HEADERS | {"content-type": "application/json"},
+    )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_request")
+
+
+def test_a_session_has_so_many_rewards(site: Running) -> None:
+    client(site, "parts").chat.completions.create(model="", messages=HI)
+    for number in range(64):
+        assert post(site, "/feedback", {"session": "parts", "reward": {str(number): 1}}).status_code == 200
+    assert "at most 64 parts" in post(site, "/feedback", {"session": "parts", "reward": 1}).json()["error"]["message"]
+    assert post(site, "/feedback", {"session": "parts", "reward": {"0": 2}}).json()["reward"] == 65
+
+
+def test_what_breaks_is_told_in_the_format_of_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with running() as site:
+        monkeypatch.setattr(site.service.sessions, "of", lambda name: 1 / 0)
+        with pytest.raises(openai.InternalServerError, match="its log says why"):
+            client(site, "a").chat.completions.create(model="", messages=HI)
+        assert site.service.gate.under_way == 0
 
 
 def test_without_a_place_for_sessions_feedback_is_refused() -> None:

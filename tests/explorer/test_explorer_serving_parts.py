@@ -12,8 +12,8 @@ from toys import toy_tokenizer
 
 from rollmill.explorer.serving.messages import answered, one_form
 from rollmill.explorer.serving.requests import Message
-from rollmill.explorer.serving.templates import shown_tools
 from rollmill.explorer.serving.text_stream import TextStream
+from rollmill.explorer.template import Template
 from rollmill.explorer.tools.formats import ToolCall, parse, render
 from rollmill.rewards.text.reading import strict_json
 
@@ -59,7 +59,6 @@ def test_what_was_answered_is_known_again(content: str, calls: list[tuple[str, d
         ]
     sent = Message.model_validate(theirs)
     assert one_form([sent]) == one_form([own])
-    assert shown_tools(TOKENIZER, one_form([sent]), None) == shown_tools(TOKENIZER, one_form([own]), None)
 
 
 def _shuffled(value: Any, random: Any) -> Any:
@@ -89,7 +88,7 @@ def test_results_follow_their_calls_through_other_ids() -> None:
 def test_tools_are_described_where_the_template_knows_of_none(system: bool) -> None:
     tool = {"type": "function", "function": {"name": "add"}}
     start = [{"role": "system", "content": "be kind"}] if system else []
-    messages, left = shown_tools(TOKENIZER, [*start, {"role": "user", "content": "hi"}], [tool])
+    messages, left = Template(TOKENIZER).fitted([*start, {"role": "user", "content": "hi"}], [tool], "auto")
     assert left is None
     assert [each["role"] for each in messages] == ["system", "user"]
     assert json.dumps(tool) in messages[0]["content"]

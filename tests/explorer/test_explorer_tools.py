@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+import time
 from contextlib import AsyncExitStack, suppress
 from fractions import Fraction
 from pathlib import Path
@@ -16,13 +17,13 @@ from hypothesis import strategies as st
 from pydantic import BaseModel, TypeAdapter
 
 from rollmill.config.tools import Calculator, PythonTool, Search, ToolSection
-from rollmill.core.errors import ConfigError
+from rollmill.core.errors import ConfigError, WorkflowError
 from rollmill.core.types import Task
 from rollmill.explorer.tools.base import ToolError
 from rollmill.explorer.tools.build import ToolPool
 from rollmill.explorer.tools.calculator import calculator
 from rollmill.explorer.tools.functions import FunctionTool
-from rollmill.explorer.tools.search import cut
+from rollmill.explorer.tools.search import Index, cut
 from rollmill.explorer.tools.toolbox import Toolbox
 from rollmill.explorer.user import tool
 from rollmill.explorer.workflow import Rollout
@@ -204,6 +205,38 @@ def test_users_functions_are_tools() -> None:
     assert (counters["w/calls"], counters["w/errors"], counters["unknown"]) == (3, 1, 1)
     assert counters["slow/seconds"] >= 0.05
     assert "task" not in json.dumps(tools.descriptions[2]["function"]["parameters"])
+
+
+def test_a_tool_that_never_returns_fails_its_rollout_in_the_end() -> None:
+    tool(slow)
+    from rollmill.config.tools import ToolConfig
+
+    sections = [TypeAdapter(ToolConfig).validate_python({"name": "slow", "time_limit_s": 0.01})]
+    with pytest.raises(WorkflowError, match=r"`slow` did not return within 0.01 s: 9 threads are stuck in `slow`"):
+        used(sections, *[("slow", {"seconds": 5.0})] * 10)
+
+
+def test_what_a_call_echoes_can_be_encoded() -> None:
+    found, _, _ = used([Calculator()], ("calculator", {"\ud800": 1}))
+    assert found[0].content.encode().startswith(b"Error: wrong arguments")
+
+
+def test_a_result_that_is_no_json_is_told() -> None:
+    def pairs() -> dict[tuple[int, int], int]:
+        return {(1, 2): 3}
+
+    tool(pairs)
+    from rollmill.config.tools import ToolConfig
+
+    found, _, _ = used([TypeAdapter(ToolConfig).validate_python("pairs")], ("pairs", {}))
+    assert found[0].content.startswith("Error: TypeError: keys must be str")
+
+
+def test_a_search_has_a_time_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a.txt").write_text("apples")
+    monkeypatch.setattr(Index, "find", lambda *_: time.sleep(0.5))
+    found, _, _ = used([Search(path=tmp_path, time_limit_s=0.05)], ("search", {"query": "apples"}))
+    assert found[0].content == "Error: no result after 0.05 s"
 
 
 def test_a_parameter_without_a_type_is_named() -> None:

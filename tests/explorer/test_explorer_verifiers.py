@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -187,3 +190,27 @@ async def test_a_task_of_another_set_is_refused() -> None:
     nobody: Any = None
     with pytest.raises(TasksetError, match=r"give taskset.function: rollmill.tasks.verifiers:rows"):
         await verifiers_rollout(VerifiersPool(config()), Task("t:1", "q"), nobody, Access("", ""))
+
+
+@in_loop
+async def test_closing_does_not_wait_for_programs_that_have_left_the_process(tmp_path: Path) -> None:
+    python, child = tmp_path / "python", tmp_path / "child"
+    python.write_text(f"""#!{sys.executable}
+import os, subprocess, sys, time
+sys.stdin.readline()
+with open({str(child)!r}, "w") as file:
+    file.write(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+os.write(1, b'{{"id": 0}}\\n')
+time.sleep(600)
+""")
+    python.chmod(0o755)
+    pool = VerifiersPool(config(python=python))
+    running = asyncio.ensure_future(pool.run({}))
+    while not child.exists() or not child.read_text():
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)
+    try:
+        running.cancel()
+        await asyncio.wait_for(pool.close(), 30)
+    finally:
+        os.kill(int(child.read_text()), signal.SIGKILL)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tiny import GRPO, HELD_OUT, tiny_run
 
 import rollmill
 from rollmill.cli import main
+from rollmill.core.errors import CheckpointError
 from rollmill.master import bench as module
+from rollmill.master.subjects import subjects
 
 EVALUATION = {
     "taskset": None,
@@ -65,9 +69,9 @@ def test_it_goes_on_where_it_was_interrupted(
     [gone] = [path for path in (tmp_path / "out/cells").rglob("voted.set.json") if "run@6" in str(path)]
     gone.unlink()
     seen = []
-    evaluated = module._evaluated
+    evaluated = module._evaluate
     monkeypatch.setattr(
-        module, "_evaluated", lambda *args: seen.append((args[2].label, list(args[3]))) or evaluated(*args)
+        module, "_evaluate", lambda *args: seen.append((args[2].label, list(args[5]))) or evaluated(*args)
     )
     assert bench(capsys, *argv) == whole
     assert seen == [("run@6", ["voted"])]
@@ -105,6 +109,52 @@ def test_models_are_compared_on_the_same_tasks(run: Path, tmp_path: Path, capsys
     assert "http://" not in page.replace("http://www.w3.org", "")
 
 
+def test_changed_tasks_are_other_results(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What is stored is of the tasks as they were, wherever their file stands."""
+    tasks, config, out = tmp_path / "tasks.jsonl", tmp_path / "eval.yaml", str(tmp_path / "out")
+    section = {"taskset": {"path": str(tasks)}, "samples": 2, "threshold": 0}
+    rewards = [{"name": "exact"}]
+    config.write_text(yaml.safe_dump({"rewards": rewards, "evaluation": section, "rollout": {"max_new_tokens": 4}}))
+    counts = []
+    for rows in (3, 3, 5):
+        tasks.write_text("".join(json.dumps({"prompt": f"{n}+1=", "answer": str(n + 1)}) + "\n" for n in range(rows)))
+        found = bench(capsys, str(run), "--config", str(config), "--out", out)
+        counts.append({each["tasks"] for each in found["results"]})
+    assert counts == [{3}, {3}, {5}]
+
+
+def test_worked_examples_of_the_training_tasks_are_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flow = 'evaluation.sets.plain.workflow={"name": "few_shot", "count": 1}'
+    found = bench(capsys, str(run), "--set", flow, "--set", "rollout.max_new_tokens=4", "--out", str(tmp_path / "out"))
+    assert {each["set"] for each in found["results"]} == {"plain", "voted"}
+
+
+def test_the_best_checkpoint_of_a_run_that_is_going_on(run: Path, tmp_path: Path) -> None:
+    copied = tmp_path / "going"
+    shutil.copytree(run, copied)
+    (copied / "summary.json").unlink()
+    state = copied / "checkpoints/step-000006/state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"best_step": 4}))
+    [found] = subjects([copied], "best")
+    assert found.step == 4
+
+
+def test_a_checkpoint_that_is_gone_or_broken_is_named(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copied = tmp_path / "copied"
+    shutil.copytree(run, copied)
+    [gone] = subjects([copied], "4")
+    shutil.rmtree(copied / "checkpoints/step-000004")
+    with pytest.raises(CheckpointError, match=r"copied@4: .*step-000004 is not there any more"):
+        gone.load(0, torch.device("cpu"))
+    (copied / "checkpoints/step-000002/model.safetensors").write_bytes(b"broken")
+    assert main(["bench", str(copied), "--step", "2", "--out", str(tmp_path / "out")]) == 1
+    assert "copied@2 cannot be evaluated" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("argv", "code", "message"),
     [
@@ -114,6 +164,15 @@ def test_models_are_compared_on_the_same_tasks(run: Path, tmp_path: Path, capsys
         (["RUN", "--k", "8"], 2, "pass@8 of plain needs --samples 8 at least, not 2"),
         (["RUN", "--k", "no"], 2, "expected numbers of samples"),
         (["RUN", "RUN"], 2, "is there twice"),
+        (["RUN", "--set", 'models={"other": {"policy": "initial"}}', "--set", "workflow=vote"], 2, "models.other"),
+        (
+            [
+                *("RUN", "--set", "evaluation.sets.plain.samples=0", "--set", "rollout.temperature=0"),
+                *("--set", "evaluation.sets.voted.sampling.temperature=1", "--samples", "4"),
+            ],
+            2,
+            "evaluation.sets.plain.samples are sampled at this temperature",
+        ),
         (["RUN/checkpoints/step-000002"], 2, "give --config FILE with an `evaluation`"),
     ],
 )

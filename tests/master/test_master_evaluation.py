@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from tiny import GRPO, HELD_OUT, SFT, outcome, tiny_run
 
 import rollmill
 from rollmill.config.loader import load_run
+from rollmill.core.errors import ConfigError
 from rollmill.core.types import Experience
 from rollmill.explorer import Explorer
 from rollmill.master import evaluate, resume
@@ -53,6 +55,14 @@ def stored(folder: Path, step: int) -> dict[str, Any]:
 def experiences(folder: Path, step: int) -> list[Experience]:
     lines = (folder / "out/evaluations" / f"step-{step:06d}.jsonl").read_text().splitlines()
     return [decode_experience(json.loads(line)) for line in lines]
+
+
+def test_a_set_may_show_worked_examples_of_the_training_tasks(tmp_path: Path) -> None:
+    few = {"taskset": HELD_OUT, "workflow": {"name": "few_shot", "count": 1}}
+    started(tmp_path, evaluation={"taskset": None, "sets": {"few": few}}, stages=[GRPO | {"steps": 1}])
+    found = experiences(tmp_path, 1)
+    assert len(found) == HELD_OUT["options"]["size"]  # type: ignore[index]
+    assert all(each.prompt.count("=") == 2 for each in found)
 
 
 def test_every_set_is_measured_as_it_asks(tmp_path: Path) -> None:
@@ -181,3 +191,84 @@ def test_an_interrupt_while_rewards_of_an_evaluation_are_awaited_loses_no_step(
     resume(tmp_path / "stopped/out")
     whole, stopped = (outcome(tmp_path / each / "out") for each in ("whole", "stopped"))
     assert {**stopped, "checkpoints": None} == {**whole, "checkpoints": None}
+
+
+AGAINST = """
+import rollmill
+
+@rollmill.workflow
+async def against(task, policy, opponent, examples):
+    mine = await policy.complete(task.prompt, max_new_tokens=6)
+    theirs = await opponent.complete(task.prompt, max_new_tokens=6)
+    return {"theirs": sum(map(ord, theirs.text)) / 1000, "examples": len(examples), "mine": 0.0 * len(mine.text)}
+"""
+DUEL = {"taskset": HELD_OUT, "workflow": "against", "samples": 2, "greedy": False}
+
+
+def test_a_set_has_the_opponent_that_the_stage_began_with(tmp_path: Path) -> None:
+    """After resume as well, and with the stage's worked examples; the stage's own workflow need not take it."""
+    (tmp_path / "flow.py").write_text(AGAINST)
+    sharp = GRPO | {"steps": 4, "trainer": {"lr": 0.05}}
+    changes: dict[str, Any] = {"plugins": ["flow.py"], "models": {"opponent": {"policy": "initial"}}}
+    changes |= {"evaluation": {"every": 1, "sets": {"duel": DUEL}}, "checkpoint": {"every": 1, "keep_last": 9}}
+    started(tmp_path, stages=[SFT | {"steps": 1}, sharp], **changes)
+    before = [stored(tmp_path, step) for step in (4, 5)]
+    for step in (3, 4, 5):
+        shutil.rmtree(tmp_path / f"out/checkpoints/step-{step:06d}")
+    resume(tmp_path / "out")
+    assert [stored(tmp_path, step) for step in (4, 5)] == before
+    duels = [one for one in experiences(tmp_path, 5) if one.group.startswith("eval-duel")]
+    assert duels
+    assert all(one.reward_parts["examples"] > 200 for one in duels)
+
+
+def test_a_stage_with_another_frozen_opponent_is_evaluated_at_its_start(tmp_path: Path) -> None:
+    (tmp_path / "flow.py").write_text(AGAINST)
+    changes: dict[str, Any] = {"plugins": ["flow.py"], "models": {"opponent": {"policy": "initial"}}}
+    changes |= {"evaluation": {"taskset": None, "sets": {"duel": DUEL}}}
+    steps = {"steps": 2, "trainer": {"lr": 0.05}}
+    summary = started(tmp_path, stages=[GRPO | steps, GRPO | steps | {"name": "second"}], **changes)
+    ended, began = summary["evaluations"][1:3]
+    assert (ended["step"], ended["stage"], began["step"], began["stage"]) == (2, "repair", 2, "second")
+    assert ended["eval/duel/reward"] != began["eval/duel/reward"]
+
+
+def test_what_happens_in_a_sets_own_tools_is_counted(tmp_path: Path) -> None:
+    code = """
+import rollmill
+
+@rollmill.workflow
+async def counts(task, policy, tools):
+    await policy.complete(task.prompt, max_new_tokens=2)
+    await tools.call("calculator", {"expression": "1 + 1"})
+    return 1.0
+"""
+    (tmp_path / "flow.py").write_text(code)
+    sets = {"own": {"taskset": HELD_OUT, "workflow": "counts", "greedy": False}}
+    changes: dict[str, Any] = {"plugins": ["flow.py"], "tools": ["calculator"], "stages": [GRPO | {"steps": 2}]}
+    started(tmp_path, evaluation={"taskset": None, "sets": sets}, **changes)
+    [first, *_] = [row for row in read_metrics(tmp_path / "out") if "loss" in row]
+    assert first["tools/calculator/calls"] == 6
+
+
+@pytest.mark.parametrize(
+    ("workflow", "message"),
+    [
+        ("traffic", "evaluation.sets.own.workflow: workflow `traffic` waits for an application"),
+        ("tools", "evaluation.sets.own.workflow: workflow `tools` calls tools; add some"),
+        ("judged", "evaluation.sets.own.workflow.by: no model `scorer`"),
+    ],
+)
+def test_a_workflow_of_held_out_tasks_that_lacks_something(tmp_path: Path, workflow: str, message: str) -> None:
+    sets = {"own": {"taskset": HELD_OUT, "workflow": workflow}}
+    with pytest.raises(ConfigError) as caught:
+        load_run(tiny_run(tmp_path, evaluation={"taskset": None, "sets": sets}, stages=[GRPO]))
+    assert message in str(caught.value)
+
+
+def test_accuracy_in_the_summary_is_that_of_the_first_set(tmp_path: Path) -> None:
+    sets = {"first": {"taskset": HELD_OUT, "greedy": False}, "second": {"taskset": HELD_OUT}}
+    changes: dict[str, Any] = {"evaluation": {"taskset": None, "sets": sets}}
+    summary = started(tmp_path, stages=[SFT | {"steps": 3}, GRPO | {"steps": 1}], **changes)
+    last = summary["evaluations"][-1]
+    assert summary["accuracy_after"] == last["eval/first/sampled"]

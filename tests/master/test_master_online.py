@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -23,7 +24,9 @@ from rollmill.core.errors import ConfigError
 from rollmill.explorer.serving.build import Limits
 from rollmill.explorer.serving.front import Rules
 from rollmill.master import resume, run
+from rollmill.master.online import OnlineSupply
 from rollmill.master.serving import Place, serve_training
+from rollmill.master.supply import Supply
 from rollmill.trainer import Trainer
 from rollmill.web.hosts import listen
 
@@ -222,6 +225,57 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
     assert sorted(learned) == [f"s{number}" for number in range(8)]
 
 
+def test_sessions_that_wait_for_others_are_still_there_when_the_run_goes_on(tmp_path: Path) -> None:
+    def application(address: str) -> None:
+        conversation_of(address, "first", 1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    changes: dict[str, Any] = {
+        "steps": 1,
+        "rollout": {"batch": 1, "group_size": 2, "max_new_tokens": 4},
+        "workflow": {"name": "traffic", "group": "prompt"},
+        "algorithm": {"name": "grpo"},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        train(run_file(tmp_path, **changes), application, tmp_path / "out")
+    train(tmp_path / "out", lambda address: conversation_of(address, "second", 0.0))
+    experiences = load_experiences(tmp_path / "out")
+    assert [(one.info["session"], one.reward) for one in experiences] == [("first", 1.0), ("second", 0.0)]
+    assert len({one.group for one in experiences}) == 1
+
+
+def test_a_session_is_written_down_before_its_commit_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies while the pipeline works has lost nothing."""
+    verify = OnlineSupply._verify
+
+    async def never(self: OnlineSupply, *args: Any) -> bool:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stop(self: OnlineSupply) -> None:
+        for each in self._coming:
+            each.cancel()
+        await asyncio.gather(*self._coming, return_exceptions=True)
+        await Supply.close(self)
+
+    monkeypatch.setattr(OnlineSupply, "_verify", never)
+    monkeypatch.setattr(OnlineSupply, "close", stop)
+
+    def application(address: str) -> None:
+        conversation_of(address, "a", 1.0)
+        conversation_of(address, "b", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_file(tmp_path, steps=1, rollout={"batch": 2, "max_new_tokens": 4}), application, tmp_path / "out")
+    monkeypatch.undo()
+    assert OnlineSupply._verify is verify
+    train(tmp_path / "out", lambda address: None)
+    assert sorted(one.info["session"] for one in load_experiences(tmp_path / "out")) == ["a", "b"]
+
+
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
@@ -234,6 +288,8 @@ def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
         ({"max_staleness": 0}, "max_staleness: conversations go on while weights change"),
         ({"rewards": [{"name": "math"}]}, "rewards: not honoured by workflow `traffic`"),
         ({"rollout": {"group_size": 2}}, "group_size: not honoured with workflow.group `session`"),
+        ({"rollout": {"oversample": 0.5}}, "oversample: not honoured by workflow `traffic`"),
+        ({"rollout": {"token_budget": 9}}, "token_budget: not honoured by workflow `traffic`"),
         ({"taskset": {"function": "a:b"}}, "taskset: not honoured by workflow `traffic`"),
     ],
 )

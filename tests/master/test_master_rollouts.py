@@ -36,6 +36,7 @@ class ScriptedEngine:
 
     lengths: list[int]
     rows: int = 6  #: decoded at the same time
+    longer_if_greedy: int = 0
     version: int = 0
     tokens_generated: int = 0
     running: list[dict[str, Any]] = field(default_factory=list)
@@ -52,7 +53,7 @@ class ScriptedEngine:
             versions = [] if begun is None else begun.versions.tolist()
             seed = fold(request.seed, index)
             row = {"request": request, "index": index, "seed": seed, "versions": versions, "results": results}
-            row["length"] = self.length(seed)
+            row["length"] = self.length(seed) + self.longer_if_greedy * (request.sampling.temperature == 0)
             mine.append(row)
             if len(versions) == row["length"]:
                 results.put_nowait(self.completion(row, StopReason.EOS))
@@ -128,16 +129,19 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.engine, self.sampler = ScriptedEngine(self.lengths), CountingSampler()
-        self.rollouts = Rollouts(
+        self.rollouts = self.made(Explorer(self.engine, JUDGE, TOKENIZER))  # type: ignore[arg-type]
+
+    def made(self, explorer: Explorer, uses_greedy: bool = False) -> Rollouts:
+        return Rollouts(
             self.config,
             sampler=self.sampler,  # type: ignore[arg-type]
-            explorer=Explorer(self.engine, JUDGE, TOKENIZER),  # type: ignore[arg-type]
+            explorer=explorer,
             engine=self.engine,
             store=self.store,
             task=task,
             first_version=0,
             seed=5,
-            uses_greedy=False,
+            uses_greedy=uses_greedy,
         )
 
     async def step(self, version: int) -> list[list[Experience]]:
@@ -324,3 +328,36 @@ def unfinished_one() -> Experience:
         return (await stage.rollouts.queue.get(1, 10.0))[0][0]
 
     return replace(asyncio.run(one()), stop_reason=StopReason.ABORTED)
+
+
+class Crashing(Explorer):
+    """Rollouts of even tasks end at once, and leave nothing to learn from."""
+
+    async def rollout(self, task: Task, *args: Any, **options: Any) -> list[Experience]:
+        return await super().rollout(task, *args, **options) if int(task.id) % 2 else []
+
+
+def test_groups_that_end_early_since_they_were_rejected_do_not_stop_others() -> None:
+    stage = Stage([5], config(3, 1, 4, 0, oversample=1.0))
+    stage.rollouts = stage.made(Crashing(stage.engine, JUDGE, TOKENIZER))  # type: ignore[arg-type]
+
+    async def one() -> tuple[list[list[Experience]], dict[str, float]]:
+        await stage.rollouts.run(0, 0)
+        return await stage.rollouts.queue.get(9, 10.0), stage.rollouts.metrics()
+
+    groups, metrics = asyncio.run(one())
+    assert [bool(group) for group in groups] == [False, True] * 3
+    assert metrics["rollout/stopped"] == 0
+    assert metrics["rollout/wasted_tokens"] == 0
+
+
+def test_a_group_with_a_greedy_baseline_waits_for_its_tokens_too() -> None:
+    stage = Stage([2], config(1, 1, 4, 1))
+    stage.engine.longer_if_greedy = 30
+    stage.rollouts = stage.made(Explorer(stage.engine, JUDGE, TOKENIZER), uses_greedy=True)  # type: ignore[arg-type]
+
+    async def one() -> bool:
+        await stage.rollouts.run(0, 0)
+        return bool(stage.engine.running)
+
+    assert not asyncio.run(one()), "weights change now: they must not write the rest of a completion"

@@ -81,6 +81,16 @@ def broken(batch):
     raise KeyError("no such thing")
 """
 
+FORKING = """
+import rollmill
+
+@rollmill.workflow
+async def forking(task, policy):
+    for number in range(1 if policy._index else 3):
+        await policy.complete(f"{task.prompt}{number}", max_new_tokens=3)
+    return float(policy._index == 0)
+"""
+
 
 def started(folder: Path, **changes: Any) -> Path:
     (folder / "operators.py").write_text(OPERATORS)
@@ -109,9 +119,30 @@ def test_dropped_groups_are_made_up_for_and_the_order_stays(tmp_path: Path) -> N
         assert row["pipeline/every_third/dropped"] == 4 * (row["raw/groups"] - 4)
 
 
+def test_rewards_are_counted_by_rollout_however_many_experiences_it_gave(tmp_path: Path) -> None:
+    """One rollout of four succeeds, and forks in three."""
+    (tmp_path / "flow.py").write_text(FORKING)
+    changes: dict[str, Any] = {"rewards": None, "steps": 1, "workflow": "forking", "plugins": ["flow.py"]}
+    path = tiny_run(tmp_path, **RL, **changes, pipeline=[{"name": "length_filter", "at_least": 1}])
+    run(path, ["rollout.group_size=4"], tmp_path / "out", view=PlainView(io.StringIO()))
+    [row] = read_metrics(tmp_path / "out")
+    assert row["raw/reward"] == row["reward/mean"] == 0.25
+    assert row["experiences"] == 6 * row["raw/groups"]
+
+
 def test_staleness_stays_within_its_bound_while_groups_are_dropped(tmp_path: Path) -> None:
     out = started(tmp_path, steps=4, max_staleness=2, pipeline=[{"name": "Halves"}])
     assert [len(names) for names in groups_of(out).values()] == [4] * 4
+    assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
+
+
+def test_groups_that_make_up_for_dropped_ones_do_not_overtake_those_that_were_put_away(tmp_path: Path) -> None:
+    """Else those with short completions would be favoured."""
+    rollout = {"token_budget": 40, "batch": 3, "group_size": 2, "max_new_tokens": 40, "stop": ["1", "2"]}
+    out = started(tmp_path, steps=6, max_staleness=2, rollout=rollout, pipeline=[{"name": "Halves"}])
+    numbers = [int(name.rpartition("-")[2]) for names in groups_of(out).values() for name in names]
+    assert sum(row["rollout/continued"] for row in read_metrics(out)) > 0
+    assert numbers == sorted(set(numbers))
     assert max(row["staleness/max"] for row in read_metrics(out)) <= 2
 
 

@@ -37,6 +37,20 @@ def test_a_group_without_rewards_has_the_least_priority() -> None:
     assert [each.info["priority"] for each in found] == [0.01, 0.01]
 
 
+def test_a_rollout_that_forked_counts_once() -> None:
+    """One success of three branches, one failure: half of the rollouts succeeded."""
+    told: list[list[float]] = []
+    experiences = group([1.0, 1.0, 1.0, 0.0])
+    for each in experiences[:3]:
+        each.info["episode"] = "g0/0"
+    process("success_rate", experiences, observe=lambda task, successes: told.append(list(successes)))
+    assert told == [[1.0, 0.0]]
+    found, _ = process({"name": "priority", "by": "reward"}, experiences)
+    assert {each.info["priority"] for each in found} == {0.5}
+    kept, _ = process({"name": "group_variance", "at_most": 0.6}, experiences)
+    assert len(kept) == 4
+
+
 def test_the_sampler_is_told_successes() -> None:
     told: list[tuple[str, list[float]]] = []
 

@@ -48,6 +48,31 @@ def test_kl_in_the_reward_is_taken_off_before_advantages(toy: Any, make_batch: A
         np.testing.assert_allclose(e.advantage[e.action_mask], expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", ["dr_grpo", "gigpo"])
+def test_kl_in_the_reward_of_a_rollout_is_that_of_all_its_experiences(toy: Any, make_batch: Any, name: str) -> None:
+    """Each group is two rollouts, of which the first gave all experiences but the last."""
+    kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
+    model, reference, batch = toy("qwen3"), toy("qwen3", seed=5), make_batch()
+    with torch.no_grad():
+        pairs = zip(plain_logprobs(model, batch), plain_logprobs(reference, batch), strict=True)
+        penalties = [0.05 * float((a - b).double().sum()) for a, b in pairs]
+    groups: dict[str, list[int]] = {}
+    for number, each in enumerate(batch):
+        groups.setdefault(each.group, []).append(number)
+    advantage = {"name": "gigpo", "weight": 0, "scale": "none"} if name == "gigpo" else "mean_baseline"
+    for own in groups.values():
+        for number in own:
+            batch[number].reward, batch[number].info = 0.0, {"step_reward": 0.0}
+            batch[number].info["episode"] = (batch[number].group, number == own[-1])
+    trainer_of(model, options_of(name, kl=kl, advantage=advantage), reference=reference).step(batch, 0)
+    for own in groups.values():
+        first, last = sum(penalties[number] for number in own[:-1]), penalties[own[-1]]
+        for number in own:
+            expected = (last - first if number != own[-1] else first - last) / 2
+            moved = batch[number].advantage[batch[number].action_mask]
+            np.testing.assert_allclose(moved, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_equal_rewards_and_an_equal_reference_move_nothing(toy: Any, make_batch: Any) -> None:
     """Whatever the rollout engine's rounding is: the KL in the reward is between two models of the trainer."""
     kl = {"coefficient": 0.1, "estimator": "k1", "where": "reward"}

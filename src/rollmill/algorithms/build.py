@@ -151,14 +151,27 @@ def _advantage(
 
 
 def _by_episode(function: Callable[[RewardInputs], Tensor], inputs: RewardInputs) -> Tensor:
-    """Advantages where a rollout that gave several experiences counts once, and each of them has its advantage."""
+    """Advantages where a rollout that gave several experiences counts once, and each of them has its advantage.
+
+    Its reward is the mean of theirs, which differ where an operator of the pipeline changed one.
+    """
     episodes, index = torch.unique(inputs.episodes, return_inverse=True)
     if len(episodes) == len(index):
         return function(inputs)
     first = torch.full_like(episodes, len(index)).scatter_reduce_(0, index, torch.arange(len(index)), "amin")
     lengths = torch.zeros_like(episodes).index_add_(0, index, inputs.lengths)
+
+    def mean(values: Tensor) -> Tensor:
+        """Of those that are judged; exactly the value of each where they have the same."""
+        judged = ~values.isnan()
+        zeros = torch.zeros(len(episodes), dtype=values.dtype)
+        lowest = torch.full_like(zeros, torch.inf).scatter_reduce_(0, index, values.nan_to_num(torch.inf), "amin")
+        above = torch.where(judged, values - lowest[index], 0.0)
+        return lowest + zeros.index_add(0, index, above) / zeros.index_add(0, index, judged.to(values.dtype))
+
     ones: dict[str, Any] = {key: each[first] for key, each in inputs._asdict().items() if isinstance(each, Tensor)}
-    ones |= {"lengths": lengths, "parts": {name: part[first] for name, part in inputs.parts.items()}}
+    ones |= {"lengths": lengths, "parts": {name: mean(part) for name, part in inputs.parts.items()}}
+    ones["rewards"] = mean(inputs.rewards)
     return function(RewardInputs(**ones))[index]
 
 
@@ -182,7 +195,13 @@ def _batch_normalised(
         if options.drop_uniform_groups:
             counted = counted & ~uniform
         values = reinforce_plus_plus(
-            inputs.rewards, inputs.groups, sequence, penalty_A, baseline=part.baseline, ddof=part.ddof
+            inputs.rewards,
+            inputs.groups,
+            sequence,
+            penalty_A,
+            episodes_S=inputs.episodes,
+            baseline=part.baseline,
+            ddof=part.ddof,
         )
         return Advantages(values, counted)
 

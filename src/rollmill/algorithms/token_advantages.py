@@ -63,6 +63,7 @@ def reinforce_plus_plus(
     sequence: Tensor,
     penalty: Tensor | None = None,
     *,
+    episodes_S: Tensor | None = None,
     baseline: Literal["none", "group"] = "none",
     ddof: int = 1,
     eps: float = 1e-8,
@@ -73,10 +74,14 @@ def reinforce_plus_plus(
     Args:
         rewards_S: one per sequence, NaN where missing; `sequence` is 0 .. S - 1.
         penalty: [T], what the KL to the reference takes off each token's reward.
+        episodes_S: ids; those of one episode have one reward, which the group's mean counts once. None: all differ.
         baseline: "group" takes the group's mean off the reward; without a penalty uniform groups then get exactly 0.
         ddof: 0 population, 1 sample standard deviation.
     """
-    centred = mean_baseline(rewards_S.double(), groups_S) if baseline == "group" else rewards_S.double()
+    centred = rewards_S.double()
+    if baseline == "group":
+        episodes_S = torch.arange(len(centred)) if episodes_S is None else episodes_S
+        centred = stepwise(centred, groups_S, episodes_S, advantage=mean_baseline)
     tokens = at_last_token(torch.where(rewards_S.isnan(), torch.nan, centred), sequence)
     returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
     values = whiten(returns, ~returns.isnan(), ddof=ddof, eps=eps)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
 
 import regex
 
+from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
 from rollmill.rewards.extraction import boxed, hashed
 from rollmill.rewards.numbers import normalised as plain_answer
@@ -61,10 +62,23 @@ def oracle_forms(task: Task, template: str | None) -> dict[str, str]:
     return forms
 
 
+def told(oracle: Callable[..., Any], task: Task, *more: Any) -> str | None:
+    """What a user's oracle says. Raises ConfigError where it raises, or gives no text."""
+    try:
+        found = oracle(task, *more)
+    except Exception as error:
+        raise ConfigError(f"--oracle failed on task {task.id}: {type(error).__name__}: {error}") from error
+    if found is not None and not isinstance(found, str):
+        raise ConfigError(f"--oracle gave {type(found).__name__} for task {task.id}; a text is expected, or None")
+    return found
+
+
 def announced(text: str, answer: str) -> bool:
-    """Whether a text gives the answer as an answer: boxed, in a tag, after #### or "the answer is"."""
-    said = _SAID.format(answer=regex.escape(normalised(answer)))
-    return regex.search(said, normalised(text)) is not None
+    """Whether a text, normalised, gives the answer as an answer: boxed, in a tag, after #### or "the answer is"."""
+    if (plain := normalised(answer)) not in text:
+        return False
+    said = _SAID.format(answer=regex.escape(plain))
+    return regex.search(said, text) is not None
 
 
 class Writing:
@@ -79,7 +93,12 @@ class Writing:
         """Whether the answer stands there, as a number of its value or as its words."""
         if value is not None:
             return value in self.numbers
-        return f" {' '.join(words(normalised(answer)))} " in self.text
+        return phrase_of(answer) in self.text
+
+
+def phrase_of(answer: str) -> str:
+    """The words of an answer as they stand in `Writing.text`."""
+    return f" {' '.join(words(normalised(answer)))} "
 
 
 def value_of(text: str) -> Fraction | None:

@@ -8,12 +8,14 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from rollmill.audit.answers import json_text
+from rollmill.audit.answers import json_text, told
 from rollmill.audit.findings import Finding, Severity, ok, skipped, some
+from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
 from rollmill.explorer.environments.pool import RunningEnvironment
 
@@ -90,7 +92,7 @@ class EnvironmentAudit:
         again = await self._all(_random_act, 1)
         silent = await self._all(lambda task, observation, turn: "", 1)
         strange = await self._all(lambda task, observation, turn: _STRANGE[turn % len(_STRANGE)], 1)
-        right = await self._all(self._oracle, 1) if self._oracle is not None else []
+        right = [] if self._oracle is None else await self._all(partial(_told, self._oracle), 1)
         findings = [self._beginnings(first, again), self._determinism(first, again)]
         findings += [self._ignorant("environment_random", "random words", first)]
         findings += [self._ignorant("environment_empty", "an empty action, again and again,", silent)]
@@ -117,6 +119,8 @@ class EnvironmentAudit:
                         if result.done:
                             episode.done = True
                             break
+            except ConfigError:  # the oracle's
+                raise
             except TimeoutError:
                 episode.late = True
             except Exception as error:  # an environment may raise anything; that is what is looked for
@@ -211,6 +215,14 @@ class EnvironmentAudit:
         p50, p99 = float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.99))
         text = f"{len(seconds)} calls: p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
         return ok("environment_time", text, p50=p50, p99=p99, max=float(seconds.max()))
+
+
+def _told(oracle: Act, task: Task, observation: Any, turn: int) -> str:
+    """What a user's oracle does. Raises ConfigError where it raises, or gives no text."""
+    found = told(oracle, task, observation, turn)
+    if found is None:
+        raise ConfigError(f"--oracle gave no action for task {task.id}, turn {turn}")
+    return found
 
 
 def _random_act(task: Task, observation: Any, turn: int) -> str:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Sequence
-from typing import TypeVar
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -15,7 +15,9 @@ from rollmill.rewards import Judge, Judgement
 from rollmill.rewards.base import LATE, TIMEOUT
 
 _AT_ONCE = 64
-_NOTHING = Judgement(None, {}, {}, 0.0)
+_LATE, _LATE_SHARE = 8, 0.05  # from so many, and this share of all, on the rest is not waited for
+UNJUDGED = Judgement(None, {}, {}, 0.0)
+"""In place of a judgement where the reward failed, or was not asked any more."""
 Found = TypeVar("Found")
 
 
@@ -30,39 +32,70 @@ class Grader:
         self.outcomes: Counter[str] = Counter()
         self.late: list[str] = []  #: tasks of judgements that took too long
         self.failed: dict[str, str] = {}  #: task -> what a reward raised
+        self._ended = asyncio.Event()
+        self._made = 0
+        self._asked: set[asyncio.Future[Any]] = set()
+
+    @property
+    def gave_up(self) -> bool:
+        """Whether too many judgements took too long, so that nothing is judged any more."""
+        return self._ended.is_set()
 
     async def judge(self, task: Task, texts: Sequence[str]) -> list[Judgement]:
         """What the rewards say of completions of a task; they are one group where a reward compares.
 
-        A reward that raises is noted, and gives no reward.
+        A reward that raises is noted, and its judgement is UNJUDGED. So is what is asked, or under way, once many
+        judgements have taken too long.
         """
         completions = [text_completion(text, index) for index, text in enumerate(texts)]
         if self._judge.groupwise:
             async with self._gate:
-                found = await self._caught(task, self._judge.judge_group(task, completions), [_NOTHING] * len(texts))
+                work = self._judge.judge_group(task, completions)
+                found = await self._caught(task, work, [UNJUDGED] * len(texts))
+            for each in found:
+                self._note(task, each)
         else:
             found = list(await asyncio.gather(*(self._one(task, each) for each in completions)))
-        for each in found:
-            self._note(task, each)
         return found
 
     async def _one(self, task: Task, completion: Completion) -> Judgement:
         async with self._gate:
-            return await self._caught(task, self._judge.judge(task, completion), _NOTHING)
+            found = await self._caught(task, self._judge.judge(task, completion), UNJUDGED)
+        self._note(task, found)
+        return found
 
-    async def _caught(self, task: Task, work: Awaitable[Found], otherwise: Found) -> Found:
+    async def _caught(self, task: Task, work: Coroutine[Any, Any, Found], otherwise: Found) -> Found:
+        if self.gave_up:
+            work.close()
+            return otherwise
+        asked = asyncio.ensure_future(work)
+        self._asked.add(asked)
         try:
-            return await work
+            return await asked
         except RewardError as error:
             self.failed.setdefault(task.id, str(error))
             return otherwise
+        except asyncio.CancelledError:
+            if not self._ended.is_set():
+                raise
+            return otherwise
+        finally:
+            asked.cancel()
+            self._asked.discard(asked)
 
     def _note(self, task: Task, judgement: Judgement) -> None:
+        if judgement is UNJUDGED:
+            return
+        self._made += 1
         if judgement.spans:
             self.seconds.append(max(span.ended - span.started for span in judgement.spans.values()))
         self.outcomes.update(judgement.outcomes.values())
         if any(outcome in (TIMEOUT, LATE) for outcome in judgement.outcomes.values()):
             self.late.append(task.id)
+            if len(self.late) >= _LATE and len(self.late) >= _LATE_SHARE * self._made:
+                self._ended.set()
+                for each in self._asked:
+                    each.cancel()
 
 
 def text_completion(text: str, index: int = 0) -> Completion:

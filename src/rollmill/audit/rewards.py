@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmill.audit.answers import Writing, answer_of, oracle_forms, value_of
+from rollmill.audit.answers import Writing, answer_of, oracle_forms, told, value_of
 from rollmill.audit.findings import Finding, Severity, by_share, ok, skipped, some
-from rollmill.audit.grading import Grader
+from rollmill.audit.grading import UNJUDGED, Grader
 from rollmill.audit.hacks import HACKS, Hack, guessing, random_text
 from rollmill.core.types import Task
 from rollmill.rewards import Judgement
@@ -35,13 +35,17 @@ class Tried:
     judged: dict[str, list[Judgement]] = field(default_factory=dict)
     cut: dict[float, Judgement] = field(default_factory=dict)
 
-    def best(self, who: str) -> Judgement | None:
-        """The judgement with the greatest reward; None where nothing was judged."""
-        return max(self.judged.get(who, []), key=lambda each: _reward(each), default=None)
+    def made(self, who: str) -> list[Judgement]:
+        """The judgements that the rewards have made of its completions."""
+        return [each for each in self.judged.get(who, []) if each is not UNJUDGED]
+
+    def best(self, who: str) -> float:
+        """The greatest reward of a completion that was judged."""
+        return max(map(_reward, self.made(who)))
 
     def rewarded(self, who: str, full: float) -> int:
         """How many of its completions earned the full reward."""
-        return sum(_reward(each) >= full for each in self.judged.get(who, []))
+        return sum(_reward(each) >= full for each in self.made(who))
 
 
 class RewardAudit:
@@ -80,7 +84,7 @@ class RewardAudit:
         oracle: Oracle | None,
     ) -> dict[str, list[str]]:
         if oracle is not None:
-            right = [text for text in [oracle(task)] if text is not None]
+            right = [text for text in [told(oracle, task)] if text is not None]
         else:
             right = list(oracle_forms(task, template).values())
         others = [*answers[number + 1 : number + 40], *answers[: max(0, number - len(answers) + 40)]]
@@ -113,23 +117,27 @@ class RewardAudit:
             value = value_of(answer)
             cuts = {share: cut for share, cut in cuts.items() if not Writing(cut).has(answer, value)}
         found = await self._grader.judge(tried.task, list(cuts.values()))
-        tried.cut = dict(zip(cuts, found, strict=True))
+        tried.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not UNJUDGED}
 
     # -- checks ------------------------------------------------------------------------------------------------
 
     def _judged(self) -> Finding:
-        none = [one.task.id for one in self._tried if all(each.reward is None for each in _all(one))]
-        text = f"no reward applies to {len(none)} of {len(self._tried)} tasks" + (f" ({some(none)})" if none else "")
+        asked = {one.task.id: made for one in self._tried if (made := [e for who in one.judged for e in one.made(who)])}
+        if not asked:
+            return self._unjudged("answers", "whether a reward applies")
+        none = [task for task, made in asked.items() if all(each.reward is None for each in made)]
+        text = f"no reward applies to {len(none)} of {len(asked)} tasks" + (f" ({some(none)})" if none else "")
         advice = "give the tasks what the rewards compare with (taskset.fields.answer), or drop them"
-        share = len(none) / len(self._tried)
+        share = len(none) / len(asked)
         return by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
 
     def _oracle(self) -> Finding:
-        known = [one for one in self._tried if one.judged.get("oracle")]
-        if not known:
+        known = [one for one in self._tried if one.made("oracle")]
+        if not any(one.texts["oracle"] for one in self._tried):
             return skipped("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
-        short = {one.task.id: _reward(best) for one in known if (best := one.best("oracle")) is not None}
-        short = {task: reward for task, reward in short.items() if reward < self._full}
+        if not known:
+            return self._unjudged("oracle", "the right answer")
+        short = {one.task.id: best for one in known if (best := one.best("oracle")) < self._full}
         if not short:
             return ok("oracle", f"the right answer earns the full reward of {self._full:g} on all {len(known)} tasks")
         named = ", ".join(f"{task} {reward:g}" for task, reward in list(short.items())[:5])
@@ -147,12 +155,15 @@ class RewardAudit:
         return self._ignorant("empty", "an empty completion", 0.0)
 
     def _ignorant(self, who: str, about: str, problem: float) -> Finding:
-        rewarded = [one.task.id for one in self._tried if one.rewarded(who, self._full)]
-        mean = float(np.mean([max(_reward(each) for each in one.judged[who]) for one in self._tried]))
-        if len(rewarded) > problem * len(self._tried) and (problem == 0 or len(rewarded) >= _SEVERAL):
-            text = f"{about} earns the full reward on {len(rewarded)} of {len(self._tried)} tasks ({some(rewarded)})"
+        asked = [one for one in self._tried if one.made(who)]
+        if not asked:
+            return self._unjudged(who, about)
+        rewarded = [one.task.id for one in asked if one.rewarded(who, self._full)]
+        mean = float(np.mean([one.best(who) for one in asked]))
+        if len(rewarded) > problem * len(asked) and (problem == 0 or len(rewarded) >= _SEVERAL):
+            text = f"{about} earns the full reward on {len(rewarded)} of {len(asked)} tasks ({some(rewarded)})"
             advice = "the reward does not look at the answer; correct it, or drop tasks that anything solves"
-            share = len(rewarded) / len(self._tried)
+            share = len(rewarded) / len(asked)
             return Finding(who, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
         text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
         if mean > problem * self._full:
@@ -177,16 +188,19 @@ class RewardAudit:
 
     def _hack(self, hack: Hack) -> Finding:
         check = f"hack:{hack.name}"
-        asked = [one for one in self._tried if one.judged.get(hack.name)]
-        if not asked:
+        asked = [one for one in self._tried if one.made(hack.name)]
+        if not any(one.texts[hack.name] for one in self._tried):
             return skipped(check, f"{hack.about}: does not apply to these tasks")
+        if not asked:
+            return self._unjudged(check, hack.about)
         rewarded = [one.task.id for one in asked if one.rewarded(hack.name, self._full) >= hack.several]
         if not rewarded:
             return ok(check, f"{hack.about}: not rewarded")
         share, guessed = len(rewarded) / len(asked), float(np.mean([guessing(one.task) for one in asked]))
         text = f"{hack.about}: full reward on {len(rewarded)} of {len(asked)} tasks ({some(rewarded)})"
-        by_chance = max(_CHANCE, guessed + 2 * (guessed * (1 - guessed) / len(asked)) ** 0.5)
-        if hack.chance and (len(rewarded) < _SEVERAL or share < by_chance):
+        lucky = max(_CHANCE, guessed)
+        by_chance = lucky + 2 * (lucky * (1 - lucky) / len(asked)) ** 0.5
+        if hack.chance and (len(rewarded) < _SEVERAL or share <= by_chance):
             return ok(check, f"{text}, no more than by chance", share=share)
         advice = "a policy will find this; make the reward read one answer in one place, and nothing else"
         return Finding(check, Severity.PROBLEM, text, advice, rewarded, {"share": share})
@@ -195,14 +209,18 @@ class RewardAudit:
         """The same completions again, one after the other and in another order."""
         step = max(1, len(self._tried) // _REPEATED)
         moved: list[str] = []
+        count = 0
         for one in reversed(self._tried[::step]):
             names = ("oracle", "random", "empty", "prompt_repeated", "many_boxes")
             texts = [text for name in names for text in one.texts[name]][::-1]
-            before = [each.reward for name in names for each in one.judged.get(name, [])][::-1]
-            after = [each.reward for each in await self._again(one.task, texts)]
-            if before != after:
+            before = [each for name in names for each in one.judged.get(name, [])][::-1]
+            both = list(zip(before, await self._again(one.task, texts), strict=True))
+            both = [pair for pair in both if not any(each is UNJUDGED for each in pair)]
+            count += bool(both)
+            if any(first.reward != later.reward for first, later in both):
                 moved.append(one.task.id)
-        count = len(self._tried[::step])
+        if not count:
+            return self._unjudged("determinism", "the same completions again")
         if not moved:
             return ok("determinism", f"the same completions earn the same again ({count} tasks)")
         text = f"the same completions earn another reward later on {len(moved)} of {count} tasks ({some(moved)})"
@@ -219,6 +237,7 @@ class RewardAudit:
         p50, p99, most = (float(np.quantile(seconds, share)) for share in (0.5, 0.99, 1.0))
         numbers = {"p50": p50, "p99": p99, "max": most, "judgements": len(seconds), "late": len(late)}
         text = f"{len(seconds)} judgements: p50 {_ms(p50)}, p99 {_ms(p99)}, longest {_ms(most)}, {len(late)} too late"
+        text += "; many are, so that no more were made" if self._grader.gave_up else ""
         if late:
             advice = f"see why these take so long ({some(list(dict.fromkeys(late)))}), or raise the reward's time limit"
             severity = Severity.PROBLEM if len(late) > 0.01 * len(seconds) else Severity.WARNING
@@ -227,6 +246,10 @@ class RewardAudit:
             advice = "a step waits for its slowest reward; make it faster, or use max_staleness 1 or more"
             return Finding("reward_time", Severity.WARNING, text, advice, numbers=numbers)
         return ok("reward_time", text, **numbers)
+
+    def _unjudged(self, check: str, about: str) -> Finding:
+        why = "too many judgements took too long (reward_time)" if self._grader.gave_up else "the reward failed on it"
+        return skipped(check, f"{about}: {why}" + ("" if self._grader.gave_up else " (reward_errors)"))
 
     def _failures(self) -> Finding:
         failed = self._grader.failed
@@ -239,10 +262,6 @@ class RewardAudit:
 
 def _reward(judgement: Judgement) -> float:
     return 0.0 if judgement.reward is None else judgement.reward
-
-
-def _all(tried: Tried) -> list[Judgement]:
-    return [each for judged in tried.judged.values() for each in judged]
 
 
 def _ms(seconds: float) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
+from fractions import Fraction
 
 import regex
 
-from rollmill.audit.answers import Writing, announced, answer_of, value_of
+from rollmill.audit.answers import Writing, announced, answer_of, phrase_of, value_of
 from rollmill.audit.findings import Finding, Severity, by_share, ok, skipped, some
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
 from rollmill.core.errors import ConfigError
@@ -38,7 +40,8 @@ def leakage(tasks: Sequence[Task]) -> Finding:
         return skipped("leakage", "no task has an answer that is no option" if known else "no task has an answer")
     told = [tasks[number].id for number, answer in asked if _announced(prompts, number, answer)]
     telling = [(number, answer) for number, answer in asked if _is_telling(answer)]
-    found = [tasks[number].id for number, answer in telling if _stands_in(prompts, number, answer)]
+    numbers_in = Counter(value for prompt in prompts for value in prompt.numbers)
+    found = [tasks[number].id for number, answer in telling if _stands_in(prompts, numbers_in, number, answer)]
     leaked = list(dict.fromkeys([*told, *found]))
     short = len(asked) - len(telling)
     numbers = {"asked": len(asked), "telling": len(telling), "announced": len(told)}
@@ -72,12 +75,14 @@ def _is_option(task: Task, answer: str) -> bool:
     return letters or normalised(answer) in options or (choices and bool(regex.fullmatch(r"\d", answer)))
 
 
-def _stands_in(prompts: Sequence[Writing], number: int, answer: str) -> bool:
+def _stands_in(prompts: Sequence[Writing], numbers: Counter[Fraction], number: int, answer: str) -> bool:
+    """Whether the answer stands in its own prompt, and in few others; `numbers` says in how many each number stands."""
     value = value_of(answer)
     if not prompts[number].has(answer, value):
         return False
-    others = sum(prompt.has(answer, value) for at, prompt in enumerate(prompts) if at != number)
-    return others <= max(1, _COMMON * (len(prompts) - 1))
+    phrase = phrase_of(answer)
+    standing = numbers[value] if value is not None else sum(phrase in prompt.text for prompt in prompts)
+    return standing - 1 <= max(1, _COMMON * (len(prompts) - 1))
 
 
 def _announced(prompts: Sequence[Writing], number: int, answer: str) -> bool:

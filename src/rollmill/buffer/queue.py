@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience
 
+Condition = Callable[[Sequence[Experience]], bool]
+"""Of the experiences of a group."""
+
 
 @dataclass(slots=True, eq=False)
 class Waiting:
@@ -106,18 +109,33 @@ class GroupQueue:
         """Wait until the tokens of all groups are there, or a group has failed."""
         await self._until(self.have_tokens)
 
-    async def first_generated(self, numbers: Sequence[int], count: int, *, needed: Sequence[int] = ()) -> list[int]:
-        """The `count` of these groups whose tokens are there first, in the order of their numbers; fewer where a group
-        has failed. Those that are `needed` (at most `count`) are waited for.
+    async def first_generated(
+        self, numbers: Sequence[int], count: int, *, needed: Sequence[int] = (), counts: Condition = lambda group: True
+    ) -> list[int]:
+        """The `count` of these groups whose tokens are there first, in the order of their numbers. Fewer where a group
+        has failed, or all have their tokens.
+
+        Args:
+            needed: groups (at most `count`) that are waited for.
+            counts: whether a group is one of those that are wanted.
         """
 
         def chosen() -> list[int]:
-            there = [each for number in numbers if (each := self._groups[number]).known is not None]
+            there = [self._groups[number] for number in self.there(numbers, counts)]
             there.sort(key=lambda each: (each.number not in needed, each.arrived))
             return sorted(each.number for each in there[:count])
 
-        await self._until(lambda: len(found := chosen()) == count and set(needed) <= set(found))
+        def complete() -> bool:
+            missing = {number for number in numbers if self._groups[number].known is None}
+            return not missing or (len(chosen()) == count and missing.isdisjoint(needed))
+
+        await self._until(complete)
         return chosen()
+
+    def there(self, numbers: Sequence[int], counts: Condition) -> list[int]:
+        """Which of these groups have their tokens, and count."""
+        known = ((number, self._groups[number].known) for number in numbers)
+        return [number for number, group in known if group is not None and counts(group)]
 
     async def _until(self, condition: Callable[[], bool]) -> None:
         while not (condition() or self.failed()):

@@ -90,7 +90,7 @@ def _print(results: Results) -> None:
             f"{each.difference.value:+.3f} ({each.difference.low:+.3f} to {each.difference.high:+.3f})",
             f"{each.difference.p:.3g}",
         ]
-        for each in results.comparisons()
+        for each in results.comparisons
         if each.one == results.cells[0].subject.label and each.measure == main[each.set]
     ]
     if differences:

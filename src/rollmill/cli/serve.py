@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,43 +18,51 @@ KEY_VARIABLE = "ROLLMILL_SERVE_KEY"
 PORT, HOST = 8770, "127.0.0.1"
 
 
+_KEY_HELP = f"The API key (default: ${KEY_VARIABLE}, else a new one, which is printed)."
+Model = Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, a run directory, or a run file.")]
+Port = Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")]
+Host = Annotated[str, typer.Option("--host", help="Address to listen on; others than this machine's need a key.")]
+Key = Annotated[str | None, typer.Option("--key", help=_KEY_HELP)]
+NoKey = Annotated[bool, typer.Option("--no-key", help="Serve without a key, to this machine only.")]
+Name = Annotated[str | None, typer.Option("--name", help="The model's name in answers (default: the folder's).")]
+Step = Annotated[int | None, typer.Option("--step", help="Which checkpoint of a run (default: the newest).")]
+Train = Annotated[bool, typer.Option("--train", help="Learn from committed sessions (`workflow: traffic`).")]
+Record = Annotated[
+    Path | None, typer.Option("--record", metavar="DIR", help="Write what is committed to DIR/rollouts.")
+]
+Out = Annotated[Path | None, typer.Option("--out", help="With --train: the run directory (default: runs/NAME).")]
+Set = Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --train: override a key.")]
+Requests = Annotated[int, typer.Option("--requests", min=1, help="Requests under way; more are answered with 429.")]
+Deadline = Annotated[float, typer.Option("--deadline", min=0.1, help="Seconds an answer may take.")]
+Sessions = Annotated[int, typer.Option("--sessions", min=1, help="Sessions that are held.")]
+Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens that all sessions hold together.")]
+Idle = Annotated[float, typer.Option("--idle", min=1, help="Seconds after which an unused session is dropped.")]
+Size = Annotated[int, typer.Option("--body", min=1024, help="Longest body in bytes.")]
+Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (1); without --train.")]
+
+
 def command(
-    model: Annotated[Path, typer.Argument(metavar="MODEL", help="A model's folder, a run directory, or a run file.")],
-    port: Annotated[int, typer.Option("--port", help="Port; 0 is any free one.")] = PORT,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; others than this machine's need a key.")
-    ] = HOST,
-    key: Annotated[
-        str | None,
-        typer.Option("--key", help=f"The API key (default: ${KEY_VARIABLE}, else a new one, which is printed)."),
-    ] = None,
-    no_key: Annotated[bool, typer.Option("--no-key", help="Serve without a key, to this machine only.")] = False,
-    name: Annotated[
-        str | None, typer.Option("--name", help="The model's name in answers (default: the folder's).")
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of a run (default: the newest).")] = None,
-    train: Annotated[
-        bool, typer.Option("--train", help="Learn from the sessions that are committed (`workflow: traffic`).")
-    ] = False,
-    record: Annotated[
-        Path | None, typer.Option("--record", metavar="DIR", help="Write committed sessions to DIR/rollouts.")
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="With --train: the run directory (default: runs/NAME).")] = None,
-    overrides: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="With --train: override a key.")
-    ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="Requests under way; more are answered with 429.")] = 256,
-    deadline: Annotated[float, typer.Option(min=0.1, help="Seconds an answer may take.")] = 600.0,
-    sessions: Annotated[int, typer.Option(min=1, help="Sessions that are held.")] = 2000,
-    idle: Annotated[float, typer.Option(min=1, help="Seconds after which an unused session is dropped.")] = 3600.0,
-    body: Annotated[int, typer.Option(min=1024, help="Longest body in bytes.")] = 8 * 2**20,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads; with --train the run file's.")] = 1,
+    model: Model,
+    port: Port = PORT,
+    host: Host = HOST,
+    key: Key = None,
+    no_key: NoKey = False,
+    name: Name = None,
+    step: Step = None,
+    train: Train = False,
+    record: Record = None,
+    out: Out = None,
+    overrides: Set = None,
+    requests: Requests = 256,
+    deadline: Deadline = 600.0,
+    sessions: Sessions = 2000,
+    tokens: Tokens = 20_000_000,
+    idle: Idle = 3600.0,
+    body: Size = 8 * 2**20,
+    threads: Threads = None,
 ) -> None:
     """Serve a model by OpenAI's interface; record sessions, and train on them."""
-    if train and (record is not None or step is not None):
-        raise ConfigError("--record and --step are honoured without --train: a run keeps what it learns from")
-    if not train and (overrides or out is not None):
-        raise ConfigError("--set and --out are honoured with --train only")
+    _check_for_training(train, (record, step, threads), (overrides or None, out))
     from rollmill.explorer.serving.build import Limits
     from rollmill.explorer.serving.front import Rules
     from rollmill.master.serving import Place, serve_checkpoint, serve_training
@@ -64,22 +73,32 @@ def command(
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and what is sent can be read on the way", file=sys.stderr)
     listener = listen(host, port)
-    address = f"{address_of(host, listener)}/v1"
 
     def ready() -> None:
         if chosen is not None and key is None and not os.environ.get(KEY_VARIABLE):
             print(f"API key, shown once: {chosen}", flush=True)
-        print(f"serving {model}: {address} (Ctrl-C ends)", flush=True)
+        print(f"serving {model}: {address_of(host, listener)}/v1 (Ctrl-C ends)", flush=True)
 
-    limits = Limits(requests, deadline, sessions, idle, body)
+    limits = Limits(requests, deadline, sessions, tokens, idle, body)
     shown = name or model.absolute().name.removesuffix(".yaml")
     place = Place(listener, Rules(host, chosen, body), limits, shown, ready)
     if train:
         serve_training(model, place, overrides=overrides or [], out=out)
         return
-    set_threads(threads)
+    set_threads(threads or 1)
     serve_checkpoint(model, place, step=step, record=record)
     print("ended", file=sys.stderr)
+
+
+def _check_for_training(train: bool, without: Sequence[object], only: Sequence[object]) -> None:
+    """Options that are given have to be honoured. Raises ConfigError."""
+    if train and any(each is not None for each in without):
+        raise ConfigError(
+            "--record, --step and --threads are honoured without --train: a run keeps what it learns from, goes on "
+            "from its newest checkpoint, and has the key `threads`"
+        )
+    if not train and any(each is not None for each in only):
+        raise ConfigError("--set and --out are honoured with --train only")
 
 
 def _key(given: str | None, none: bool, loopback: bool) -> str | None:

@@ -103,6 +103,9 @@ def _cut_short(stage: StageConfig) -> Iterator[Finding]:
         if rollout.oversample:
             text = "with token_budget unfinished completions go on in the next step, with oversample they are stopped"
             yield ("rollout", "oversample"), f"{text}; choose one"
+    if rollout.reuse is not None and rollout.oversample:
+        text = "with oversample the slowest groups are stopped, so that drafts would be chosen by their length"
+        yield ("rollout", "reuse"), f"{text}; choose one of reuse and oversample"
     name = "token_budget" if rollout.token_budget is not None else "oversample"
     advantage = getattr(stage.algorithm, "advantage", None)
     if (rollout.token_budget is not None or rollout.oversample) and advantage is not None and advantage.uses_greedy:

@@ -8,6 +8,7 @@ from rollmill.config.evaluation import EvaluationSet
 from rollmill.config.hints import did_you_mean
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import Judged, Traffic, WorkflowConfig
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _OF_ALL = {"every", "at_start", "sets", "taskset"}
@@ -71,9 +72,21 @@ def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tupl
         yield ("k",), text
     if asked.workflow.uses_environment and asked.environment is None and (name or each.workflow is not None):
         yield ("workflow",), f"workflow `{asked.workflow.name}` acts in an environment; add a section `environment`"
+    if each.workflow is not None:
+        yield from _of_workflow(stage, each.workflow)
     differs = each.rewards is not None or each.workflow is not None
     if differs and asked.workflow.judged and not asked.rewards and stage.algorithm.trains_policy:
         yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
+
+
+def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple[KeyPath, str]]:
+    """What a workflow of held-out tasks needs of the stage."""
+    if isinstance(workflow, Traffic):
+        yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
+    if workflow.uses_tools and not stage.tools:
+        yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"
+    if isinstance(workflow, Judged) and workflow.by not in stage.models:
+        yield ("workflow", "by"), f"no model `{workflow.by}`; add it to the section models, or name another"
 
 
 def _watched(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:

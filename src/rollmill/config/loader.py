@@ -50,7 +50,7 @@ class LoadedRun:
         return write_yaml(self.resolved())
 
 
-_OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment"})
+_OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment", "tools", "models"})
 
 
 def load_run(

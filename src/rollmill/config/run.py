@@ -22,7 +22,7 @@ from rollmill.config.rollout import RolloutConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import SingleTurn, WorkflowConfig
+from rollmill.config.workflows import FewShot, SingleTurn, WorkflowConfig
 from rollmill.recipes import GRPO, AlgorithmConfig
 
 
@@ -110,6 +110,19 @@ class StageConfig(Section):
         """This stage with the workflow, environment, rewards and sampling that a set of held-out tasks asks for."""
         own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
         return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
+
+    @property
+    def workflows(self) -> list[WorkflowConfig]:
+        """The stage's workflow, and those of its held-out tasks."""
+        sets = [] if self.evaluation is None else self.evaluation.all_sets().values()
+        return [self.workflow, *(each.workflow for each in sets if each.workflow is not None)]
+
+    @property
+    def shows_examples(self) -> bool:
+        """Whether a workflow is given worked examples of the training tasks."""
+        return any(
+            each.takes("examples") or (isinstance(each, FewShot) and not each.examples) for each in self.workflows
+        )
 
     @property
     def needs_taskset(self) -> bool:

@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.run import StageConfig
-from rollmill.config.tools import PythonTool
+from rollmill.config.tools import Calculator, PythonTool
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import EnvironmentTurns, FewShot, Judged, Reflection, ToolTurns, Traffic
+from rollmill.config.workflows import (
+    EnvironmentTurns,
+    FewShot,
+    Judged,
+    Reflection,
+    ToolTurns,
+    Traffic,
+    WorkflowConfig,
+)
 
 Finding = tuple[KeyPath, str]
 
@@ -18,9 +26,10 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what tasks are rolled out by."""
     keys: dict[KeyPath, str] = {}
     name = stage.workflow.name
-    if stage.workflow.single_turn:
+    if all(each.single_turn for each in stage.workflows):
         for key in ("attempts", "time_limit_s", "failures"):
             keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
+    if stage.workflow.single_turn:
         if not stage.pipeline:
             text = f"not honoured without a pipeline, which drops groups; workflow `{name}` rejects none; remove it"
             keys["rollout", "refills"] = text
@@ -28,7 +37,7 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
         keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
     if stage.rollout.token_budget is None:
         keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
-    if not (stage.workflow.uses_environment or stage.workflow.takes("environment")):
+    if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
         keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
     if isinstance(stage.workflow, EnvironmentTurns) and stage.workflow.history != "full":
         keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
@@ -40,13 +49,15 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     if not stage.workflow.judged:
         for key in ("rewards", "judging"):
             keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
-    if not (stage.workflow.uses_tools or stage.workflow.takes("tools")):
+    if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
         keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
     for index, tool in enumerate(stage.tools):
+        if isinstance(tool, Calculator):
+            keys["tools", index, "time_limit_s"] = "not honoured by `calculator`, whose numbers are bounded; remove it"
         if isinstance(tool, PythonTool) and tool.state == "call":
             keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
     for model in stage.models:
-        if not stage.workflow.takes(model):
+        if not any(each.takes(model) for each in stage.workflows):
             text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
             keys["models", model] = text
     keys |= _unhonoured_options(stage)
@@ -56,10 +67,18 @@ def unhonoured_by_workflow(stage: StageConfig) -> dict[KeyPath, str]:
     return keys
 
 
+def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
+    """The stage's workflow, and those of held-out tasks that have no environment of their own."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return [stage.workflow, *(stage.examined(each).workflow for each in sets if each.environment is None)]
+
+
 def _unhonoured_by_traffic(stage: StageConfig, workflow: Traffic) -> dict[KeyPath, str]:
     """Keys of rollouts that an application makes."""
     text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
     keys: dict[KeyPath, str] = {("evaluation",): text}
+    for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
+        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
     if workflow.group == "session":
         keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
         keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
@@ -90,6 +109,9 @@ def workflow_contradictions(stage: StageConfig) -> Iterator[Finding]:
         if advantage is not None and advantage.uses_episodes:
             text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
             yield ("workflow", "steps"), f"{text}, or give history as a number"
+    if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
+        text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"
+        yield ("algorithm", "overlong_buffer"), f"{text}; remove it, or penalise length in `pipeline`"
     if isinstance(stage.workflow, Traffic) and stage.algorithm.uses_rollouts:
         yield from _traffic(stage, stage.workflow)
     if stage.workflow.uses_tools and not stage.tools:

@@ -67,7 +67,7 @@ class Request:
     begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
     drafts: Sequence[Draft | None] = ()  #: by index
     on_token: Callable[[SampledToken], None] | None = None
-    """Told of every token, so that none is guessed; the completion says which ones count."""
+    """Told of every token as it is sampled, so that drafts are not used; the completion says which ones count."""
     top: int = 0  #: how many of the most probable tokens it is told of
     record_top: int = 0  #: note so many of the most probable tokens at every position, so that drafts can be made of it
 
@@ -92,19 +92,6 @@ class RolloutEngine(Protocol):
         Completions that had not started have the tokens they were begun with, or none. Begun with its tokens and asked
         for with the same seed, a completion goes on as if nothing had happened, apart from rounding.
         """
-        ...
-
-    def allow(self, tokens: int | None) -> None:
-        """Generate that many more tokens, over all requests; None: as many as are asked for.
-
-        Then everything is interrupted, and so is at once whatever is asked for later, until more are allowed. The last
-        step may go beyond the limit by one token per completion, or by what is accepted of its draft.
-        """
-        ...
-
-    @property
-    def exhausted(self) -> bool:
-        """Whether all tokens that were allowed have been generated."""
         ...
 
     def pause(self) -> None:

@@ -27,6 +27,8 @@ class Closable(Protocol):
 
 
 Kept = TypeVar("Kept", bound=Closable)
+_EXAMPLES_KEPT = 8
+"""Tasks whose worked examples are kept: those of the groups that begin together."""
 
 
 class Resources:
@@ -51,12 +53,13 @@ class Resources:
         models: Mapping[str, Source] | None = None,
         examples: Sequence[Task] = (),
     ) -> None:
+        self.groupwise = judge.groupwise  #: some reward compares a task's completions, when all have ended
         self._environments = None if environment is None else EnvironmentPool(environment)
         self._tools = ToolPool(tools) if tools else None
         self._told: dict[str, float] = {}
         self._kept: list[tuple[config.WorkflowSection, Closable]] = []
         self.endpoint = endpoint
-        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), EXAMPLES: partial(_examples, examples)}
+        self.sources: dict[str, Source] = {JUDGE: partial(_judge, judge), EXAMPLES: _Examples(examples).one}
         if endpoint is not None:
             self.sources[ENDPOINT] = endpoint.one
         if self._environments is not None:
@@ -96,7 +99,7 @@ class Resources:
 def build_workflow(section: config.WorkflowSection, resources: Resources) -> Workflow | None:
     """The workflow of a section; None where a rollout is one completion.
 
-    Raises ConfigError where it asks for a part that the run does not have.
+    Raises ConfigError where it asks for a part that the run does not have, or for rewards before there are any.
     """
     if section.single_turn:
         return None
@@ -152,6 +155,12 @@ def _solve(section: config.WorkflowSection, resources: Resources) -> tuple[Solve
         case config.Reflection():
             from rollmill.explorer.workflows.reflection import reflection
 
+            if resources.groupwise and (section.critic == "rewards" or section.discount < 1):
+                key = "critic: rewards" if section.critic == "rewards" else "discount"
+                raise ConfigError(
+                    f"workflow.{key}: a reward is wanted before the rollout ends, and some of `rewards` compare the "
+                    "completions of a group; set critic: self without discount, or remove those rewards"
+                )
             return partial(reflection, section), [JUDGE]
         case config.Vote():
             from rollmill.explorer.workflows.vote import vote
@@ -169,8 +178,20 @@ async def _judge(judge: Judge, rollout: Rollout) -> AsyncIterator[RolloutJudge]:
     yield RolloutJudge(judge, rollout)
 
 
-@asynccontextmanager
-async def _examples(tasks: Sequence[Task], rollout: Rollout) -> AsyncIterator[list[Task]]:
-    """Worked examples: other tasks than the rollout's, with other prompts."""
-    own = rollout.task
-    yield [each for each in tasks if each.id != own.id and each.prompt != own.prompt]
+class _Examples:
+    """Worked examples: other tasks than the rollout's, with other prompts; rollouts of a task share the list."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._known: dict[str, list[Task]] = {}
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[list[Task]]:
+        own = rollout.task
+        found = self._known.pop(own.id, None)
+        if found is None:
+            found = [each for each in self._tasks if each.id != own.id and each.prompt != own.prompt]
+        self._known[own.id] = found
+        if len(self._known) > _EXAMPLES_KEPT:
+            self._known.pop(next(iter(self._known)))
+        yield list(found)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
@@ -14,9 +15,10 @@ from rollmill.core.types import Completion, Experience, StopReason, Task, experi
 from rollmill.engines.base import Request, RolloutEngine
 from rollmill.explorer.drafts import DraftShelf, as_draft
 from rollmill.explorer.parts import Part, begun_with, with_earlier_times
-from rollmill.explorer.runner import WorkflowRunner, note, penalise
-from rollmill.monitor.trace import GENERATE, REWARD, Trace
+from rollmill.explorer.runner import WorkflowRunner, note, penalise, trace_judgement
+from rollmill.monitor.trace import GENERATE, Trace
 from rollmill.rewards import Judge, Judgement
+from rollmill.rewards.judges.loop import together
 from rollmill.tasks import encode_prompt, prompt_text
 
 Generated = Callable[[list[Experience]], None]
@@ -57,11 +59,25 @@ class Explorer:
         group: str,
         generated: Generated | None = None,
     ) -> list[Experience]:
-        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`."""
+        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`.
+
+        `generated` is called when the greedy rollout has its tokens, too: both are of the same weights.
+        """
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
-        experiences, baseline = await asyncio.gather(
-            self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated),
-            self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", reuse=False),
+        arrived: dict[bool, list[Experience]] = {}  # by whether they are the greedy one
+
+        def told(own: list[Experience], *, is_greedy: bool) -> None:
+            arrived[is_greedy] = own
+            if len(arrived) == 2 and generated is not None:
+                generated(arrived[False])
+
+        sampled = partial(told, is_greedy=False)
+        alone = partial(told, is_greedy=True)
+        experiences, baseline = await together(
+            [
+                self.rollout(task, sampling, n=n, seed=seed, group=group, generated=sampled),
+                self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", generated=alone, reuse=False),
+            ]
         )
         for experience in experiences:
             experience.info["greedy_reward"] = baseline[0].reward if baseline else None
@@ -92,11 +108,10 @@ class Explorer:
         """
         if self._runner is not None:
             return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
-        prompt_ids = encode_prompt(task, self._tokenizer)
         shelf = self._drafts if reuse else None
         drafts, slot = ((), None) if shelf is None else shelf.take(task.id, n)
         top = 0 if shelf is None else shelf.top
-        request = Request(prompt_ids, sampling, n=n, seed=seed, id=f"task {task.id}", drafts=drafts, record_top=top)
+        request = self._request(task, sampling, n=n, seed=seed, drafts=drafts, record_top=top)
         completions: dict[int, Completion] = {}
         judging: dict[int, asyncio.Task[Judgement]] = {}
         try:
@@ -106,18 +121,13 @@ class Explorer:
                     slot[completion.index] = as_draft(completion)
                 work = self._judge.judge(task, completion, group_follows=True)
                 judging[completion.index] = asyncio.ensure_future(work)
-                if self._trace is not None:
-                    self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
+                self._tell(completion)
             ordered = [completions[index] for index in sorted(completions)]
-            prompt = prompt_text(task, self._tokenizer)
-            experiences = [_experience(task, prompt, each, sampling, group) for each in ordered]
+            experiences = self._experiences(task, ordered, sampling, group)
             if generated is not None:
                 generated(experiences)
             judgements = await asyncio.gather(*(judging[each.index] for each in ordered))
-            judgements = await self._judge.finish_group(task, ordered, judgements)
-            for experience, judgement in zip(experiences, judgements, strict=True):
-                self._add(experience, judgement)
-                penalise([experience], sampling, experience.stop_reason is StopReason.REPETITION)
+            self._add(experiences, await self._judge.finish_group(task, ordered, judgements), sampling)
             return experiences
         except BaseException:
             for pending in judging.values():
@@ -142,15 +152,11 @@ class Explorer:
 
         Raises EngineError where the prompt does not fit.
         """
-        earlier = [begun_with(each) for each in begun]
-        name = f"task {task.id}"
-        request = Request(encode_prompt(task, self._tokenizer), sampling, n=n, seed=seed, id=name, begun=earlier)
+        request = self._request(task, sampling, n=n, seed=seed, begun=[begun_with(each) for each in begun])
         completions = await self._engine.generate(request)
-        if self._trace is not None:
-            for each in completions:
-                self._trace.add(GENERATE, each.submitted_at, each.started_at, each.finished_at)
-        prompt = prompt_text(task, self._tokenizer)
-        experiences = [_experience(task, prompt, each, sampling, group) for each in completions]
+        for completion in completions:
+            self._tell(completion)
+        experiences = self._experiences(task, completions, sampling, group)
         return Part(completions, with_earlier_times(experiences, begun) if begun else experiences)
 
     async def judge(self, task: Task, sampling: SamplingConfig, part: Part) -> None:
@@ -158,28 +164,41 @@ class Explorer:
 
         Raises RewardError: see `rollout`.
         """
-        judgements = await self._judge.judge_group(task, part.completions)
-        for experience, judgement in zip(part.experiences, judgements, strict=True):
-            self._add(experience, judgement)
-            penalise([experience], sampling, experience.stop_reason is StopReason.REPETITION)
+        self._add(part.experiences, await self._judge.judge_group(task, part.completions), sampling)
 
     def take_counts(self) -> dict[str, float]:
         """What has become of rollouts by a workflow since the last call: see Attempts. Empty where there is none."""
         return {} if self._runner is None else self._runner.take_counts()
 
-    def _add(self, experience: Experience, judgement: Judgement) -> None:
-        note(experience, judgement)
+    def _request(self, task: Task, sampling: SamplingConfig, *, n: int, seed: int, **more: Any) -> Request:
+        ids = encode_prompt(task, self._tokenizer)
+        return Request(ids, sampling, n=n, seed=seed, id=f"task {task.id}", **more)
+
+    def _experiences(
+        self, task: Task, completions: Sequence[Completion], sampling: SamplingConfig, group: str
+    ) -> list[Experience]:
+        prompt, temperature = prompt_text(task, self._tokenizer), sampling.temperature or 1.0
+        return [
+            experience_from_completion(
+                each,
+                id=f"{group}/{each.index}",
+                task_id=task.id,
+                group=group,
+                prompt=prompt,
+                temperature=temperature,
+            )
+            for each in completions
+        ]
+
+    def _tell(self, completion: Completion) -> None:
         if self._trace is not None:
-            for name, span in judgement.spans.items():
-                self._trace.add(REWARD + name, span.asked, span.started, span.ended)
+            self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
 
-
-def _experience(task: Task, prompt: str, completion: Completion, sampling: SamplingConfig, group: str) -> Experience:
-    return experience_from_completion(
-        completion,
-        id=f"{group}/{completion.index}",
-        task_id=task.id,
-        group=group,
-        prompt=prompt,
-        temperature=sampling.temperature or 1.0,
-    )
+    def _add(
+        self, experiences: Sequence[Experience], judgements: Sequence[Judgement], sampling: SamplingConfig
+    ) -> None:
+        """Write into experiences what the rewards say of them, less what repetition costs."""
+        for experience, judgement in zip(experiences, judgements, strict=True):
+            note(experience, judgement)
+            trace_judgement(self._trace, judgement)
+            penalise([experience], sampling, experience.stop_reason is StopReason.REPETITION)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -95,13 +96,14 @@ class OtherModels:
         return replace(policy, model=self._initial)
 
     def _endpoint(self, name: str, section: OtherModelConfig) -> EndpointModel:
-        from rollmill.rewards.judges.endpoint import Endpoint
-
         keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
         try:
-            endpoint = Endpoint(JudgeReward(name="judge", **{key: getattr(section, key) for key in keys}))
+            from rollmill.rewards.judges.endpoint import Endpoint
+
+            options = JudgeReward(name="judge", **{key: getattr(section, key) for key in keys})
+            endpoint = Endpoint(options, called=f"models.{name}: the model")
         except ConfigError as error:
-            raise ConfigError(f"models.{name}: {error}") from error
+            raise ConfigError(f"models.{name}: {str(error).removeprefix('rewards: ')}") from error
         self._endpoints.append(endpoint)
         return EndpointModel(name, endpoint, section)
 
@@ -114,6 +116,7 @@ class EndpointModel:
     endpoint: Any
     config: OtherModelConfig
     seed: int = 0
+    asked: Iterator[int] = field(default_factory=count)
 
     async def chat(self, messages: Sequence[ChatMessage], **sampling: Any) -> Reply:
         """The next turn of a conversation. Keyword arguments are temperature and max_new_tokens.
@@ -133,13 +136,13 @@ class EndpointModel:
         settings = Sampling(
             sampling.get("temperature", self.config.temperature),
             sampling.get("max_new_tokens", self.config.max_new_tokens),
-            self.seed,
+            fold(self.seed, next(self.asked)),
         )
         asked = [dict(each) for each in messages]
         try:
             found = await self.endpoint.loop.run(self.endpoint.chat(asked, settings, range(n)))
         except NoReplyError as error:
-            raise WorkflowError(f"models.{self.name} gives no reply ({error.outcome}): {error}") from error
+            raise WorkflowError(f"{error}; there is no reply ({error.outcome})") from error
         return [_reply(each.text, each.finish == LENGTH) for each in found]
 
     async def complete(self, prompt: Any, **sampling: Any) -> Reply:
@@ -175,4 +178,4 @@ async def _talking(
 
 @asynccontextmanager
 async def _asked(model: EndpointModel, number: int, rollout: Rollout) -> AsyncIterator[EndpointModel]:
-    yield replace(model, seed=fold(rollout.seed, _STREAM, number))
+    yield replace(model, seed=fold(rollout.seed, _STREAM, number), asked=count())

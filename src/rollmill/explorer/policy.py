@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -149,10 +150,16 @@ class Policy:
 
         For branches that are worth different amounts, such as votes, or the two sides of a game. Branches that nothing
         is said of get what the workflow returns.
+
+        Raises ValueError: the value is not finite, or the reply is another model's.
         """
-        for call in [] if self._recorder is None else self._recorder.calls:
-            if call.completion is reply.completion:
-                call.reward = float(value)
+        if self._recorder is None:
+            return
+        value = _finite(value, "policy.reward")
+        own = [call for call in self._recorder.calls if call.completion is reply.completion]
+        if not own:
+            raise ValueError("policy.reward was given a reply that is none of this policy; give what `chat` returned")
+        own[0].reward = value
 
     def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
         """A chat as tokens up to where the policy's turn begins, for `complete`. Raises EngineError like `chat`."""
@@ -164,9 +171,11 @@ class Policy:
         Args:
             reward: of the step; the sum over the steps and what the workflow returns is the rollout's.
             anchor: the state it was taken in; GiGPO compares steps taken in the same one.
+
+        Raises ValueError: the reward is not finite.
         """
         if self._recorder is not None:
-            self._recorder.end_step(None if reward is None else float(reward), anchor)
+            self._recorder.end_step(None if reward is None else _finite(reward, "policy.step"), anchor)
 
     def log(self, /, **numbers: float) -> None:
         """Numbers of this rollout, whose mean over a step's rollouts is a metric each: `episode/NAME`."""
@@ -188,3 +197,10 @@ class Policy:
 
     def _settings(self) -> dict[str, Any]:
         return {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}
+
+
+def _finite(value: float, where: str) -> float:
+    """A number that can be learned from."""
+    if not math.isfinite(value):
+        raise ValueError(f"{where} was given {value!r} as reward; give a finite number")
+    return float(value)

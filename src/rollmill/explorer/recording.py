@@ -6,16 +6,19 @@ call to a last one is an experience; a completion that several paths share count
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from rollmill.core.types import Completion, Experience, IntArray, Turn
+from rollmill.core.types import Completion, Experience, IntArray, StopReason, Turn
 
 Decode = Callable[[Sequence[int]], str]
+
+REPEATS = "repeats"
+"""Key of `info` of experiences with a completion that ended by repetition."""
 
 
 @dataclass(slots=True, eq=False)
@@ -68,9 +71,10 @@ class Recorder:
             decode: tokens to text, for those the policy did not write.
         """
         parents = self._parents()
-        inner = {id_ for parent in parents if parent is not None for id_ in [parent]}
+        inner = set(parents)
         counted: set[int] = set()
         made: list[Experience] = []
+        steps: list[int] = []
         for leaf in range(len(self.calls)):
             if leaf in inner:
                 continue
@@ -81,30 +85,49 @@ class Recorder:
             own = [call for call in path if call not in counted]
             counted.update(own)
             made.append(self._experience(path, set(own), name, task_id, group, decode))
+            steps.append(self.calls[leaf].step)
         if len(made) > 1 or self.steps:
             for number, experience in enumerate(made):
                 alone = experience.reward is not None
-                experience.info |= {"episode": experience.id if alone else id, "branch": number}
+                experience.info |= {"episode": f"{id}.{number}" if alone else id, "branch": number}
+        self._tell_steps(made, steps)
         return made
 
+    def _tell_steps(self, made: Sequence[Experience], steps: Sequence[int]) -> None:
+        """Write into experiences, of which the numbers of the `steps` are given, what is known of their steps.
+
+        A step's reward belongs to its last experience; that of a step without any to the one before.
+        """
+        for experience, number in zip(made, steps, strict=True):
+            if self.steps:
+                experience.info["step_reward"] = 0.0
+            if number < len(self.steps) and (anchor := self.steps[number].anchor) is not None:
+                experience.info["anchor"] = anchor
+        shared = [at for at, experience in enumerate(made) if experience.reward is None]
+        begun = [steps[at] for at in shared]
+        for number, step in enumerate(self.steps):
+            if shared and step.reward is not None:
+                last = shared[max(bisect_right(begun, number) - 1, 0)]
+                made[last].info["step_reward"] += step.reward
+
     def _parents(self) -> list[int | None]:
-        """Of each call the latest one that it goes on from, the longest first."""
+        """Of each call the longest one that it goes on from, the latest of these; in time that grows with tokens."""
         found: list[int | None] = []
+        lengths = np.array([len(call.token_ids) for call in self.calls], np.int64)
+        ends = np.array([call.token_ids[-1] for call in self.calls], np.int64)
         for number, call in enumerate(self.calls):
-            best: int | None = None
-            for earlier in range(number):
-                if self._goes_on(call, self.calls[earlier]) and (
-                    best is None or len(self.calls[earlier].token_ids) >= len(self.calls[best].token_ids)
-                ):
-                    best = earlier
-            found.append(best)
+            prompt = call.completion.prompt_ids
+            fitting = np.flatnonzero(lengths[:number] <= len(prompt))
+            fitting = fitting[prompt[lengths[fitting] - 1] == ends[fitting]]  # few are left to be compared in full
+            order = fitting[np.lexsort((fitting, lengths[fitting]))][::-1].tolist()
+            found.append(next((earlier for earlier in order if self._goes_on(call, self.calls[earlier])), None))
         return found
 
     @staticmethod
     def _goes_on(call: Call, earlier: Call) -> bool:
         """Whether both can be one sequence: one distribution, one step, and the tokens are there."""
         before, prompt = earlier.token_ids, call.completion.prompt_ids
-        if call.step != earlier.step or call.temperature != earlier.temperature or len(before) > len(prompt):
+        if call.step != earlier.step or call.temperature != earlier.temperature:
             return False
         return bool(np.array_equal(prompt[: len(before)], before))
 
@@ -127,9 +150,7 @@ class Recorder:
                 at = turns[-1].end
                 turns.append(Turn("observation", at, start, decode(last.token_ids[at:start].tolist())))
             turns.append(Turn("assistant", start, end, call.completion.text))
-        info: dict[str, Any] = {}
-        if self.steps:
-            info = self._step_info(first.step)
+        repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
         return Experience(
             id=id,
             task_id=task_id,
@@ -145,13 +166,8 @@ class Recorder:
             response=last.completion.text,
             reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
-            info=info,
+            info={REPEATS: True} if repeated else {},
         )
-
-    def _step_info(self, number: int) -> dict[str, Any]:
-        step = self.steps[number] if number < len(self.steps) else Step(None, None)
-        info: dict[str, Any] = {"step_reward": step.reward or 0.0}
-        return info if step.anchor is None else {**info, "anchor": step.anchor}
 
 
 def _timings(completions: Sequence[Completion]) -> dict[str, float]:

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from functools import partial
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Experience, StopReason, Task
+from rollmill.core.types import Experience, Task
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.attempts import Attempts
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.policy import Policy
-from rollmill.explorer.recording import Recorder
+from rollmill.explorer.recording import REPEATS, Recorder
 from rollmill.explorer.workflow import Outcome, Rollout
 from rollmill.monitor.trace import REWARD, Trace
 from rollmill.rewards import Judge, Judgement
+from rollmill.rewards.judges.loop import together
 
-REPETITION = StopReason.REPETITION
 REPEATED = "rollout/repetition"  #: part of the reward: what repetition costs
 REJECTED = "rejected"
 """Key of `info` of the experiences of a rollout that nothing is to be learned from: why."""
@@ -50,14 +49,7 @@ class WorkflowRunner:
             again = (RETRY_STREAM, number) if number else ()
             return self._rollout(task, sampling, index, seed, fold(seed, index, *again), group)
 
-        running = [asyncio.ensure_future(self._attempts.run(partial(begin, index))) for index in range(n)]
-        try:
-            ended = await asyncio.gather(*running)
-        except BaseException:
-            for each in running:
-                each.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
-            raise
+        ended = await together(self._attempts.run(partial(begin, index)) for index in range(n))
         outcomes = await self._finished(task, [outcome for _, outcome in ended])
         rollouts = [rollout for rollout, _ in ended]
         return [
@@ -102,37 +94,40 @@ class WorkflowRunner:
         )
         if experiences and rollout.recorder.numbers:
             experiences[0].info["numbers"] = dict(rollout.recorder.numbers)
-        steps = [each.reward for each in rollout.recorder.steps if each.reward is not None]
-        reward = outcome.reward if not steps else sum(steps) + (outcome.reward or 0.0)
-        parts = outcome.parts if not steps else {**outcome.parts, "steps": sum(steps)}
-        if len(experiences) > 1 or steps:
-            _reward_last(experiences, outcome.reward)
-        for experience in experiences:
-            if outcome.rejected is not None:
+        if outcome.rejected is not None:
+            for experience in experiences:
                 experience.reward, experience.reward_parts = None, {}
                 experience.info[REJECTED] = outcome.rejected
-                continue
-            if experience.reward is not None:  # the workflow has said what this branch is worth
-                experience.reward_parts = {self._attempts.name: experience.reward}
-                experience.info["step_reward"] = experience.reward
-                continue
-            if outcome.judgement is not None:
+            return experiences
+        alone = [each for each in experiences if each.reward is not None]  # the workflow has said what they are worth
+        shared = [each for each in experiences if each.reward is None]
+        for experience in alone:
+            assert experience.reward is not None
+            experience.reward_parts = {self._attempts.name: experience.reward}
+            experience.info["step_reward"] = experience.reward
+        if outcome.judgement is not None:
+            trace_judgement(self._trace, outcome.judgement)
+            for experience in shared:
                 note(experience, outcome.judgement)
-            experience.reward, experience.reward_parts = reward, dict(parts)
-        repeated = any(call.learned and call.completion.stop_reason is REPETITION for call in rollout.recorder.calls)
-        penalise(experiences, rollout.sampling, repeated)
-        if self._trace is not None and outcome.judgement is not None:
-            for name, span in outcome.judgement.spans.items():
-                self._trace.add(REWARD + name, span.asked, span.started, span.ended)
+        _reward(shared, rollout.recorder, outcome, forked=len(experiences) > 1)
+        for branches in (shared, *([each] for each in alone)):
+            penalise(branches, rollout.sampling, any(REPEATS in each.info for each in branches))
         return experiences
 
 
-def _reward_last(experiences: list[Experience], reward: float | None) -> None:
-    """What the rollout earned at its end belongs to its last step."""
+def _reward(experiences: Sequence[Experience], recorder: Recorder, outcome: Outcome, *, forked: bool) -> None:
+    """Give all experiences the rollout's reward. What it earned at its end belongs to its last step."""
+    steps = [each.reward for each in recorder.steps if each.reward is not None]
+    reward = outcome.reward if not steps else sum(steps) + (outcome.reward or 0.0)
     for experience in experiences:
-        experience.info.setdefault("step_reward", 0.0)
-    if reward is not None and experiences:
-        experiences[-1].info["step_reward"] += reward
+        experience.reward = reward
+        experience.reward_parts = {**outcome.parts, "steps": sum(steps)} if steps else dict(outcome.parts)
+        if reward is None:
+            experience.info.pop("step_reward", None)
+        elif forked:
+            experience.info.setdefault("step_reward", 0.0)
+    if experiences and "step_reward" in experiences[-1].info:
+        experiences[-1].info["step_reward"] += outcome.reward or 0.0
 
 
 def penalise(experiences: Sequence[Experience], sampling: SamplingConfig, repeated: bool) -> None:
@@ -149,6 +144,14 @@ def penalise(experiences: Sequence[Experience], sampling: SamplingConfig, repeat
             experience.reward_parts[REPEATED] = value
     if experiences and "step_reward" in experiences[-1].info:
         experiences[-1].info["step_reward"] += value
+
+
+def trace_judgement(trace: Trace | None, judgement: Judgement) -> None:
+    """Tell when each reward judged."""
+    if trace is None:
+        return
+    for name, span in judgement.spans.items():
+        trace.add(REWARD + name, span.asked, span.started, span.ended)
 
 
 def note(experience: Experience, judgement: Judgement) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
@@ -114,7 +115,8 @@ def _call(entry: Mapping[str, Any]) -> ToolCall:
     function = entry["function"]
     arguments = function["arguments"]
     if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
+        with suppress(ValueError):  # as a policy may have written it
+            arguments = json.loads(arguments or "{}")
     return ToolCall(entry.get("id", ""), function["name"], arguments)
 
 

@@ -85,6 +85,7 @@ class VerifiersProcess:
         """Kill it and all that it has started; may be called twice."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
+        self._process._transport.close()  # type: ignore[attr-defined]  # programs of its own may hold its output
         await self._process.wait()
         await asyncio.gather(self._listening, self._reading, return_exceptions=True)
 

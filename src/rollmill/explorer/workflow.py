@@ -84,6 +84,8 @@ class Workflow:
         Raises TypeError and ValueError for answers that are none.
         """
         if isinstance(answer, tuple):
+            if len(answer) != 2 or not isinstance(answer[0], Judgement):
+                raise TypeError(f"returned {answer!r:.80}; of tuples only (what `judge` gave, a mapping) is a reward")
             return self._judged(rollout, answer[0], _numbers(answer[1]))
         if isinstance(answer, Judgement):
             return self._judged(rollout, answer, {})

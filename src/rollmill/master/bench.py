@@ -14,15 +14,17 @@ from typing import Any
 import torch
 
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
+from rollmill.config.evaluation_checks import evaluation_contradictions
 from rollmill.config.loader import LoadedRun, load_evaluation
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError
+from rollmill.core.types import Task
 from rollmill.master.bench_results import Cell, Results
 from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.examiner import SetResult
 from rollmill.master.explorers import Explorers
-from rollmill.master.launch import device_of
+from rollmill.master.launch import MACHINE, device_of, of_stage, require_models
 from rollmill.master.selection import select_held_out
 from rollmill.master.subjects import RUN_FILE, Subject
 from rollmill.models.load import Policy
@@ -41,18 +43,38 @@ def settings_of(
 ) -> tuple[LoadedRun, StageConfig]:
     """The file that says what is evaluated (default: that of the first run), and its last stage with an evaluation.
 
-    Raises ConfigError: there is no such file, nothing is evaluated in it, or `k` is more than `samples`.
+    Raises ConfigError: there is no such file, nothing is evaluated in it, what is evaluated talks to a model that only
+    the run knows, or `samples` and `k` do not fit it.
     """
     runs = [each.run for each in chosen if each.run is not None]
     if config is None and not runs:
         raise ConfigError("a model's folder does not say what to evaluate; give --config FILE with an `evaluation`")
-    loaded = load_evaluation(config or runs[0] / RUN_FILE, overrides)
+    if config is None:
+        config = runs[0] / RUN_FILE
+        overrides = _of_last(load_evaluation(config), overrides)
+    loaded = load_evaluation(config, overrides)
     stages = [stage for stage in loaded.stages if stage.evaluation is not None]
     if not stages:
         raise ConfigError(f"{loaded.path} has no evaluation; add evaluation.taskset or evaluation.sets")
     stage = stages[-1]
     assert stage.evaluation is not None
-    return loaded, stage.model_copy(update={"evaluation": _with_samples(stage.evaluation, samples, k)})
+    require_models(stage)
+    changes: dict[str, Any] = {"evaluation": _with_samples(stage.evaluation, samples, k)}
+    machine = loaded.path.parent / MACHINE
+    if stage.trainer.precision == "auto" and machine.is_file():  # the run's own, so that it finds what the run found
+        precision = json.loads(machine.read_text())["precision"]
+        changes["trainer"] = stage.trainer.model_copy(update={"precision": precision})
+    changed = stage.model_copy(update=changes)
+    for path, text in evaluation_contradictions(changed):
+        if path[0] != "early_stop":
+            raise ConfigError(f"{loaded.path}: {'.'.join(map(str, path))}: {text}")
+    return loaded, changed
+
+
+def _of_last(loaded: LoadedRun, overrides: Sequence[str]) -> Sequence[str]:
+    """Overrides as keys of the last stage with an evaluation."""
+    found = [index for index, stage in enumerate(loaded.stages) if stage.evaluation is not None]
+    return of_stage(loaded, found[-1], overrides) if found else overrides
 
 
 def _with_samples(evaluation: EvaluationConfig, samples: int | None, k: Sequence[int]) -> EvaluationConfig:
@@ -76,33 +98,27 @@ def bench(loaded: LoadedRun, stage: StageConfig, chosen: Sequence[Subject], out:
     torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
     sets = stage.evaluation.all_sets()
     tasksets = {name: load_taskset(each.taskset) for name, each in sets.items()}
+    examples = load_taskset(stage.taskset).tasks if stage.shows_examples and stage.taskset is not None else []
+    given = {name: _digest([*map(_content, each.tasks), *map(_content, examples)]) for name, each in tasksets.items()}
+    precision = None if stage.trainer.precision == "auto" else stage.trainer.precision
     cells: list[Cell] = []
     for subject in chosen:
-        marks = {name: _mark(loaded, stage, name, each, subject) for name, each in sets.items()}
+        marks = {name: _mark(loaded, stage, name, given[name], subject) for name in sets}
         stored = {name: _stored(out, subject, name, each, marks[name]) for name, each in sets.items()}
         todo = [name for name, found in stored.items() if found is None]
         if todo:
             progress(f"{subject.label}: {', '.join(name or 'held-out tasks' for name in todo)}")
-            for result in _evaluated(loaded, stage, subject, {name: tasksets[name] for name in todo}, out, marks):
+            policy = subject.load(loaded.config.seed, device_of(loaded.config.device))
+            if precision is None:  # one for all, since a measurement may come out differently
+                precision = choose_precision(policy.model, policy.device)
+            asked = {name: tasksets[name] for name in todo}
+            found = _evaluate(loaded, _of_sets(stage, todo), subject, policy, precision, asked, examples, out, marks)
+            for result in asyncio.run(found):
                 stored[result.name] = result
+            del policy, found
+            gc.collect()  # the next model needs the memory
         cells += [Cell(subject, found) for found in stored.values() if found is not None]
     return Results(cells)
-
-
-def _evaluated(
-    loaded: LoadedRun,
-    stage: StageConfig,
-    subject: Subject,
-    tasksets: Mapping[str, Taskset],
-    out: Path,
-    marks: Mapping[str, str],
-) -> list[SetResult]:
-    policy = subject.load(loaded.config.seed, device_of(loaded.config.device))
-    try:
-        return asyncio.run(_evaluate(loaded, _of_sets(stage, list(tasksets)), subject, policy, tasksets, out, marks))
-    finally:
-        del policy
-        gc.collect()  # the next model needs the memory
 
 
 async def _evaluate(
@@ -110,12 +126,12 @@ async def _evaluate(
     stage: StageConfig,
     subject: Subject,
     policy: Policy,
+    precision: str,
     tasksets: Mapping[str, Taskset],
+    examples: Sequence[Task],
     out: Path,
     marks: Mapping[str, str],
 ) -> list[SetResult]:
-    precision = stage.trainer.precision
-    precision = choose_precision(policy.model, policy.device) if precision == "auto" else precision
     engine = native_engine(policy, stage.rollout, precision)
     InPlace(engine).publish(subject.step or 0)
 
@@ -123,11 +139,9 @@ async def _evaluate(
         return build_judge(rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
 
     judge = make_judge(stage.rewards)
-    explorers = Explorers(stage, policy, engine, judge)
+    explorers = Explorers(stage, policy, engine, judge, precision=precision, tasks=examples)
     evaluator = Evaluator(
         stage,
-        policy,
-        engine,
         select_held_out(stage, policy, tasksets, []),
         judge=judge,
         explorers=explorers,
@@ -165,14 +179,26 @@ def _file(out: Path, subject: Subject, name: str) -> Path:
     return out / CELLS / f"{plainly}-{digest}" / f"{name or 'held-out'}{'.set' if name else ''}.json"
 
 
-def _mark(loaded: LoadedRun, stage: StageConfig, name: str, section: EvaluationSet, subject: Subject) -> str:
-    """A digest of all that a cell's numbers depend on."""
+def _mark(loaded: LoadedRun, stage: StageConfig, name: str, tasks: str, subject: Subject) -> str:
+    """A digest of all that a cell's numbers depend on; `tasks` is one of the tasks themselves."""
+    assert stage.evaluation is not None
+    section = stage.evaluation.all_sets()[name]
     asked = stage.examined(section)
-    keys = {"workflow", "environment", "rewards", "judging", "rollout"}
+    keys = {"workflow", "environment", "tools", "models", "rewards", "judging", "rollout"}
     own = section.model_dump(mode="json", exclude={"every", "at_start", "sets"})
     settings = [name, own, asked.model_dump(mode="json", include=keys), loaded.config.seed, stage.trainer.precision]
-    text = json.dumps([settings, subject.identity()], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    code = [file.read_text() for file in loaded.config.plugins]
+    return _digest([json.dumps(settings, sort_keys=True), tasks, *code, subject.identity()])
+
+
+def _content(task: Task) -> str:
+    """What a task says, as text."""
+    said = [task.id, task.prompt, task.answer, task.response, task.metadata]
+    return json.dumps(said, sort_keys=True, default=lambda other: type(other).__name__)
+
+
+def _digest(texts: Sequence[str]) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
 def _stored(out: Path, subject: Subject, name: str, section: EvaluationSet, mark: str) -> SetResult | None:

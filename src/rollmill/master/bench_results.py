@@ -6,6 +6,7 @@ import csv
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -54,6 +55,7 @@ class Results:
                 if not measure.startswith("mean@"):
                     yield cell, measure, estimate
 
+    @cached_property
     def comparisons(self) -> list[Comparison]:
         """All pairs of subjects, set by set and measure by measure."""
         found: list[Comparison] = []
@@ -69,7 +71,7 @@ class Results:
             "results": [_row(*each) for each in self.rows()],
             "comparisons": [
                 {**asdict(each), **asdict(each.difference), "difference": each.difference.value}
-                for each in self.comparisons()
+                for each in self.comparisons
             ],
             "cells": [{"subject": cell.subject.label, **cell.result.to_json()} for cell in self.cells],
         }

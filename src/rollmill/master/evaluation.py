@@ -16,11 +16,9 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
-from rollmill.engines.base import RolloutEngine
 from rollmill.master.examiner import Examiner, SetResult, merged_metrics, numbers
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import require_rewards
-from rollmill.models.load import Policy
 from rollmill.rewards import Judge
 
 MakeJudge = Callable[[Sequence[RewardConfig]], Judge]
@@ -96,7 +94,7 @@ class Evaluation:
 
 
 class Evaluator:
-    """Evaluates the engine's current weights on fixed lists of tasks, with the same seeds every time.
+    """Evaluates the current weights of the explorers' engine on fixed lists of tasks, with the same seeds every time.
 
     Args:
         config: the stage.
@@ -107,8 +105,6 @@ class Evaluator:
     def __init__(
         self,
         config: StageConfig,
-        policy: Policy,
-        engine: RolloutEngine,
         held_out: HeldOut,
         *,
         judge: Judge,
@@ -128,7 +124,7 @@ class Evaluator:
                 self._judges.append(own)
             used = explorers
             if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
-                used = Explorers(asked, policy, engine, own)
+                used = explorers.otherwise(asked, own)
                 self._explorers.append(used)
             self.examiners.append(Examiner(name, used.training(), held_out[name], section, asked.rollout, seed))
 
@@ -140,6 +136,14 @@ class Evaluator:
     async def evaluate(self, names: Sequence[str] | None = None) -> Evaluated:
         """Evaluate, and wait for it. Raises like `Evaluation.result`."""
         return await self.begin(names).result()
+
+    def metrics(self) -> list[dict[str, float]]:
+        """What has happened in environments and tools of its own since the last call."""
+        return [each.metrics() for each in self._explorers]
+
+    def counters(self) -> list[dict[str, float]]:
+        """What rewards of its own count so far."""
+        return [each.counters() for each in self._judges]
 
     async def close(self) -> None:
         """End what only the evaluation needs; may be called twice."""

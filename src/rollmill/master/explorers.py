@@ -22,7 +22,13 @@ from rollmill.rewards import Judge
 
 
 class Explorers:
-    """Makes the explorers of one stage, which share what workflows need; `close` ends it."""
+    """Makes the explorers of one stage, which share what workflows need; `close` ends it.
+
+    Args:
+        precision: bf16 or fp32, what other models than the policy compute in.
+        tasks: what worked examples are chosen from.
+        models: other models that somebody else closes; None: those of the stage are made.
+    """
 
     def __init__(
         self,
@@ -33,11 +39,13 @@ class Explorers:
         *,
         precision: str = "fp32",
         tasks: Sequence[Task] = (),
+        models: OtherModels | None = None,
     ) -> None:
         self._config, self._policy, self._engine, self._judge = config, policy, engine, judge
+        self._tasks, self._owns_models = tasks, models is None
         chat = ChatFormat(policy.tokenizer, policy.eos_ids)
         asked = config.models if config.algorithm.uses_rollouts or config.evaluation is not None else {}
-        self._models = OtherModels(asked, policy, config.rollout, precision)
+        self._models = OtherModels(asked, policy, config.rollout, precision) if models is None else models
         self._resources = Resources(
             judge,
             config.environment,
@@ -46,6 +54,11 @@ class Explorers:
             models=self._models.sources,
             examples=[task for task in tasks if task.response is not None],
         )
+
+    def otherwise(self, config: StageConfig, judge: Judge) -> Explorers:
+        """Others for the same policy, with the same worked examples and the same other models: frozen ones stay what
+        they were at the start of the stage, on resume as well."""
+        return Explorers(config, self._policy, self._engine, judge, tasks=self._tasks, models=self._models)
 
     def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
@@ -73,4 +86,5 @@ class Explorers:
     async def close(self) -> None:
         """End environments, tools and other models; may be called twice."""
         await self._resources.close()
-        await self._models.close()
+        if self._owns_models:
+            await self._models.close()

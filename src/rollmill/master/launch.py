@@ -98,7 +98,7 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
     indices = [i for i, stage in enumerate(loaded.stages) if stage.evaluation is not None]
     if not indices:
         raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
-    loaded = load_run(folder / CONFIG, _of_stage(loaded, indices[-1], overrides), out=folder)
+    loaded = load_run(folder / CONFIG, of_stage(loaded, indices[-1], overrides), out=folder)
     fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
     if fixed:
         raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
@@ -108,15 +108,20 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         what = "checkpoint" if step is None else f"checkpoint of step {step}"
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
-    for name, model in loaded.stages[indices[-1]].models.items():
-        if model.policy is not None:
-            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
-            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
+    require_models(loaded.stages[indices[-1]])
     setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 
-def _of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
+def require_models(stage: StageConfig) -> None:
+    """Raises ConfigError where a stage that is only evaluated talks to the policy that it began with."""
+    for name, model in stage.models.items():
+        if model.policy is not None:
+            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
+            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
+
+
+def of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
     """Overrides as keys of one stage, where the run has several."""
     if not loaded.config.stages:
         return list(overrides)

@@ -283,7 +283,10 @@ def _measures(stage: StageConfig) -> Any:
     if stage.evaluation is None:
         return None
     asked = stage.evaluation.model_dump(exclude={"every", "at_start"})
-    return asked, stage.rollout.model_dump(), stage.rewards, stage.workflow, stage.environment
+    own = stage.name if any(each.policy is not None for each in stage.models.values()) else ""  # frozen at its start
+    examples = stage.taskset if stage.shows_examples else None
+    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
+    return asked, stage.rollout.model_dump(), stage.rewards, *parts, own, examples
 
 
 def _measure_of_best(config: RunConfig, stage: StageConfig) -> str:

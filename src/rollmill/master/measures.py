@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
+
 import numpy as np
 
 from rollmill.core.errors import RewardError
@@ -12,6 +15,7 @@ from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
 
 REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has learned from
+STEPS, SECONDS = "environment/steps", "environment/step_seconds"
 PHASES = ("rollout", "inference", "reward", "train", "eval")
 """What the process of a step does, one after the other."""
 
@@ -128,3 +132,14 @@ def judging_metrics(spans: list[Span]) -> dict[str, float]:
         metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own]))
         metrics[f"judging/{name}/waiting"] = float(most_waiting(own))
     return metrics
+
+
+def summed(happened: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What has happened in several sets of environments and tools, as if in one; seconds of a step are their mean."""
+    total: Counter[str] = Counter()
+    for each in happened:
+        total.update(each)
+    if SECONDS in total:
+        seconds = sum(each.get(SECONDS, 0.0) * each.get(STEPS, 0.0) for each in happened)
+        total[SECONDS] = seconds / max(total[STEPS], 1)  # type: ignore[assignment]
+    return dict(total)

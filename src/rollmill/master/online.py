@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from rollmill.buffer.base import FEEDBACK
+from rollmill.buffer.base import FEEDBACK, Group, Shelf
 from rollmill.config.workflows import Traffic
 from rollmill.core.types import Experience, Task
 from rollmill.explorer.serving.refusals import ApiError
@@ -21,15 +21,19 @@ from rollmill.tasks import Sampler
 
 
 class SessionGroups:
-    """Where committed sessions go: they are put together to groups, which `arrived` is handed.
+    """Where committed sessions go: they are put together to groups, which pass the pipeline.
+
+    Until a session's group is in the store, the session itself is there: a process that ends loses none.
 
     Args:
         size: sessions per group, where those that began alike are compared.
     """
 
-    def __init__(self, config: Traffic, size: int, arrived: Callable[[list[Experience]], None]) -> None:
-        self._config, self._size, self._arrived = config, size, arrived
-        self._waiting: OrderedDict[str, list[Finished]] = OrderedDict()  # by prompt, the oldest first
+    def __init__(self, config: Traffic, size: int, supply: OnlineSupply) -> None:
+        self._config, self._size, self._supply = config, size, supply
+        self._waiting: OrderedDict[str, list[list[Experience]]] = OrderedDict()  # by prompt, the oldest first
+        for prompt, experiences in supply.kept():
+            self._take(prompt, experiences)
 
     def check(self, session: Session) -> None:
         """See Sink: what has no reward cannot be learned from."""
@@ -38,21 +42,22 @@ class SessionGroups:
             raise ApiError(text, 409, code="no_reward")
 
     def take(self, finished: Finished) -> int:
-        """See Sink."""
+        """See Sink. Raises StoreError where the session cannot be written."""
+        self._supply.keep(finished.prompt, finished.experiences)
+        return self._take(finished.prompt, finished.experiences)
+
+    def _take(self, prompt: str, experiences: list[Experience]) -> int:
         if self._config.group == "session":
-            self._arrived(finished.experiences)
+            self._supply.arrived([experiences])
             return 0
-        alike = self._waiting.setdefault(finished.prompt, [])
-        alike.append(finished)
+        alike = self._waiting.setdefault(prompt, [])
+        alike.append(experiences)
         if len(alike) == self._size:
-            del self._waiting[finished.prompt]
-            group = alike[0].id
-            for experience in (experiences := [one for each in alike for one in each.experiences]):
-                experience.group = group
-            self._arrived(experiences)
+            self._supply.arrived(self._waiting.pop(prompt))
         if sum(map(len, self._waiting.values())) <= self._config.pending:
             return 0
         _, oldest = self._waiting.popitem(last=False)
+        self._supply.forget(oldest)
         return len(oldest)
 
 
@@ -72,17 +77,34 @@ class OnlineSupply(Supply):
         self._failure: BaseException | None = None
         self._version = self._first_version
 
-    def arrived(self, experiences: list[Experience]) -> None:
-        """A group is there."""
-        task = asyncio.ensure_future(self._take_in(experiences))
+    def keep(self, prompt: str, session: list[Experience]) -> None:
+        """Write a session down, with how it began, until its group is there."""
+        info = {"prompt": prompt}
+        self._store.put([Group(_kept_as(session), session, Shelf.PARTIAL, writer=self.writer, info=info)])
+
+    def kept(self) -> list[tuple[str, list[Experience]]]:
+        """Sessions that were written down, and whose group is not there."""
+        return [(group.info["prompt"], group.experiences) for _, group in self._store.read(Shelf.PARTIAL)]
+
+    def forget(self, sessions: Sequence[list[Experience]]) -> None:
+        """Sessions need not be kept any longer."""
+        self._store.remove([_kept_as(session) for session in sessions], by="rollmill serve")
+
+    def arrived(self, sessions: Sequence[list[Experience]]) -> None:
+        """The sessions of a group are there; their experiences get its name."""
+        task = asyncio.ensure_future(self._take_in(sessions))
         self._coming.add(task)
         task.add_done_callback(self._coming.discard)
 
-    async def _take_in(self, experiences: list[Experience]) -> None:
+    async def _take_in(self, sessions: Sequence[list[Experience]]) -> None:
+        experiences = [each for session in sessions for each in session]
+        for each in experiences:
+            each.group = sessions[0][0].id
         try:
             async with self._turn:
                 self._observe(experiences)
                 await self._verify(experiences, self._version)
+                self.forget(sessions)
         except Exception as error:
             self._failure = error
         self._news.set()
@@ -115,6 +137,10 @@ class OnlineSupply(Supply):
         age = self._config.buffer.max_age
         staleness = self._config.max_staleness
         return version - (staleness if age is None else min(age, staleness))
+
+
+def _kept_as(session: list[Experience]) -> str:
+    return f"{session[0].id}@kept"
 
 
 class Unasked(Sampler):

@@ -20,6 +20,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.explorer.runner import REJECTED
 from rollmill.master.deadline import within
 from rollmill.master.oversampling import PATIENCE, Lengths, Stopped
 from rollmill.master.pacing import Pacing
@@ -106,10 +107,15 @@ class Rollouts:
         await within(work, deadline, "the master", "the engine to finish its completions")
         self.queue.raise_failure()
 
+    def ready(self, count: int) -> bool:
+        """Whether a step can take groups: there are some, and none of the `count` oldest has been put away."""
+        taken = self.queue.first(count)
+        return bool(taken) and all(number > taken[-1].number for number in self._put_away)
+
     def _begin_step(self, version: int) -> None:
         """Go on with what was put away: before this step or, if it had to begin again, within it."""
-        continued = self._put_away
-        if version != self._step and self._rollout.token_budget is not None:
+        continued, is_new = self._put_away, version != self._step
+        if is_new and self._rollout.token_budget is not None:
             continued = self._partials.take(step=version + 1)
             self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
         self._step, self._put_away = version, {}
@@ -118,7 +124,7 @@ class Rollouts:
             if 0 <= oldest < version - self._config.max_staleness:
                 begun = []  # others were put into the buffer before it meanwhile: its tokens are too old
                 self._counted["partial/late"] += 1
-            self._counted["continued"] += unfinished(begun)
+            self._counted["continued"] += unfinished(begun) if is_new else 0
             self._start(number, self._task(continued[number][0].task_id), begun)
 
     # -- starting ----------------------------------------------------------------------------------------------
@@ -180,14 +186,18 @@ class Rollouts:
         self._lengths.add(*_totals(taken), *_totals(everything))
 
     async def _until_admitted(self, started: Sequence[_Started], admitted: int, before: int) -> None:
-        """Until as many of the groups have their tokens as the pacing rule admits; then stop the others."""
+        """Until as many of the groups have their tokens as the pacing rule admits; then stop the others.
+
+        Rejected groups leave nothing to learn from, and end early where something has failed: they are not counted.
+        """
         numbers = [each.number for each in started]
         impatient = sorted((each for each in started if each.stopped >= PATIENCE), key=lambda each: -each.stopped)
         needed = [each.number for each in impatient[:admitted]]
-        chosen = await self.queue.first_generated(numbers, admitted, needed=needed)
+        chosen = await self.queue.first_generated(numbers, admitted, needed=needed, counts=_is_useful)
         if self.queue.failed():
             return
-        others = [each for each in started if each.number not in chosen]
+        empty = self.queue.there(numbers, lambda group: not _is_useful(group))
+        others = [each for each in started if each.number not in (*chosen, *empty)]
         taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
         await self.queue.drop([each.number for each in others])
         for each in others:
@@ -253,6 +263,15 @@ class _Started(NamedTuple):
     number: int
     task: Task
     stopped: int  # how often it was stopped before
+
+
+def accepted(group: Sequence[Experience]) -> list[Experience]:
+    """The experiences of a group without those of rejected rollouts."""
+    return [each for each in group if REJECTED not in each.info]
+
+
+def _is_useful(group: Sequence[Experience]) -> bool:
+    return bool(accepted(group))
 
 
 def _totals(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:

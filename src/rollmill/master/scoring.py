@@ -17,7 +17,7 @@ from rollmill.config.rewards import JudgeSection
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError, DeadlineError
-from rollmill.core.types import Task
+from rollmill.core.types import Task, one_per_rollout
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.master.engine import native_engine
@@ -177,7 +177,7 @@ async def _roll_out(
     async def rating(number: int, task: Task) -> Rating | None:
         stream = fold(seed, SCORING_STREAM, number)
         group = await explorer.rollout(task, rollout, n=samples, seed=stream, group=f"score/{task.id}")
-        rewards = [each.reward for each in group if each.reward is not None]
+        rewards = [each.reward for each in one_per_rollout(group) if each.reward is not None]
         if not rewards:
             return None
         rate = sum(reward >= threshold for reward in rewards) / len(rewards)

@@ -150,7 +150,7 @@ def serve_training(
     async def serving(stage: StageRun) -> AsyncIterator[None]:
         workflow, rollout = stage.config.workflow, stage.config.rollout
         assert isinstance(workflow, Traffic)
-        groups = SessionGroups(workflow, rollout.group_size, stage.arrivals)
+        groups = SessionGroups(workflow, rollout.group_size, stage.online)
         async with _served(stage.policy, stage.engine, rollout, place, groups):
             yield
 

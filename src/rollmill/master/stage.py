@@ -11,26 +11,24 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rollmill.algorithms import build_recipe
 from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.sql import SQL
 from rollmill.config.algorithm import DemonstrationOptions
-from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
-from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.errors import StoreError
-from rollmill.core.types import Experience, Task
+from rollmill.core.types import Experience
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
-from rollmill.explorer import Explorer
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
 from rollmill.master.engine import native_engine
@@ -44,22 +42,19 @@ from rollmill.master.measures import (
     judging_metrics,
     require_rewards,
     seconds_of,
+    summed,
 )
-from rollmill.master.online import OnlineSupply, Unasked
-from rollmill.master.rollouts import Rollouts
+from rollmill.master.online import OnlineSupply
 from rollmill.master.selection import StageTasks
+from rollmill.master.stage_parts import judge_of, supply_of, trainer_of
 from rollmill.master.state import StageState
-from rollmill.master.supply import Facts, Supply
+from rollmill.master.supply import Supply
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
-from rollmill.models.load import Policy, load_teacher
-from rollmill.models.run_tokenizer import fingerprint
+from rollmill.models.load import Policy
 from rollmill.monitor.trace import Span, Trace
-from rollmill.pipelines.build import Resources, build_pipeline
-from rollmill.recipes import Distill, RewardModel
 from rollmill.recipes.mix import Mixed
-from rollmill.rewards import Judge, build_judge
+from rollmill.rewards import Judge
 from rollmill.sync import InPlace
-from rollmill.tasks import build_sampler
 from rollmill.trainer import ScoreTrainer, Trainer
 
 _TURNS = 5
@@ -102,13 +97,13 @@ class StageRun:
         self._first_version = first_version
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
-            self._judge = self._build_judge(config.rewards)
-        self._trainer = self._make_trainer(config.trainer.model_copy(update={"precision": precision}))
+            self._judge = judge_of(config, policy, config.rewards)
+        self._trainer = trainer_of(config, policy, self._judge, precision=precision, seed=self._seed)
         self._engine = native_engine(policy, config.rollout, precision)
         self._sync = InPlace(self._engine)
         self._sync.publish(first_version)
         self._trace = Trace()
-        self._counted: dict[str, float] = {}
+        self._counted: Counter[str] = Counter()
         self._store = buffers.of_stage(config)
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
@@ -123,67 +118,27 @@ class StageRun:
                 config, policy, self._engine, self._judge, precision=precision, tasks=tasks.training.tasks
             )
             if config.algorithm.uses_rollouts:
-                explorer = self._explorers.training(self._trace, self._drafts)
-                self._supply = self._make_supply(explorer, Ratings(buffers.of_run(self._store)))
+                self._supply = supply_of(
+                    config,
+                    policy,
+                    tasks.training,
+                    explorer=self._explorers.training(self._trace, self._drafts),
+                    engine=self._engine,
+                    store=self._store,
+                    ratings=Ratings(buffers.of_run(self._store)),
+                    trace=self._trace,
+                    first_version=first_version,
+                    seed=self._seed,
+                )
             if config.evaluation is not None:
                 self.evaluator = Evaluator(
                     config,
-                    policy,
-                    self._engine,
                     tasks.held_out,
                     judge=self._judge,
                     explorers=self._explorers,
-                    make_judge=self._build_judge,
+                    make_judge=partial(judge_of, config, policy),
                     seed=seed,
                 )
-
-    def _build_judge(self, rewards: Sequence[RewardConfig]) -> Judge:
-        policy = self._policy
-        return build_judge(rewards, self.config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
-
-    def _make_supply(self, explorer: Explorer, ratings: Ratings) -> Supply:
-        config, policy, tasks = self.config, self._policy, self.tasks.training
-        advantage = getattr(config.algorithm, "advantage", None)
-        online = isinstance(config.workflow, Traffic)
-        by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
-        batch = config.rollout.batch
-        sampler = Unasked() if online else build_sampler(tasks, config.tasks_from.order, self._seed, batch=batch)
-        rollouts = Rollouts(
-            config,
-            sampler=sampler,
-            explorer=explorer,
-            engine=self._engine,
-            store=self._store,
-            task=by_id.__getitem__,
-            first_version=self._first_version,
-            seed=self._seed,
-            uses_greedy=advantage is not None and advantage.uses_greedy,
-        )
-        made = OnlineSupply if online else Supply
-        return made(
-            config,
-            sampler=sampler,
-            rollouts=rollouts,
-            pipeline=build_pipeline(config.pipeline, Resources(self._build_judge, self._seed)),
-            store=self._store,
-            ratings=ratings,
-            facts=Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__),
-            trace=self._trace,
-            first_version=self._first_version,
-            seed=self._seed,
-        )
-
-    def _make_trainer(self, config: TrainerConfig) -> Trainer | ScoreTrainer:
-        algorithm, policy, steps = self.config.algorithm, self._policy, self.config.steps
-        if isinstance(algorithm, RewardModel):
-            return ScoreTrainer(
-                policy.model, algorithm, config, total_steps=steps, device=policy.device, seed=self._seed
-            )
-        weights = None if self._judge is None else self._judge.weights
-        limit = self.config.rollout.max_new_tokens
-        recipe = build_recipe(algorithm, max_new_tokens=limit, reward_weights=weights)
-        teacher, device = _teacher(self.config, policy), policy.device
-        return Trainer(policy.model, recipe, config, total_steps=steps, device=device, seed=self._seed, teacher=teacher)
 
     @property
     def policy(self) -> Policy:
@@ -196,10 +151,10 @@ class StageRun:
         return self._engine
 
     @property
-    def arrivals(self) -> Callable[[list[Experience]], None]:
+    def online(self) -> OnlineSupply:
         """Takes groups that an application has made."""
         assert isinstance(self._supply, OnlineSupply)
-        return self._supply.arrived
+        return self._supply
 
     @property
     def version(self) -> int:
@@ -307,16 +262,25 @@ class StageRun:
         metrics |= judging_metrics(spans) | self._newly_counted()
         metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
         metrics |= {} if self._supply is None else self._supply.metrics()
-        metrics |= {} if self._explorers is None else self._explorers.metrics()
+        metrics |= self._happened()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Counts what happens inside as seconds of a phase of the step."""
         return self._trace.during(phase)
 
+    def _happened(self) -> dict[str, float]:
+        """What has happened in environments and tools since the step before, evaluations included."""
+        if self._explorers is None:
+            return {}
+        others = [] if self.evaluator is None else self.evaluator.metrics()
+        return summed([self._explorers.metrics(), *others])
+
     def _newly_counted(self) -> dict[str, float]:
         """What the judge's rewards have counted since the step before."""
-        counted = {} if self._judge is None else self._judge.counters()
+        counted = Counter({} if self._judge is None else self._judge.counters())
+        for each in [] if self.evaluator is None else self.evaluator.counters():
+            counted.update(each)
         before, self._counted = self._counted, counted
         return {f"judging/{key}": value - before.get(key, 0.0) for key, value in counted.items()}
 
@@ -395,9 +359,3 @@ class StageRun:
         await self._engine.close()
         if self._judge is not None:
             self._judge.close()
-
-
-def _teacher(config: StageConfig, policy: Policy) -> Any:
-    if not isinstance(config.algorithm, Distill) or config.algorithm.teacher is None:
-        return None
-    return load_teacher(config.algorithm.teacher, policy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ import torch
 
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
-from rollmill.core.errors import CheckpointError, ConfigError
-from rollmill.master.checkpoint import Checkpoints
+from rollmill.core.errors import CheckpointError, ConfigError, ModelError
+from rollmill.master.checkpoint import STATE, Checkpoints
 from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.monitor.summary import read_summary
@@ -30,7 +31,16 @@ class Subject:
     step: int | None = None
 
     def load(self, seed: int, device: torch.device) -> Policy:
-        """The model. Raises ModelError."""
+        """The model. Raises CheckpointError or ModelError where it is not there, or not whole."""
+        if not self.folder.is_dir():
+            advice = "a run that goes on keeps its newest and best ones; name one that is there, or raise checkpoint."
+            raise CheckpointError(f"{self.label}: {self.folder} is not there any more; {advice}keep_last")
+        try:
+            return self._load(seed, device)
+        except ModelError as error:
+            raise ModelError(f"{self.label} cannot be evaluated: {error}") from error
+
+    def _load(self, seed: int, device: torch.device) -> Policy:
         if self.run is None:
             return load_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
         model = load_run(self.run / RUN_FILE, out=self.run).config.model
@@ -80,6 +90,15 @@ def _full(subject: Subject) -> str:
     return str(subject.folder) if subject.run is None else f"{subject.run}@{subject.step}"
 
 
+def _best_so_far(run: Path, newest: int) -> int | None:
+    """The best step by the newest checkpoint, of a run that is going on."""
+    try:
+        best: int | None = json.loads((Checkpoints(run).path(newest) / STATE).read_text())["best_step"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return best
+
+
 def _chosen(run: Path, steps: str) -> list[int]:
     known = Checkpoints(run).steps()
     have = ", ".join(map(str, known)) or "none"
@@ -90,7 +109,7 @@ def _chosen(run: Path, steps: str) -> list[int]:
     if steps == "last":
         return known[-1:]
     if steps == "best":
-        best = read_summary(run).get("best_step")
+        best = read_summary(run).get("best_step", _best_so_far(run, known[-1]))
         if best not in known:
             raise CheckpointError(f"{run}: its best checkpoint (step {best}) is not there; it has: {have}")
         return [best]

@@ -37,8 +37,7 @@ def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, stat
 
 
 def _accuracy(record: dict[str, Any]) -> float | None:
-    for what in ("greedy", "sampled"):
-        for key, value in record.items():
-            if key.startswith("eval/") and key.endswith(f"/{what}"):
-                return float(value)
+    for key, value in record.items():  # set by set, greedy before sampled
+        if key.startswith("eval/") and key.endswith(("/greedy", "/sampled")):
+            return float(value)
     return None

@@ -23,11 +23,11 @@ from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.replay import mean_advantage
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import PipelineError
-from rollmill.core.types import Experience, Task
+from rollmill.core.types import Experience, Task, one_per_rollout
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.runner import REJECTED
 from rollmill.master.measures import REPLAYED
-from rollmill.master.rollouts import Rollouts
+from rollmill.master.rollouts import Rollouts, accepted
 from rollmill.master.state import StageState
 from rollmill.monitor.trace import Trace
 from rollmill.pipelines import Context, Pipeline
@@ -114,7 +114,7 @@ class Supply:
         groups = self._queue.peek(self._config.rollout.batch)
         if groups is None or len(groups) < self._config.rollout.batch:
             return None
-        left = [_accepted(group) for group in groups]
+        left = [accepted(group) for group in groups]
         return [each for group in left for each in group] if all(left) else None
 
     async def collect(self, version: int) -> list[Experience]:
@@ -125,7 +125,7 @@ class Supply:
         """
         rollout, wasted = self._config.rollout, 0
         while (missing := rollout.batch - self._waiting(version)) > 0:
-            if not len(self._queue):
+            if not self._rollouts.ready(missing):
                 with self._trace.during("rollout"):
                     await self.roll_out(version)
             with self._trace.during("reward"):
@@ -142,7 +142,7 @@ class Supply:
 
     async def _admit(self, group: Sequence[Experience], version: int) -> bool:
         """Verify a group; whether anything is left of it. One that is too stale was not wasted: it is not counted."""
-        experiences = _accepted(group)
+        experiences = accepted(group)
         if not experiences:
             self._rejected.append([each.info[REJECTED] for each in group])
             return False
@@ -156,8 +156,8 @@ class Supply:
         return self._store.waiting(min_version=self._oldest(version))
 
     def _observe(self, experiences: Sequence[Experience]) -> None:
-        """Take note of the rewards of a group."""
-        rewards = [each.reward for each in experiences if each.reward is not None]
+        """Take note of the rewards of a group's rollouts."""
+        rewards = [each.reward for each in one_per_rollout(experiences) if each.reward is not None]
         self._raw.append(rewards)
         if rewards and not self._observed:
             self._sampler.observe(experiences[0].task_id, [min(max(reward, 0.0), 1.0) for reward in rewards])
@@ -253,11 +253,6 @@ class Supply:
         """Stop what is under way."""
         await self._rollouts.close()
         self._pipeline.close()
-
-
-def _accepted(group: Sequence[Experience]) -> list[Experience]:
-    """The experiences of a group without those of rejected rollouts."""
-    return [each for each in group if REJECTED not in each.info]
 
 
 def _copied(experience: Experience) -> Experience:

@@ -55,26 +55,27 @@ def _elected(classes: tuple[tuple[int, int], ...], n: int, k: int) -> float:
     and t answers that have v votes, and good[j, t], the same weighted by how many of the t are correct.
     """
     silent = n - sum(size for size, _ in classes)
+    whole = math.lcm(*(size for size, _ in classes))  # shares in these are whole numbers, and fast
     total = Fraction(0)
     for votes in range(1, min(k, max((size for size, _ in classes), default=0)) + 1):
         ways: dict[tuple[int, int], int] = {(j, 0): math.comb(silent, j) for j in range(min(silent, k) + 1)}
-        good: dict[tuple[int, int], Fraction] = {}
+        good: dict[tuple[int, int], int] = {}
         for size, correct in classes:
-            ways, good = _with_class(ways, good, size, Fraction(correct, size), votes, k)
-        total += sum((value / t for (j, t), value in good.items() if j == k and t), Fraction(0))
-    return float(total / math.comb(n, k))
+            ways, good = _with_class(ways, good, size, whole // size * correct, votes, k)
+        total += sum((Fraction(value, t) for (j, t), value in good.items() if j == k and t), Fraction(0))
+    return float(total / (whole * math.comb(n, k)))
 
 
 def _with_class(
     ways: dict[tuple[int, int], int],
-    good: dict[tuple[int, int], Fraction],
+    good: dict[tuple[int, int], int],
     size: int,
-    share: Fraction,
+    share: int,
     votes: int,
     k: int,
-) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], Fraction]]:
+) -> tuple[dict[tuple[int, int], int], dict[tuple[int, int], int]]:
     new_ways: dict[tuple[int, int], int] = {}
-    new_good: dict[tuple[int, int], Fraction] = {}
+    new_good: dict[tuple[int, int], int] = {}
     for drawn in range(min(size, votes) + 1):
         wins, choices = int(drawn == votes), math.comb(size, drawn)
         for (j, t), count in ways.items():
@@ -83,7 +84,7 @@ def _with_class(
                 new_ways[at] = new_ways.get(at, 0) + count * choices
                 weighted = (good.get((j, t), 0) + wins * share * count) * choices
                 if weighted:
-                    new_good[at] = new_good.get(at, Fraction(0)) + weighted
+                    new_good[at] = new_good.get(at, 0) + weighted
     return new_ways, new_good
 
 
@@ -144,6 +145,8 @@ def _sign_flips(differences: np.ndarray) -> float:
     if n <= _ALL_FLIPS:
         signs = np.array([[1 - 2 * (number >> bit & 1) for bit in range(n)] for number in range(2**n)], float)
         return float(np.mean(np.abs(signs.reshape(2**n, n) @ moved) >= observed - 1e-9))
-    signs = np.random.default_rng(0).choice([-1.0, 1.0], (_FLIPS, n))
-    extreme = int(np.sum(np.abs(signs @ moved) >= observed - 1e-9))
+    random, sums = np.random.default_rng(0), np.zeros(_FLIPS)
+    for size, count in zip(*np.unique(np.abs(moved), return_counts=True), strict=True):  # signs of equal sizes at once
+        sums += size * (2 * random.binomial(count, 0.5, _FLIPS) - count)
+    extreme = int(np.sum(np.abs(sums) >= observed - 1e-9))
     return (extreme + 1) / (_FLIPS + 1)  # the observed signs are one of the assignments (Phipson and Smyth 2010)

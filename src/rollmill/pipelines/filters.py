@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmill.config.operators import GroupVariance, InvalidReward, LengthFilter, RewardFilter, Truncated
-from rollmill.core.types import Experience, StopReason
+from rollmill.core.types import Experience, StopReason, one_per_rollout
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
 from rollmill.pipelines.reading import length_of, measured, succeeded, usual
@@ -63,7 +63,7 @@ def group_variance(options: GroupVariance) -> Operator:
 
 def _unwanted(options: GroupVariance, group: Sequence[Experience]) -> str | None:
     """Why a group is dropped. The bounds on the mean come first, because they say more."""
-    values = [value for each in group if (value := _value(options, each)) is not None]
+    values = [value for each in one_per_rollout(group) if (value := _value(options, each)) is not None]
     if not values:
         return "not judged"
     mean, deviation = float(np.mean(values)), float(np.std(values))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from rollmill.config.operators import Priority, SuccessRate
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, one_per_rollout
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
 from rollmill.pipelines.reading import length_of, measured, succeeded
@@ -31,7 +31,7 @@ def _priority(options: Priority, group: Sequence[Experience], batch: Batch) -> f
         return float(np.mean([length_of(each) for each in group])) / batch.context.max_new_tokens
     if options.by == "recency":
         return float(batch.context.step)
-    rewards = [reward for each in group if (reward := _reward(options, each)) is not None]
+    rewards = [reward for each in one_per_rollout(group) if (reward := _reward(options, each)) is not None]
     if not rewards:
         return 0.0
     mean = float(np.mean(rewards))
@@ -52,11 +52,11 @@ def _reward(options: Priority, experience: Experience) -> float | None:
 
 
 def success_rate(options: SuccessRate) -> Operator:
-    """Tells the sampler which completions of a task succeeded; those that were not judged are left out."""
+    """Tells the sampler which rollouts of a task succeeded; those that were not judged are left out."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            known = [succeeded(each, options.part, options.threshold) for each in group]
+            known = [succeeded(each, options.part, options.threshold) for each in one_per_rollout(group)]
             successes = [float(success) for success in known if success is not None]
             if successes:
                 batch.context.observe(group[0].task_id, successes)

@@ -102,7 +102,7 @@ class WorkerProcess:
 
     def kill(self) -> None:
         """Kill it and whatever it started."""
-        if self._popen.poll() is None:
+        if self._popen.returncode is None:  # not waited for, so nothing else can have its number
             with contextlib.suppress(ProcessLookupError):  # another thread has just waited for it
                 os.killpg(self._popen.pid, signal.SIGKILL)
 

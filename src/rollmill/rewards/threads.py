@@ -40,10 +40,17 @@ class Threads:
         what: the functions are, for messages.
         error: what is raised when too many of them never return.
         limit: how many run at the same time.
+        most_stuck: how many may be stuck past their time limit; with more of them no call is taken any more.
     """
 
-    def __init__(self, what: str = "reward", error: type[RollmillError] = RewardError, limit: int = LIMIT) -> None:
-        self._what, self._error, self._limit = what, error, limit
+    def __init__(
+        self,
+        what: str = "reward",
+        error: type[RollmillError] = RewardError,
+        limit: int = LIMIT,
+        most_stuck: int = MOST_STUCK,
+    ) -> None:
+        self._what, self._error, self._limit, self._most_stuck = what, error, limit, most_stuck
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._running = 0  # threads in service: idle or busy within their limit
@@ -58,14 +65,20 @@ class Threads:
             StuckError: it has not returned within `time_limit_s`; its thread is left behind.
             RewardError: too many threads are left behind (or the error that was asked for).
         """
+        self._refuse_with_stuck(f"`{name}` is not called")
         call = _Call(name, function)
         self._enqueue(call)
-        await asyncio.wrap_future(call.started)
-        done = asyncio.wrap_future(call.done)
-        await asyncio.wait({done}, timeout=time_limit_s)
+        try:
+            await asyncio.wrap_future(call.started)
+            done = asyncio.wrap_future(call.done)
+            await asyncio.wait({done}, timeout=time_limit_s)
+        except asyncio.CancelledError:  # nobody waits for it, but its thread may never come back
+            asyncio.get_running_loop().call_later(time_limit_s, self._leave_behind, call, time_limit_s)
+            raise
         if not done.done():
             done.cancel()
             self._leave_behind(call, time_limit_s)
+            self._refuse_with_stuck(f"`{name}` did not return within {time_limit_s:g} s")
             raise StuckError
         value, error = done.result()
         if error is not None:
@@ -129,17 +142,23 @@ class Threads:
 
     def _leave_behind(self, call: _Call, time_limit_s: float) -> None:
         with self._lock:
-            if call.done.done():
+            if not call.done.running() or call in self._stuck:
                 return
             self._stuck.add(call)
             self._running -= 1
             if self._idle < 0:
                 self._start_thread()
             stuck = len(self._stuck)
-        text = f"`{call.name}` did not return within {time_limit_s:g} s; its thread cannot be ended ({stuck} are stuck)"
-        if stuck > MOST_STUCK:
-            raise self._error(f"{text}; make the function stop by itself, or make it async")
-        _log.warning("%s %s", self._what, text)
+        text = "%s `%s` did not return within %g s; its thread cannot be ended (%d are stuck)"
+        _log.warning(text, self._what, call.name, time_limit_s, stuck)
+
+    def _refuse_with_stuck(self, text: str) -> None:
+        with self._lock:
+            names = sorted({each.name for each in self._stuck})
+            stuck = len(self._stuck)
+        if stuck > self._most_stuck:
+            told = f"{stuck} threads are stuck in {', '.join(f'`{name}`' for name in names)} and cannot be ended"
+            raise self._error(f"{text}: {told}; make the function stop by itself, or make it async")
 
 
 def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:

@@ -84,9 +84,10 @@ def judge(
             values[tokens], counted[usual] = result.values.float(), result.counted
         else:
             assert recipe.advantage is not None
+            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
             if penalty_A is not None:
-                reward_U = reward_U - sum_by_sequence(penalty_A, sequence, len(usual))
-            result = recipe.advantage(_reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual]))
+                inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(usual)))
+            result = recipe.advantage(inputs)
             values[tokens], counted[usual] = result.values.float()[sequence], result.counted
     _annotate(experiences, table, values)
     return Judgement(
@@ -117,6 +118,13 @@ def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tens
         step_rewards=column([e.info.get("step_reward", e.reward) for e in experiences]),
         parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},
     )
+
+
+def _less(inputs: RewardInputs, penalty: Tensor) -> RewardInputs:
+    """Rewards with each experience's penalty [N] taken off: its own step's, and all of its rollout's."""
+    episodes, index = torch.unique(inputs.episodes, return_inverse=True)
+    whole = penalty.new_zeros(len(episodes)).index_add_(0, index, penalty)[index]
+    return inputs._replace(rewards=inputs.rewards - whole, step_rewards=inputs.step_rewards - penalty)
 
 
 def _penalty(table: TokenTable, recipe: Recipe, scores: Scores, coefficient: float) -> Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import socket
+from functools import cache
 from urllib.parse import urlsplit
 
 from rollmill.core.errors import ConfigError
@@ -50,5 +51,7 @@ def is_here(header: str, listening: str) -> bool:
     return address.is_loopback or not is_loopback(listening)
 
 
-def _own_names() -> set[str]:
-    return {socket.gethostname().lower(), socket.getfqdn().lower()}
+@cache
+def _own_names() -> frozenset[str]:
+    """Asked for once: it may take a name server seconds to answer."""
+    return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})

@@ -23,7 +23,8 @@ class Gymnasium(EnvironmentSection):
     actions: list[str] = []
     """Words for the actions 0, 1, 2, ...; the last one in a reply counts. Known for FrozenLake, Taxi, CliffWalking."""
     invalid_penalty: float = Field(0.0, ge=0)
-    """Taken off where a reply names no action. The state stays as it is, and the policy is told the words."""
+    """Taken off where a reply names no action. The policy is told the words and sees the state again, which stays
+    as it is."""
     max_steps: int | None = Field(None, ge=1)
     """Actions after which an episode ends, invalid ones included; null: gymnasium's own limit."""
     describe: str | None = None

@@ -77,7 +77,8 @@ class Vote(WorkflowSection):
     samples: int = Field(8, ge=2)
     """Answers per rollout."""
     pattern: str | None = None
-    """Regular expression of the answer in the text: its last match, or the first group of it."""
+    """Regular expression of the answer in the text: its last match, or the first group of it. A text that it takes
+    longer than a second for has no answer."""
     after: str | None = None
     """Instead of a pattern: the answer is what follows the last occurrence of this text. Default: all of the text."""
     reward: Literal["agreement", "winner"] = "agreement"

@@ -67,6 +67,7 @@ class DecodeContext:
     def __init__(self, entries: list[Entry], device: torch.device, last_position: int, exact: bool = True) -> None:
         self.device, self.exact = device, exact
         self._last_position = last_position  # of the model; only finished rows left in the batch get there
+        self._entries = entries
         self.own = _own_pieces(entries, device)
         self.prompts, self.order_B = _prompt_pieces(entries, device)
         self.positions_B = torch.tensor([entry.offset + entry.length for entry in entries], device=device)
@@ -79,6 +80,18 @@ class DecodeContext:
         for piece in self.own:
             piece.lengths_n += 1
             piece.longest += 1
+        self.forget_masks()
+
+    def follow(self) -> None:
+        """Lengths of entries have changed elsewhere. In place, as a captured graph reads the same tensors."""
+        lengths = [entry.length for entry in self._entries]
+        lengths_B = torch.tensor(lengths, device=self.device)
+        torch.add(self.prompt_lengths_B, lengths_B, out=self.positions_B)
+        self.positions_B.clamp_(max=self._last_position)
+        for piece in self.own:
+            own = lengths[piece.start : piece.end]
+            piece.lengths_n.copy_(lengths_B[piece.start : piece.end])
+            piece.even, piece.longest = min(own) == max(own), max(own)
         self.forget_masks()
 
     def full(self) -> bool:

@@ -47,19 +47,17 @@ class Drafting:
         self.counts = Counts()
         self._runner = runner
 
-    def drafts(self, rows: list[Row], version: int) -> None:
-        """Extend rows by what is accepted of earlier completions, and by what replaces the first token that is not.
+    def first(self, rows: list[Row], version: int) -> None:
+        """Give rows of drafts their first token, by the logits after their prompts."""
+        prompts = [row.group.logits_V for row in rows if row.group.logits_V is not None]
+        self._accept(rows, torch.stack(prompts), [1] * len(rows), version)
 
-        Rows have entries; those without tokens have the logits after their prompts. What is left are guesses.
-        """
-        fresh = [row for row in rows if not row.tokens and row.drafted]
-        if fresh:
-            prompts = [row.group.logits_V for row in fresh if row.group.logits_V is not None]
-            self._accept(fresh, torch.stack(prompts), [1] * len(fresh), version)
-        while left := [row for row in rows if row.drafted]:
-            for batch, counts in self._passes(left):
-                self._accept(batch, self._fed(batch, counts), counts, version)
-                self._runner.cut(batch)
+    def drafts(self, rows: list[Row], version: int) -> None:
+        """Extend rows, which have tokens, by what is accepted of earlier completions, and by what replaces the first
+        token that is not; what is left then are guesses. One pass: those that have no place in it come later."""
+        batch, counts = next(self._passes(rows))
+        self._accept(batch, self._fed(batch, counts), counts, version)
+        self._runner.cut(batch)
 
     def guesses(self, rows: list[Row], version: int) -> None:
         """Extend rows, which have tokens, by what is right of their guesses, and by what comes in place of the first
@@ -85,10 +83,7 @@ class Drafting:
 
     def _fed(self, rows: list[Row], counts: list[int]) -> Tensor:
         """Logits [P, V] that test the rows' next tokens: the latest one is fed, and all of these but the last."""
-        fed = []
-        for row, count in zip(rows, counts, strict=True):
-            assert row.proposal is not None
-            fed.append([row.tokens[-1], *row.proposal.part(len(row.tokens), count - 1)[0].tolist()])
+        fed = [[row.tokens[-1], *row.proposed(count - 1)] for row, count in zip(rows, counts, strict=True)]
         self.counts.passes += 1
         self.counts.fed += sum(counts)
         return self._runner.feed(rows, fed)
@@ -102,8 +97,7 @@ class Drafting:
         require_finite(each, sampled.logprob_B)
         found, start = Found.of(*sampled), 0
         for row, count in zip(rows, counts, strict=True):
-            assert row.proposal is not None
-            guessed = row.proposal.part(len(row.tokens), count)[0].tolist()
+            guessed = row.proposed(count)
             right = tested = 0
             for at, token in enumerate(guessed, start):
                 ended = row.append(*found.at(at), version, found.top(at))
@@ -136,7 +130,8 @@ class Drafting:
             start += count
             self.counts.reuse_tested += tested
             self.counts.reuse_accepted += accepted
-            row.checked(accepted, tested)
+            if tested == accepted:
+                row.checked(accepted, tested)
         if rejected:
             self._replace(rejected, logits_PV, drafted, top, version)
 
@@ -177,7 +172,9 @@ class Drafting:
         require_finite(rows, columns[1])
         found = Found.of(*columns)
         for number, row in enumerate(rows):
+            same = found.tokens[number] == row.proposed(1)[0]  # its old probability was not known
             row.append(*found.at(number), version, found.top(number))
+            row.checked(int(same), 1)
 
 
 def _positions(rows: list[Row], counts: list[int]) -> tuple[list[Row], npt.NDArray[np.int64]]:

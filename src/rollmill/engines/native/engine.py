@@ -1,8 +1,8 @@
 """The native rollout engine: continuous batching in the trainer's process, with the trainer's own parameters.
 
-One step = prefill waiting prompts (up to `prefill_tokens`), start completions (with what is accepted of their drafts),
-check guesses, decode one token for every running row, hand out what has finished. State lives on Group and Row; the
-cache and the sampler know nothing of requests.
+One step = prefill waiting prompts (up to `prefill_tokens`), start completions, then a pass over drafts; where no drafts
+are left, check guesses and decode one token for every running row. What has finished is handed out. State lives on
+Group and Row; the cache and the sampler know nothing of requests.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class NativeEngine:
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
-        self._allowed: int | None = None  # what tokens_generated may reach
         self._tokenizer = tokenizer
         self._eos_ids = eos_ids
         self._context = context
         self._max_sequences = max_sequences
+        self._prefill_tokens = prefill_tokens
         model.eval()  # the trainer switches to training mode by itself, where it needs it
         self._weights = Weights(model, dtype)
         self._cache = Cache()
@@ -97,16 +97,6 @@ class NativeEngine:
                 row.stop_reason = StopReason.ABORTED
                 group.results.put_nowait(row.completion())
             self._abort(group)
-
-    def allow(self, tokens: int | None) -> None:
-        """See RolloutEngine."""
-        self._allowed = None if tokens is None else self.tokens_generated + tokens
-        self._keep_budget()
-
-    @property
-    def exhausted(self) -> bool:
-        """See RolloutEngine."""
-        return self._allowed is not None and self.tokens_generated >= self._allowed
 
     def pause(self) -> None:
         """See RolloutEngine."""
@@ -150,13 +140,8 @@ class NativeEngine:
         group = make_group(request, self._tokenizer, self._eos_ids, self._context)
         if group.unfinished:
             self._queue.append(group)
-        self._keep_budget()
         self._ensure_driver()
         return group
-
-    def _keep_budget(self) -> None:
-        if self.exhausted:
-            self.interrupt()
 
     def _ensure_driver(self) -> None:
         """Steps are made by a task that lives while there is something to do."""
@@ -183,7 +168,6 @@ class NativeEngine:
         try:
             while (self._queue or self._rows) and not self._paused:
                 self.step()
-                self._keep_budget()
                 await asyncio.sleep(0)
         except Exception as error:
             self._failure = error
@@ -208,6 +192,9 @@ class NativeEngine:
             self._recompute()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
+        if drafted := [row for row in self._rows if row.drafted]:
+            self._check(drafted, self.drafting.drafts)
+            return
         guessed = [row for row in self._rows if row.guess()]
         others = len(self._rows) - len(guessed)
         if guessed:
@@ -230,15 +217,12 @@ class NativeEngine:
 
     def _start(self) -> None:
         """Start waiting completions, as far as there is room: sample a first token, or restore those begun with."""
-        started: list[Row] = []
-        for group in self._queue:
-            while group.waiting and group.logits_V is not None and len(self._rows) + len(started) < self._max_sequences:
-                started.append(group.waiting.popleft())
+        started = self._take_waiting()
         if not started:
             return
         self._sweep()
         first = [row for row in started if not row.tokens and not row.drafted]
-        drafted = [row for row in started if row.drafted]
+        drafted = [row for row in started if not row.tokens and row.drafted]
         logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
         self._runner.enter([row for row in started if not row.tokens])
         self._runner.restore([row for row in started if row.tokens])
@@ -247,12 +231,22 @@ class NativeEngine:
         for row in started:
             row.started_at = now
         if drafted:
-            self._check(drafted, self.drafting.drafts)
+            self._check(drafted, self.drafting.first)
         for group in [group for group in self._queue if not group.waiting]:
             self._queue.remove(group)
             group.logits_V = None
         if first:
             self._absorb(first, torch.stack(logits))
+
+    def _take_waiting(self) -> list[Row]:
+        """Those for which there is room, while the tokens that they are begun with are fewer than a step's."""
+        taken: list[Row] = []
+        room, begun = self._max_sequences - len(self._rows), 0
+        for group in self._queue:
+            while group.waiting and group.logits_V is not None and len(taken) < room and begun < self._prefill_tokens:
+                taken.append(group.waiting.popleft())
+                begun += len(taken[-1].tokens)
+        return taken
 
     def _check(self, rows: list[Row], check: Callable[[list[Row], int], None]) -> None:
         """Extend rows by what is right of their proposals; retire those that have finished."""

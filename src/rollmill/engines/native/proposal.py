@@ -19,8 +19,8 @@ FEW, POOR = 1, 3
 class Proposal:
     """Tokens from index `start` of a completion on. Arrays: token_ids [T], known and probs [T, K], see Drafted.
 
-    They were sampled after exactly the tokens that stand before them; once one of them was rejected, the rest is a
-    guess (`guessed`): the text may come back to it. Poor passes in a row end that.
+    They were sampled after exactly the tokens that stand before them; once the completion has another token, the rest
+    is a guess (`guessed`): the text may come back to it. Poor passes in a row end that.
     """
 
     start: int

@@ -132,7 +132,8 @@ class Runner:
         for row in rows:
             assert row.entry is not None
             row.entry.length = len(row.tokens) - 1
-        self.changed()
+        if self._context is not None:
+            self._context.follow()
 
     @property
     def most_logits(self) -> int:

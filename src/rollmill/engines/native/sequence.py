@@ -52,7 +52,7 @@ class Group:
             if earlier is not None and row.begin(earlier):
                 self.hand_out(row)
                 continue
-            if draft is not None:
+            if draft is not None and request.on_token is None:
                 row.proposal = from_draft(draft, row.tokens, self.limit)
             self.waiting.append(row)
 
@@ -101,6 +101,13 @@ class Row:
     def drafted(self) -> bool:
         """Whether there are tokens of an earlier completion to be accepted."""
         return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
+
+    def proposed(self, count: int) -> list[int]:
+        """Up to `count` tokens that may come next."""
+        if self.proposal is None:
+            return []
+        tokens: list[int] = self.proposal.part(len(self.tokens), count)[0].tolist()
+        return tokens
 
     def guess(self) -> bool:
         """Whether there is a guess at what follows."""

@@ -57,7 +57,7 @@ def checked_observation(found: Any, where: str) -> Observation:
     Raises TypeError naming `where`, the class and method, for anything else.
     """
     if isinstance(found, str):
-        return str(found)
+        return encodable(found)
     if isinstance(found, Sequence) and all(isinstance(each, Mapping) and _is_message(each) for each in found):
         return [dict(each) for each in found]
     raise TypeError(f"{where} gave {_kind(found)} as observation; give a text, or a list of messages (role, content)")
@@ -77,6 +77,11 @@ def checked_step(found: Any, where: str) -> StepResult:
         raise TypeError(f"{where} gave {_kind(found.info)} as info; give a mapping of numbers")
     info = {str(key): number for key, value in found.info.items() if (number := _number(value)) is not None}
     return StepResult(observation, reward, bool(found.done), info)
+
+
+def encodable(text: str) -> str:
+    """A text without halves of surrogate pairs, which no tokenizer takes."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def observed_text(observation: Observation) -> str:

@@ -33,14 +33,14 @@ class GymnasiumText:
         self._describe = None if config.describe is None else import_object(config.describe)
         self._env: Any = None
         self._made: dict[str, Any] | None = None
-        self._taken = 0
+        self._taken, self._seen = 0, ""
 
     def reset(self, task: Task, seed: int) -> str:
         """Begin; the map, or what `describe` says."""
         self._make({**self._config.options, **task.metadata.get("options", {})})
         observation, _ = self._env.reset(seed=int(task.metadata.get("seed", seed)) % 2**31)
-        self._taken = 0
-        return self._shown(observation)
+        self._taken, self._seen = 0, self._shown(observation)
+        return self._seen
 
     def step(self, action: str) -> StepResult:
         """Do what the last word for an action in the text says; without one nothing happens, for a penalty."""
@@ -49,9 +49,10 @@ class GymnasiumText:
         found = self._pattern.findall(action)
         if not found:
             told = f"That is no action; there are {', '.join(self._words)}.\n"
-            return StepResult(told, -self._config.invalid_penalty, late, {"invalid": 1.0})
+            return StepResult(told + self._seen, -self._config.invalid_penalty, late, {"invalid": 1.0})
         observation, reward, ended, cut, info = self._env.step(self._words.index(found[-1].lower()))
-        return StepResult(self._shown(observation), float(reward), ended or cut or late, {"invalid": 0.0, **info})
+        self._seen = self._shown(observation)
+        return StepResult(self._seen, float(reward), ended or cut or late, {"invalid": 0.0, **info})
 
     def close(self) -> None:
         """Free what it holds."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -12,13 +14,15 @@ from typing import Any, Protocol, TypeVar
 from rollmill.config.environments import EnvironmentSection
 from rollmill.core.errors import ConfigError, EpisodeError, WorkflowError
 from rollmill.core.types import Task
-from rollmill.explorer.environments.base import Observation, StepResult, TimedOutError
+from rollmill.explorer.environments.base import CrashedError, Observation, StepResult, TimedOutError
 from rollmill.explorer.environments.threads import InThreads
 from rollmill.explorer.environments.workers import Worker, WorkerPool
 from rollmill.explorer.workflow import Rollout
 from rollmill.rewards.threads import Threads
 
 Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
 
 THREADS = 64
 """Blocking calls of environments in this process that run at the same time."""
@@ -56,7 +60,7 @@ class EnvironmentPool:
     def __init__(self, section: EnvironmentSection) -> None:
         self._section = section
         self.workers = WorkerPool(section) if section.processes else None
-        self._threads = Threads("environment", EpisodeError, THREADS)
+        self._threads = Threads("environment", EpisodeError, THREADS, most_stuck=THREADS)
         self._counts, self._told = Counts(), Counts()
         self._restarts_told = 0
 
@@ -167,7 +171,15 @@ class InWorker:
 
     async def close(self) -> None:
         """See _Home."""
-        self._worker.leave(self._number)
+        left = self._worker.leave(self._number)
+        if left is not None:
+            left.add_done_callback(self._told)
+
+    def _told(self, closed: Future[Any]) -> None:
+        """Log what an environment's own `close` did wrong: the rollout is over."""
+        error = None if closed.cancelled() else closed.exception()
+        if error is not None and not isinstance(error, CrashedError):
+            _log.warning("environment `%s`: %s", self._pool.name, error)
 
     async def _call(self, kind: str, *arguments: Any) -> Any:
         return await asyncio.wrap_future(self._worker.submit(kind, (self._number, *arguments)))

@@ -43,7 +43,7 @@ class TextGame:
                 self._game.reset(num_players=1, seed=number)
             except (AssertionError, ValueError) as error:
                 text = f"environment.id: {self._config.id} does not begin for one player"
-                raise ConfigError(f"{text}: {error}") from error
+                raise ConfigError(f"{text}, and there is no other: {error}; choose a game for one") from error
             return self._said()
 
     def step(self, action: str) -> StepResult:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import signal
 import traceback
 from typing import Any
 
 from rollmill.core.errors import ConfigError, RollmillError
-from rollmill.explorer.environments.base import checked_observation, checked_step
+from rollmill.explorer.environments.base import Observation, checked_observation, checked_step
 from rollmill.explorer.environments.build import make_environment
 from rollmill.rewards.grader_worker import serve
 
 RAISED, WRONG, REFUSED, FAILED = "raised", "wrong", "config", "workflow"
 """What an error is of: the environment raised; it returned something else; a configuration; an error for users."""
+
+_LONGEST = 8 << 20
+"""Bytes of an observation; replies may have twice as many."""
 
 _living: dict[int, Any] = {}
 _loop = asyncio.new_event_loop()
@@ -51,11 +55,27 @@ def _called(kind: str, number: int, arguments: list[Any]) -> Any:
     found, where = _result(getattr(target, kind)(*arguments)), f"{type(target).__name__}.{kind}"
     try:
         if kind == "reset":
-            return checked_observation(found, where)
+            return _sendable(checked_observation(found, where), where)
         step = checked_step(found, where)
+        return [_sendable(step.observation, where), step.reward, step.done, dict(step.info)]
     except TypeError as error:
         raise _WrongError(str(error)) from None
-    return [step.observation, step.reward, step.done, dict(step.info)]
+
+
+def _sendable(observation: Observation, where: str) -> Observation:
+    """An observation that fits into a reply: one that did not would end the process, and other episodes with it.
+
+    Raises TypeError for messages that are no JSON, ValueError for what is too long.
+    """
+    try:
+        size = len(json.dumps(observation))
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"{where} gave messages that are no JSON ({error}); give texts, numbers, lists and dicts"
+        ) from None
+    if size > _LONGEST:
+        raise ValueError(f"{where} gave an observation of {size} bytes; at most {_LONGEST} can be sent")
+    return observation
 
 
 def _result(found: Any) -> Any:

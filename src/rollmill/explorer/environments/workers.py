@@ -74,13 +74,18 @@ class Worker:
         self.begun += 1
         self.full = self.full or self.begun >= self._section.restart_after
 
-    def leave(self, number: int) -> None:
-        """Close an episode's environment, without waiting for it; the last one's end is the end of a full worker."""
-        if number in self.episodes:
-            self.episodes.discard(number)
-            self.submit("close", (number,))
-            if self.full:
-                self.retire()
+    def leave(self, number: int) -> Future[Any] | None:
+        """Close an episode's environment, without waiting for it; the last one's end is the end of a full worker.
+
+        None where it has left before.
+        """
+        if number not in self.episodes:
+            return None
+        self.episodes.discard(number)
+        closed = self.submit("close", (number,))
+        if self.full:
+            self.retire()
+        return closed
 
     def retire(self) -> None:
         """End after the calls that wait, where no episode lives here any more."""
@@ -179,7 +184,7 @@ class WorkerPool:
     """Up to `section.processes` workers that take episodes, and those that are being emptied."""
 
     def __init__(self, section: EnvironmentSection) -> None:
-        self._section = section
+        self._section, self.name = section, section.name
         self.recipe: Recipe = recipe(section)
         self._workers: list[Worker] = []
         self._emptied: list[Worker] = []

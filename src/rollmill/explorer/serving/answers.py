@@ -8,7 +8,14 @@ from pydantic import BaseModel
 
 from rollmill.core.types import StopReason
 
-REASONS = {StopReason.EOS: "stop", StopReason.STOP: "stop", StopReason.LENGTH: "length", StopReason.ABORTED: "stop"}
+REASONS = {
+    StopReason.EOS: "stop",
+    StopReason.STOP: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.REPETITION: "length",
+    StopReason.ABORTED: "length",
+}
+"""What clients are told: `stop` where the policy ended its answer, `length` where it was ended."""
 
 
 class Usage(BaseModel):

@@ -54,6 +54,11 @@ def _add_errors(app: FastAPI) -> None:
     async def failed(request: Request, error: RollmillError) -> Response:
         return JSONResponse(ApiError(str(error), 500, code="failed").body(), 500)
 
+    @app.exception_handler(Exception)
+    async def broken(request: Request, error: Exception) -> Response:
+        known = ApiError("the server has failed of this request; its log says why", 500, code="failed")
+        return JSONResponse(known.body(), 500)
+
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
         found = {404: "there is no such path; see /openapi.json", 405: "this path takes another method"}

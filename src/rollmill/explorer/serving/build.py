@@ -24,6 +24,7 @@ class Limits:
     requests: int = 256  #: that are answered or wait at the same time
     deadline_s: float = 600.0  #: longest wait for an answer
     sessions: int = 2000
+    session_tokens: int = 20_000_000  #: that all sessions hold; some 60 bytes each
     idle_s: float = 3600.0  #: after which a session is dropped
     most_bytes: int = 8 * 2**20  #: longest body
 
@@ -53,7 +54,7 @@ def application_service(
         chat=chat,
         name=name,
         context=context,
-        sessions=Sessions(gauges, make, most=limits.sessions, idle_s=limits.idle_s),
+        sessions=Sessions(gauges, make, most=limits.sessions, most_tokens=limits.session_tokens, idle_s=limits.idle_s),
         gate=Gate(limits.requests, limits.deadline_s, gauges),
         gauges=gauges,
         anonymous=make,

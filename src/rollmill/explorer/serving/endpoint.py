@@ -23,6 +23,7 @@ from rollmill.web.hosts import listen
 
 HOST = "127.0.0.1"
 _MOST = 100_000
+_MOST_TOKENS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +67,7 @@ class Endpoint:
             seed=rollout.seed,
             index=rollout.index,
             forced=forced,
+            most_tokens=_MOST_TOKENS,
         )
         service.sessions.add(session)
         try:

@@ -80,7 +80,8 @@ class Front:
     def _check_origin(self, headers: dict[str, str]) -> None:
         """A page in a browser on this machine must not reach the server."""
         if not is_here(headers.get("host", ""), self._rules.host):
-            raise ApiError("the request is for another host than this server", 403, code="wrong_host")
+            text = "the request is for another host than this server; use its address, or the name that --host gives"
+            raise ApiError(text, 403, code="wrong_host")
         if headers.get("sec-fetch-site", "none") not in ("none", "same-origin"):
             raise ApiError("requests of web pages are refused", 403, code="cross_site")
 

@@ -6,11 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-MOST_CHOICES, MOST_TOP, MOST_STOPS = 64, 20, 16
+MOST_CHOICES, MOST_TOP, MOST_STOPS, MOST_PARTS = 64, 20, 16, 64
 Text = Annotated[str, Field(max_length=256, min_length=1)]
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9._~-]{1,128}$")]
 """Of a session: it may stand in an address."""
+PartName = Annotated[str, Field(min_length=1, max_length=128)]
+Number = Annotated[float, Field(ge=-1e6, le=1e6)]
 
 
 class Body(BaseModel):
@@ -130,14 +132,16 @@ class Feedback(Body):
     session: Name | None = None
     completion: str | None = None
     """The `id` of an answer."""
-    reward: float | Annotated[dict[str, float], Field(min_length=1)]
-    """A number, or several by name, whose sum counts. What was said before under another name stays."""
+    reward: Number | Annotated[dict[PartName, Number], Field(min_length=1, max_length=MOST_PARTS)]
+    """A number, or several by name, whose sum counts. What was said before under another name stays; a session has at
+    most 64 names."""
     commit: bool = False
     """The session is finished: hand it over at once."""
 
 
 class Commit(Body):
-    """The body of /commit: which sessions are finished. Neither: all that have a reward and are not being answered."""
+    """The body of /commit: which sessions are finished. Neither: the one that the key, the header or the path names,
+    else all that have a reward and are not being answered."""
 
     session: Name | None = None
     sessions: list[Name] | None = None

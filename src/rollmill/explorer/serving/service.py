@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from rollmill.core.types import Completion
 from rollmill.engines.base import Request, RolloutEngine, SampledToken
 from rollmill.explorer.chat import ChatFormat
-from rollmill.explorer.serving.answers import Usage
 from rollmill.explorer.serving.generation import Gate, Generation
 from rollmill.explorer.serving.refusals import ApiError
 from rollmill.explorer.serving.session import Session
@@ -52,7 +51,7 @@ class Service:
     def session(self, name: str | None, answer: str) -> Iterator[Session]:
         """The session of a call, which is busy inside. Raises ApiError where it takes none."""
         if name is not None:
-            session = self.sessions.of(name)
+            session = self._named(name)
         elif self.anonymous is None:
             text = "name the session: the key is KEY:SESSION, or send X-Session-Id"
             raise ApiError(text, code="session_missing")
@@ -65,6 +64,14 @@ class Service:
             yield session
         finally:
             session.busy -= 1
+            self.sessions.released(session)
+
+    def _named(self, name: str) -> Session:
+        session = self.sessions.of(name)
+        if self.anonymous is None or self.takes_feedback or not session.full:
+            return session
+        self.sessions.remove(session)  # nobody can commit it: it is kept only to go on with
+        return self.sessions.of(name)
 
     def start(self, request: Request, session: Session) -> Generation:
         """Begin to answer. Raises ApiError where the prompt does not fit, or there are too many requests."""
@@ -107,11 +114,6 @@ class Service:
 def new_id(kind: str) -> str:
     """The id of an answer."""
     return f"{kind}-{uuid.uuid4().hex}"
-
-
-def usage(prompt: int, completions: int) -> Usage:
-    """Token counts."""
-    return Usage(prompt_tokens=prompt, completion_tokens=completions, total_tokens=prompt + completions)
 
 
 def token_logprobs(service: Service, sampled: list[SampledToken]) -> list[dict[str, Any]]:

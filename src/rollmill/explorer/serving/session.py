@@ -16,8 +16,7 @@ from rollmill.explorer.chat import ChatFormat, Prompt, Said
 from rollmill.explorer.recording import Recorder
 from rollmill.explorer.serving.messages import check_text, one_form, refused
 from rollmill.explorer.serving.refusals import ApiError
-from rollmill.explorer.serving.requests import ChatRequest, Message, Sampling
-from rollmill.explorer.serving.templates import shown_tools
+from rollmill.explorer.serving.requests import MOST_PARTS, ChatRequest, Message, Sampling
 from rollmill.explorer.tools.formats import parse
 
 LEAST_TEMPERATURE = 0.01
@@ -37,6 +36,7 @@ class Session:
 
     Attributes:
         parts: the rewards that were given, by name.
+        tokens: that were recorded, prompts and completions together.
         busy: calls under way; `running` is what generates for them.
         answers: ids of the completions.
     """
@@ -61,12 +61,17 @@ class Session:
         self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
         self._said: list[Said] = []
         self._cut: list[tuple[str, list[int]]] = []  # texts that were cut off, with their tokens
-        self._asked, self._tokens, self._most_tokens = 0, 0, most_tokens
+        self.tokens, self._asked, self._most_tokens = 0, 0, most_tokens
 
     @property
     def reward(self) -> float | None:
         """The sum of the rewards that were given."""
         return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more calls."""
+        return self.tokens > self._most_tokens
 
     async def abort(self) -> None:
         """End the calls under way."""
@@ -78,8 +83,8 @@ class Session:
         """Note that a call begins; its number. Raises ApiError where the session takes none."""
         if self.closed:
             raise ApiError(f"session {self.id} has ended; begin another", 404, code="session_ended")
-        if self._tokens > self._most_tokens:
-            text = f"session {self.id} holds {self._tokens} tokens, at most {self._most_tokens} are kept"
+        if self.full:
+            text = f"session {self.id} holds {self.tokens} tokens, at most {self._most_tokens:g} are kept"
             raise ApiError(f"{text}; commit it, and begin another", code="session_full")
         number, self._asked = self._asked, self._asked + 1
         return number
@@ -110,12 +115,14 @@ class Session:
 
     def chat_prompt(self, body: ChatRequest) -> Prompt:
         """The tokens of a conversation. Raises ApiError where it is none, or the template refuses it."""
-        messages, tools = self._seen(body.messages, body)
-        check_text(json.dumps([messages, tools], ensure_ascii=False))
         try:
+            messages, tools = self._seen(body.messages, body)
+            check_text(json.dumps([messages, tools], ensure_ascii=False))
             return self._chat.prompt(messages, self._said, tools)
         except EngineError as error:
             raise refused(error) from error
+        except RecursionError:
+            raise ApiError("the request is nested too deeply; send less", code="invalid_messages") from None
 
     def told(self, body: ChatRequest, answer: Message, prompt: Prompt, completion: Completion) -> None:
         """Remember what was answered, as the client knows it."""
@@ -127,7 +134,7 @@ class Session:
         return parse(text, salt=salt) if offered(body) else (text, [])
 
     def _seen(self, messages: Sequence[Message], body: ChatRequest) -> tuple[list[dict[str, Any]], Any]:
-        return shown_tools(self._chat.tokenizer, one_form(messages), offered(body))
+        return one_form(messages), offered(body)
 
     # -- texts -------------------------------------------------------------------------------------------------
 
@@ -145,26 +152,35 @@ class Session:
     # -- recording ---------------------------------------------------------------------------------------------
 
     def record(self, completion: Completion, prompt: str, sampling: SamplingConfig) -> None:
-        """Take down a completion."""
+        """Take down a completion; one that comes after the end of the session is of no use any more."""
+        if self.closed:
+            return
         completion.index = self._index
         greedy = sampling.temperature == 0 < self.sampling.temperature
         self.recorder.add(completion, prompt, sampling.temperature, learned=not greedy)
-        self._tokens += len(completion.prompt_ids) + len(completion.token_ids)
+        self.tokens += len(completion.prompt_ids) + len(completion.token_ids)
         if completion.stop_reason is StopReason.LENGTH:
             ids = [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
             self._cut.append((prompt + completion.text, ids))
-        self.used_at = time.monotonic()
 
     def rewarded(self, reward: float | Mapping[str, float]) -> None:
-        """Note a reward; one of the same name is replaced."""
-        self.parts |= dict(reward) if isinstance(reward, Mapping) else {"feedback": reward}
+        """Note a reward; one of the same name is replaced. Raises ApiError where there are too many names."""
+        parts = self.parts | (dict(reward) if isinstance(reward, Mapping) else {"feedback": reward})
+        if len(parts) > MOST_PARTS:
+            text = f"a reward has at most {MOST_PARTS} parts; use the same names again, or sum them up"
+            raise ApiError(text, code="invalid_value", param="reward")
+        self.parts = parts
 
 
 def offered(body: ChatRequest) -> list[dict[str, Any]] | None:
     """The tools that a request offers, as templates take them."""
     if not body.tools or body.tool_choice == "none":
         return None
-    return [tool.model_dump(mode="json", exclude_none=True) for tool in body.tools]
+    try:
+        return [tool.model_dump(mode="json", exclude_none=True) for tool in body.tools]
+    except (ValueError, RecursionError) as error:
+        text = "a tool is nested too deeply; describe its parameters with fewer levels"
+        raise ApiError(text, code="invalid_value", param="tools") from error
 
 
 def whole_text(chat: ChatFormat, text: str) -> list[int]:

@@ -1,4 +1,4 @@
-"""The sessions that are held: bounded in number and age. Whatever is dropped is counted."""
+"""The sessions that are held: bounded in number, tokens and age. Whatever is dropped is counted."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, StopReason
 from rollmill.explorer.recording import Decode
+from rollmill.explorer.runner import penalise
 from rollmill.explorer.serving.refusals import ApiError
 from rollmill.explorer.serving.session import Session
 
@@ -20,13 +21,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A session that was handed over. `id` differs between all sessions that ever were; `name` is the client's."""
+    """A session that was handed over. `id`, that of its first experience, differs between all that ever were."""
 
     id: str
-    name: str
     prompt: str  #: of its first call, as text
     experiences: list[Experience]
-    reward: float | None
 
 
 class Sink(Protocol):
@@ -45,14 +44,22 @@ class Sessions:
     Args:
         make: a new session; None: sessions are only those that were added.
         most: how many are held; the one that was used longest ago makes room.
+        most_tokens: how many tokens all of them have, prompts and completions of all calls; room is made likewise.
         idle_s: seconds after which one that is not used is dropped.
     """
 
     def __init__(
-        self, gauges: Gauges, make: Callable[[str], Session] | None, *, most: int = 2000, idle_s: float = 3600.0
+        self,
+        gauges: Gauges,
+        make: Callable[[str], Session] | None,
+        *,
+        most: int = 2000,
+        most_tokens: float = float("inf"),
+        idle_s: float = 3600.0,
     ) -> None:
-        self._make, self._most, self._idle_s, self._gauges = make, most, idle_s, gauges
-        self._held: OrderedDict[str, Session] = OrderedDict()
+        self._make, self._gauges = make, gauges
+        self._most, self._most_tokens, self._idle_s = most, most_tokens, idle_s
+        self._held: OrderedDict[str, Session] = OrderedDict()  # the one that was used longest ago first
         self._by_answer: dict[str, str] = {}
         self._start, self._count = secrets.token_hex(4), 0
 
@@ -66,22 +73,34 @@ class Sessions:
             if self._make is None:
                 raise ApiError(f"there is no session {name}; it has ended", 404, code="session_not_found")
             self.add(self._make(name))
-        self._held.move_to_end(name)
-        return self._held[name]
+        return self._used(self._held[name])
 
     def add(self, session: Session) -> None:
         """Hold a session."""
         self._held[session.id] = session
-        if len(self._held) > self._most:
-            idle = (each for each in self._held.values() if not each.busy and each is not session)
-            if (oldest := next(idle, None)) is not None:
-                self._drop(oldest, "number")
         self._gauges.sessions.set(len(self._held))
+
+    def released(self, session: Session) -> None:
+        """A call of the session has ended. One of which nothing is recorded is not held, and others may make room."""
+        if session.id not in self._held or session.busy or self._make is None:
+            return
+        if not session.recorder.calls:
+            self.remove(session)
+            return
+        self._used(session)
+        self._drop_old()
+        tokens = sum(each.tokens for each in self._held.values())
+        for each in [each for each in self._held.values() if not each.busy and each is not session]:
+            if len(self._held) <= self._most and tokens <= self._most_tokens:
+                break
+            self._drop(each, "number" if len(self._held) > self._most else "tokens")
+            tokens -= each.tokens
 
     def answered(self, session: Session, answer: str) -> None:
         """Note the id of an answer."""
-        session.answers.append(answer)
-        self._by_answer[answer] = session.id
+        if not session.closed and answer not in self._by_answer:
+            session.answers.append(answer)
+            self._by_answer[answer] = session.id
 
     def find(self, *, name: str | None = None, answer: str | None = None) -> Session:
         """A session that is held, by its name or by the id of one of its answers. Raises ApiError."""
@@ -94,11 +113,11 @@ class Sessions:
             what = f"session {name!r}" if answer is None else f"completion {answer[:100]!r}"
             text = f"{what} is not held: it was never asked for, or was committed or dropped before"
             raise ApiError(text, 404, code="session_not_found")
-        return self._held[wanted]
+        return self._used(self._held[wanted])
 
     def rewarded(self) -> list[Session]:
         """Sessions that have a reward and are not being answered."""
-        return [each for each in self._held.values() if each.parts and not each.busy]
+        return [each for each in self._held.values() if each.parts and each.recorder.calls and not each.busy]
 
     def remove(self, session: Session) -> None:
         """Forget a session; it takes no more calls."""
@@ -131,22 +150,29 @@ class Sessions:
 
     def _finished(self, session: Session, decode: Decode) -> Finished:
         id, self._count = f"{self._start}-{self._count:06d}", self._count + 1
-        prompt = session.recorder.calls[0].prompt
+        calls = session.recorder.calls
         made = session.recorder.experiences(id=id, task_id=session.id, group=id, decode=decode)
         for experience in made:
             experience.reward, experience.reward_parts = session.reward, dict(session.parts)
             experience.info["session"] = session.id
             if len(made) > 1:
                 experience.info["step_reward"] = (session.reward or 0.0) if experience is made[-1] else 0.0
-        return Finished(id, session.id, prompt, made, session.reward)
+        repeated = any(call.learned and call.completion.stop_reason is StopReason.REPETITION for call in calls)
+        penalise(made, session.sampling, repeated)
+        return Finished(id, calls[0].prompt, made)
 
     def _drop_old(self) -> None:
         limit = time.monotonic() - self._idle_s
         for session in list(self._held.values()):
-            if session.used_at > limit and not session.busy:
+            if session.used_at > limit:
                 break  # those behind it were used later
-            if session.used_at <= limit and not session.busy:
+            if not session.busy:
                 self._drop(session, "age")
+
+    def _used(self, session: Session) -> Session:
+        session.used_at = time.monotonic()
+        self._held.move_to_end(session.id)
+        return session
 
     def _drop(self, session: Session, why: str) -> None:
         self.remove(session)

@@ -7,7 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from rollmill.config.tools import Calculator, PythonTool, Search, ToolSection
-from rollmill.core.errors import ConfigError
+from rollmill.core.errors import ConfigError, WorkflowError
 from rollmill.core.types import Task
 from rollmill.explorer.tools.base import Tool
 from rollmill.explorer.tools.functions import FunctionTool
@@ -27,7 +27,7 @@ class ToolPool:
 
     def __init__(self, sections: Sequence[ToolSection]) -> None:
         self._sections = list(sections)
-        self._threads = Threads()
+        self._threads = Threads("tool", WorkflowError)
         self._closing: list[Callable[[], None]] = [self._threads.close]
         self._counters: dict[str, float] = {}
         names = [section.known_as for section in sections]
@@ -58,26 +58,30 @@ class ToolPool:
     def _opener(self, section: ToolSection) -> Open:
         function = type(section).function
         if function is not None:
-            return self._users(section, FunctionTool(function))
+            return self._in_threads(section, FunctionTool(function), section.arguments())
         match section:
             case Calculator():
                 from rollmill.explorer.tools.calculator import calculator
 
-                return _plain(section, FunctionTool(calculator), calculator)
+                return _at_once(section, FunctionTool(calculator), calculator)
             case PythonTool():
                 return self._python(section)
             case Search():
                 from rollmill.explorer.tools.search import Index, search
 
-                index = Index(section.path, section.passage_words)
-                return _plain(section, FunctionTool(search), lambda query: index.ask(query, section.top_k))
+                return self._in_threads(
+                    section,
+                    FunctionTool(search),
+                    {"index": Index(section.path, section.passage_words), "top_k": section.top_k},
+                )
         raise AssertionError(f"no tool is built from {type(section).__name__}")
 
-    def _users(self, section: ToolSection, made: FunctionTool) -> Open:
-        options, limit = section.arguments(), section.time_limit_s
+    def _in_threads(self, section: ToolSection, made: FunctionTool, options: dict[str, Any]) -> Open:
+        """A function, which may take its time; `options` are its keyword-only parameters."""
+        name, limit = section.known_as, section.time_limit_s
 
         def open_(task: Task, stack: AsyncExitStack) -> Tool:
-            return made.tool(section.known_as, section.description, made.caller(task, options, self._threads, limit))
+            return made.tool(name, section.description, made.caller(task, options, self._threads, limit))
 
         return open_
 
@@ -102,7 +106,7 @@ class ToolPool:
         return open_
 
 
-def _plain(section: ToolSection, made: FunctionTool, work: Callable[..., str]) -> Open:
+def _at_once(section: ToolSection, made: FunctionTool, work: Callable[..., str]) -> Open:
     """A tool of ours that takes no time to speak of and keeps nothing."""
 
     async def call(arguments: dict[str, Any]) -> str:

@@ -75,13 +75,13 @@ class FunctionTool:
             work = partial(self._function, **self.checked(arguments), **given, **options)
             try:
                 found = await self._result(work, threads, time_limit_s)
+                return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
             except (RollmillError, ToolError):
                 raise
             except (TimeoutError, StuckError):
                 raise ToolError(f"no result after {time_limit_s:g} s") from None
             except Exception as error:  # of the user's function
                 raise ToolError(f"{type(error).__name__}: {error}") from error
-            return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
 
         return call
 

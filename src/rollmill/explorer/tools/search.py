@@ -22,13 +22,19 @@ except ImportError as error:
 _SUFFIXES = (".txt", ".md")
 
 
-def search(query: str) -> str:
+def search(query: str, *, index: Index, top_k: int) -> str:
     """Search the documents for passages about the words of a query.
 
     Args:
         query: words to look for.
     """
-    raise NotImplementedError  # its signature and docstring are what the policy sees; an Index is asked
+    found = index.find(query, top_k)
+    if not found:
+        return "nothing was found"
+    return "\n\n".join(
+        f"[{number}] {each.title}\n{each.text}" if each.title else f"[{number}] {each.text}"
+        for number, each in enumerate(found, 1)
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +69,6 @@ class Index:
         scores = self._ranking.get_scores(terms)
         best = np.argsort(-scores, kind="stable")[:top_k]
         return [self.passages[number] for number in best if scores[number] > 0]
-
-    def ask(self, query: str, top_k: int) -> str:
-        """What a policy is told."""
-        found = self.find(query, top_k)
-        if not found:
-            return "nothing was found"
-        return "\n\n".join(
-            f"[{number}] {each.title}\n{each.text}" if each.title else f"[{number}] {each.text}"
-            for number, each in enumerate(found, 1)
-        )
 
 
 def cut(text: str, most_words: int) -> list[str]:

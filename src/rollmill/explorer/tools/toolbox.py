@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rollmill.explorer.environments.base import encodable
 from rollmill.explorer.policy import Reply
 from rollmill.explorer.tools.base import Tool, ToolError
 from rollmill.explorer.tools.formats import ToolCall, result_message
@@ -88,6 +89,7 @@ class Toolbox:
         return "Error: " + "; ".join(f"a call that cannot be read ({each})" for each in malformed)
 
     def _cut(self, name: str, text: str) -> str:
+        text = encodable(text)
         most = self._result_chars[name]
         if len(text) <= most:
             return text

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
 
 from rollmill.config.workflows import FewShot
 from rollmill.core.errors import WorkflowError
@@ -12,6 +13,7 @@ from rollmill.core.types import Task
 from rollmill.explorer.policy import Policy
 from rollmill.explorer.workflow import Answer, RolloutJudge
 
+Item = TypeVar("Item")
 Example = tuple[str | Sequence[Any], str]
 """A prompt, as a task has it, and a response."""
 
@@ -29,21 +31,38 @@ async def few_shot(config: FewShot, task: Task, policy: Policy, judge: RolloutJu
 
 def choose(config: FewShot, task: Task, examples: list[Task]) -> list[Example]:
     """The examples of a task, the same each time. Raises WorkflowError where there are too few."""
-    found: list[Example] = [(each.prompt, each.response or "") for each in examples]
-    where = "tasks of the training taskset with a worked solution, besides the task itself"
+    draw = random.Random(f"{config.seed}/{task.id}") if config.choose == "random" else None
+    fitting: Iterator[Example]
     if config.examples:
-        found = [(each.prompt, each.response) for each in config.examples if each.prompt != _asked(task)]
+        fitting = (
+            (each.prompt, each.response) for each in _ordered(config.examples, draw) if each.prompt != _asked(task)
+        )
         where = "`workflow.examples` besides the task itself"
     else:
-        found = [each for each in found if isinstance(each[0], str) == isinstance(task.prompt, str)]
+        alike = (
+            each for each in _ordered(examples, draw) if isinstance(each.prompt, str) == isinstance(task.prompt, str)
+        )
+        fitting = ((each.prompt, each.response or "") for each in alike)
+        where = "tasks of the training taskset with a worked solution, besides the task itself"
+    found = list(islice(fitting, config.count))
     if len(found) < config.count:
         raise WorkflowError(
             f"workflow `few_shot` shows {config.count} examples, and there are {len(found)} for task `{task.id}`: "
             f"{where}; lower workflow.count, or give taskset.response_template or workflow.examples"
         )
-    if config.choose == "first":
-        return found[: config.count]
-    return random.Random(f"{config.seed}/{task.id}").sample(found, config.count)
+    return found
+
+
+def _ordered(all_of_them: Sequence[Item], draw: random.Random | None) -> Iterator[Item]:
+    """As they are, or in random order: no more of them are looked at than are taken."""
+    if draw is None:
+        yield from all_of_them
+        return
+    moved: dict[int, int] = {}  # a shuffle by Fisher and Yates, of which only what has changed is kept
+    for at in range(len(all_of_them)):
+        other = draw.randrange(at, len(all_of_them))
+        yield all_of_them[moved.get(other, other)]
+        moved[other] = moved.get(at, at)
 
 
 def _turns(prompt: str | Sequence[Any], response: str) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from rollmill.explorer.workflows.tools import penalised
 from rollmill.rewards.text.reading import strict_json
 
 STOP, FINAL = "Observation:", "Final Answer:"
-_ACTION = re.compile(r"Action:[ \t]*([^\n]*?)[ \t]*\n[ \t]*Action Input:(.*)", re.DOTALL)
+_ACTION = re.compile(r"Action:([^\n]*)\n[ \t]*Action Input:(.*)", re.DOTALL)
 _GUIDE = """\
 Answer the question. You have these tools:
 
@@ -68,7 +68,7 @@ def action_of(text: str, tools: Toolbox) -> Action:
     found = _ACTION.match(text, max(text.rfind("Action:"), 0))
     if found is None:
         return Action("", {}, "a turn ends with `Action:` and `Action Input:`, or with `Final Answer:`")
-    name, given = found[1], found[2].strip()
+    name, given = found[1].strip(), found[2].strip()
     arguments: Any = given
     with suppress(ValueError):
         arguments = strict_json(given)

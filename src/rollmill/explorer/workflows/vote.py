@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 
 import regex
@@ -12,11 +13,14 @@ from rollmill.explorer.policy import Policy, Reply
 from rollmill.explorer.workflow import Answer, RolloutJudge
 from rollmill.rewards.base import tail_after
 
+_PATTERN_S = 1.0
+"""Longest search for an answer by a pattern; past it there is none."""
+
 
 async def vote(config: Vote, task: Task, policy: Policy, judge: RolloutJudge) -> Answer:
     """By `agreement` each sample has a reward of its own (arXiv:2504.16084); else the rewards judge the winner."""
     replies = await _samples(config, task, policy)
-    answers = [answer_of(config, each.text) for each in replies]
+    answers = await asyncio.to_thread(lambda: [answer_of(config, each.text) for each in replies])
     won = winner(answers)
     if config.reward == "winner":
         return await judge(replies[answers.index(won)])
@@ -30,7 +34,10 @@ def answer_of(config: Vote, text: str) -> str | None:
     if config.pattern is None:
         found = tail_after(text, config.after)
     else:
-        matches = list(regex.finditer(config.pattern, text, concurrent=True))
+        try:
+            matches = list(regex.finditer(config.pattern, text, concurrent=True, timeout=_PATTERN_S))
+        except TimeoutError:
+            return None
         found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
     return " ".join((found or "").casefold().split()) or None
 

@@ -23,7 +23,7 @@ try:
     import openai
 except ImportError as error:
     raise ConfigError(
-        "a judge with `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
+        "a model behind an `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
     ) from error
 
 from rollmill.rewards.judges.trouble import Cure, Trouble, diagnosed
@@ -40,11 +40,15 @@ class Endpoint:
     is refused (`refused`). When nothing has been answered since its first failure, not even a word, the endpoint is
     down: that ends the run, as does a refused key.
 
+    Args:
+        called: what errors call the model.
+
     Raises ConfigError where the environment variable of the key is not set.
     """
 
-    def __init__(self, config: JudgeSection) -> None:
+    def __init__(self, config: JudgeSection, called: str = "the judge") -> None:
         assert config.endpoint is not None
+        self._called = called
         self._config, self._url, self._key = config, config.endpoint, _key(config)
         self.identity = f"{self._url.rstrip('/')} {config.model} {json.dumps(config.options, sort_keys=True)}"
         self.loop = Loop("rollmill-judge", self._finish)
@@ -119,7 +123,7 @@ class Endpoint:
 
     def _end(self, trouble: Trouble, others_answered: bool, tried: int) -> NoReturn:
         """Give a request up. `others_answered` since its first failure."""
-        says = f"the judge {self._config.model} at {self._url}: {self._without_key(trouble.says)}"
+        says = f"{self._called} {self._config.model} at {self._url}: {self._without_key(trouble.says)}"
         if trouble.cure is Cure.TEXT or (trouble.cure is Cure.WAIT and others_answered):
             raise NoReplyError(trouble.outcome, says, trouble.advice)
         advice = trouble.advice

@@ -1,0 +1,97 @@
+"""What a stage is made of, as its configuration says: the judge, the trainer, the supply of experiences."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollmill.algorithms import build_recipe
+from rollmill.buffer import Store
+from rollmill.buffer.ratings import Ratings
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.run import StageConfig
+from rollmill.config.workflows import Traffic
+from rollmill.core.types import Task
+from rollmill.engines.native import NativeEngine
+from rollmill.explorer import Explorer
+from rollmill.master.online import OnlineSupply, Unasked
+from rollmill.master.rollouts import Rollouts
+from rollmill.master.supply import Facts, Supply
+from rollmill.models.load import Policy, load_teacher
+from rollmill.models.run_tokenizer import fingerprint
+from rollmill.monitor.trace import Trace
+from rollmill.pipelines.build import Resources, build_pipeline
+from rollmill.recipes import Distill, RewardModel
+from rollmill.rewards import Judge, build_judge
+from rollmill.tasks import Taskset, build_sampler
+from rollmill.trainer import ScoreTrainer, Trainer
+
+
+def judge_of(config: StageConfig, policy: Policy, rewards: Sequence[RewardConfig]) -> Judge:
+    """A judge by these rewards, with the stage's limits."""
+    return build_judge(rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+
+
+def trainer_of(
+    config: StageConfig, policy: Policy, judge: Judge | None, *, precision: str, seed: int
+) -> Trainer | ScoreTrainer:
+    """What learns, in `precision`: the policy, or a reward model that begins as the policy."""
+    algorithm, options = config.algorithm, config.trainer.model_copy(update={"precision": precision})
+    if isinstance(algorithm, RewardModel):
+        return ScoreTrainer(policy.model, algorithm, options, total_steps=config.steps, device=policy.device, seed=seed)
+    weights = None if judge is None else judge.weights
+    recipe = build_recipe(algorithm, max_new_tokens=config.rollout.max_new_tokens, reward_weights=weights)
+    teacher = None
+    if isinstance(algorithm, Distill) and algorithm.teacher is not None:
+        teacher = load_teacher(algorithm.teacher, policy)
+    return Trainer(
+        policy.model, recipe, options, total_steps=config.steps, device=policy.device, seed=seed, teacher=teacher
+    )
+
+
+def supply_of(
+    config: StageConfig,
+    policy: Policy,
+    tasks: Taskset,
+    *,
+    explorer: Explorer,
+    engine: NativeEngine,
+    store: Store,
+    ratings: Ratings,
+    trace: Trace,
+    first_version: int,
+    seed: int,
+) -> Supply:
+    """Where experiences come from: rollouts of the tasks, or an application's traffic."""
+    advantage = getattr(config.algorithm, "advantage", None)
+    online = isinstance(config.workflow, Traffic)
+    by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
+    batch = config.rollout.batch
+    sampler = Unasked() if online else build_sampler(tasks, config.tasks_from.order, seed, batch=batch)
+    rollouts = Rollouts(
+        config,
+        sampler=sampler,
+        explorer=explorer,
+        engine=engine,
+        store=store,
+        task=by_id.__getitem__,
+        first_version=first_version,
+        seed=seed,
+        uses_greedy=advantage is not None and advantage.uses_greedy,
+    )
+
+    def make_judge(rewards: Sequence[RewardConfig]) -> Judge:
+        return judge_of(config, policy, rewards)
+
+    made = OnlineSupply if online else Supply
+    return made(
+        config,
+        sampler=sampler,
+        rollouts=rollouts,
+        pipeline=build_pipeline(config.pipeline, Resources(make_judge, seed)),
+        store=store,
+        ratings=ratings,
+        facts=Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__),
+        trace=trace,
+        first_version=first_version,
+        seed=seed,
+    )
