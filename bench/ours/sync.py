@@ -1,0 +1,158 @@
+"""Worker: weights from one process to another, by each transport, and the same bytes copied within memory."""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing as mp
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from bench.worker import Channel, serve, versions
+
+LAYERS, STEP = 24, 1e-5
+"""Tensors, and how much an update changes a weight at most, in proportion."""
+
+
+class Sends(Protocol):
+    """What sending is measured of."""
+
+    def send(self, version: int, weights: dict[str, Tensor]) -> None: ...
+
+
+def made(megabytes: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Weights that take so many megabytes."""
+    size = megabytes * 1_000_000 // LAYERS // dtype.itemsize
+    source = torch.Generator().manual_seed(0)
+    return {f"layers.{n}.weight": torch.randn(size, generator=source).to(dtype) for n in range(LAYERS)}
+
+
+class Collective:
+    """Both sides of a broadcast over gloo."""
+
+    def __init__(self, path: Path, rank: int, weights: dict[str, Tensor]) -> None:
+        import torch.distributed as dist
+
+        from rollmill.sync import CollectiveSync
+
+        dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
+        self._sync = CollectiveSync(weights)
+
+    def send(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Broadcast; returns when the other side has all of it."""
+        self._sync.transfer(version, weights)
+
+    def received(self, version: int, weights: dict[str, Tensor]) -> bool:
+        """Wait for it."""
+        return self._sync.transfer(version, weights) == version
+
+
+class Pickled:
+    """Pickled by torch into a file in memory, as a baseline."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def send(self, version: int, weights: dict[str, Tensor]) -> None:
+        """Write them under a name that appears when they are complete."""
+        torch.save(weights, self._path / "writing")
+        (self._path / "writing").rename(self._path / f"{version}.pt")
+
+
+def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
+    """The sending side."""
+    from rollmill.sync import FolderSender, SharedSender
+
+    match kind:
+        case "shared":
+            return SharedSender(path / "weights", weights)
+        case "folder" | "delta":
+            return FolderSender(path, weights, whole_every=1 if kind == "folder" else 10**6)
+        case "collective":
+            return Collective(path, 0, weights)
+    return Pickled(path)
+
+
+def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connection) -> None:
+    """The other process: says when it has each version."""
+    from rollmill.sync import FolderReceiver, SharedReceiver
+
+    torch.set_num_threads(1)
+    get: Callable[[int], Any]
+    if kind == "shared":
+        shared = SharedReceiver(path / "weights")
+        get = lambda version: shared.newest() == version and shared.hold()  # noqa: E731
+    elif kind in ("folder", "delta"):
+        folder = FolderReceiver(path)
+        get = lambda version: folder.newest() == version and folder.receive(weights)  # noqa: E731
+    elif kind == "collective":
+        sync = Collective(path, 1, weights)
+        get = lambda version: sync.received(version, weights)  # noqa: E731
+    else:
+        get = lambda version: (path / f"{version}.pt").exists() and torch.load(path / f"{version}.pt")  # noqa: E731
+    commands.send("ready")
+    while (version := commands.recv()) is not None:
+        while not get(version):
+            time.sleep(0.0002)
+        commands.send(time.perf_counter())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("kind", choices=("shared", "folder", "delta", "collective", "pickled", "memory"))
+    parser.add_argument("--megabytes", type=int, required=True)
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
+    args = parser.parse_args()
+    channel = Channel()
+    torch.set_num_threads(1)
+    weights = made(args.megabytes, getattr(torch, args.dtype))
+    size = sum(each.nbytes for each in weights.values())
+    if args.kind == "memory":
+        copies = {name: torch.zeros_like(each) for name, each in weights.items()}
+
+        def copied() -> dict[str, Any]:
+            began = time.perf_counter()
+            for name, each in weights.items():
+                copies[name].copy_(each)
+            return {"gb_per_s": size / 1e9 / (time.perf_counter() - began)}
+
+        return serve(channel, copied, versions=versions("torch"))
+    folder = Path(tempfile.mkdtemp(prefix="bench-sync-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
+    try:
+        ours, theirs = mp.Pipe()
+        empty = {name: torch.zeros_like(each) for name, each in weights.items()}
+        other = mp.get_context("spawn").Process(target=receive, args=(args.kind, folder, empty, theirs), daemon=True)
+        other.start()
+        sends = sender(args.kind, folder, weights)
+        ours.recv()
+        version = 0
+
+        def sent() -> dict[str, Any]:
+            nonlocal version
+            version += 1
+            for each in weights.values():
+                each.mul_(1 + STEP * (-1) ** version)
+                each[version::500] += 0.01  # of bf16 weights some change by so little an update, most do not
+            ours.send(version)
+            time.sleep(0.01)  # the other side waits
+            before, began = getattr(sends, "bytes_sent", 0), time.perf_counter()
+            sends.send(version, weights)
+            seconds = ours.recv() - began
+            return {"gb_per_s": size / 1e9 / seconds, "bytes": getattr(sends, "bytes_sent", size) - before or size}
+
+        serve(channel, sent, versions=versions("torch"))
+        ours.send(None)
+        other.join(10)
+    finally:
+        shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
