@@ -149,8 +149,9 @@ class Threads:
             if self._idle < 0:
                 self._start_thread()
             stuck = len(self._stuck)
-        text = "%s `%s` did not return within %g s; its thread cannot be ended (%d are stuck)"
-        _log.warning(text, self._what, call.name, time_limit_s, stuck)
+        if stuck & (stuck - 1) == 0:  # 1, 2, 4, ...: a function that always hangs is told of a few times
+            text = "%s `%s` did not return within %g s; its thread cannot be ended (%d are stuck)"
+            _log.warning(text, self._what, call.name, time_limit_s, stuck)
 
     def _refuse_with_stuck(self, text: str) -> None:
         with self._lock:
