@@ -216,6 +216,22 @@ CASES = {
         "run.yaml:4: steps: every stage sets its own, so this is never used; remove it or change stages.0.steps",
     ),
     # contradictions
+    "a budget elsewhere": (
+        GOOD + "rollout: {token_budget: 9}\nmax_staleness: 1\nplacement: ray",
+        "run.yaml:6: placement: stage train has rollout.token_budget, which needs explorers in the trainer's process",
+    ),
+    "drafts elsewhere": (
+        GOOD + "rollout: {reuse: {}}\nplacement: {name: ray, explorers: 2}",
+        "placement: stage train has rollout.reuse, which needs explorers in the trainer's process; remove it",
+    ),
+    "an opponent elsewhere": (
+        GOOD + "workflow: {name: judged, by: opponent}\nmodels: {opponent: {policy: initial}}\nplacement: ray",
+        "placement: stage train has models.opponent.policy, which needs explorers",
+    ),
+    "a folder that nothing is written to": (
+        GOOD + "placement: {name: ray, weights_folder: /tmp}",
+        "placement.weights_folder: not honoured with weights `memory`; it is with `folder`",
+    ),
     "drafts chosen by length": (
         GOOD + "rollout: {reuse: {}, oversample: 0.5}",
         "run.yaml:4: rollout.reuse: with oversample the slowest groups are stopped",

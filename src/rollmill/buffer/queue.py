@@ -105,9 +105,9 @@ class GroupQueue:
             if group.failed:
                 group.future.result()
 
-    async def all_generated(self) -> None:
-        """Wait until the tokens of all groups are there, or a group has failed."""
-        await self._until(self.have_tokens)
+    async def all_generated(self, count: int | None = None) -> None:
+        """Wait until the tokens of the `count` oldest groups, or of all, are there, or a group has failed."""
+        await self._until(lambda: self.have_tokens(count))
 
     async def first_generated(
         self, numbers: Sequence[int], count: int, *, needed: Sequence[int] = (), counts: Condition = lambda group: True

@@ -8,6 +8,7 @@ from rollmill.config.contradictions import buffer_contradictions, contradictions
 from rollmill.config.evaluation_checks import best_contradictions, place_of, unhonoured_in_sets
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
+from rollmill.config.placement_checks import placement_contradictions, unhonoured_by_placement
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
@@ -38,6 +39,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in best_contradictions(resolved.config, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in placement_contradictions(resolved.config, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in buffer_contradictions(resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
@@ -203,7 +206,7 @@ def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyP
     if config.model.path == "new":
         keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
         keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
-    return keys
+    return keys | unhonoured_by_placement(config)
 
 
 def _unhonoured_in_stages(resolved: Resolved) -> list[Problem]:

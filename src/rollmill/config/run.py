@@ -16,6 +16,7 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.operators import OperatorConfig
 from rollmill.config.other_models import OtherModelConfig
+from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
 from rollmill.config.rewards.names import part_names
 from rollmill.config.rollout import RolloutConfig
@@ -175,6 +176,8 @@ class RunConfig(StageConfig):
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
+    placement: PlacementConfig = Inline()
+    """In which processes components live: a name, or a section."""
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
     `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`, `@rollmill.order`,

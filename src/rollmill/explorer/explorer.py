@@ -6,13 +6,14 @@ An explorer knows an engine, a judge, a tokenizer and perhaps a workflow; it doe
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, Experience, StopReason, Task, experience_from_completion
 from rollmill.engines.base import Request, RolloutEngine
+from rollmill.explorer.base import Generated
 from rollmill.explorer.drafts import DraftShelf, as_draft
 from rollmill.explorer.parts import Part, begun_with, with_earlier_times
 from rollmill.explorer.runner import WorkflowRunner, note, penalise, trace_judgement
@@ -20,9 +21,6 @@ from rollmill.monitor.trace import GENERATE, Trace
 from rollmill.rewards import Judge, Judgement
 from rollmill.rewards.judges.loop import together
 from rollmill.tasks import encode_prompt, prompt_text
-
-Generated = Callable[[list[Experience]], None]
-"""Is handed a group when its tokens are there and its rewards are not: the same objects are judged later."""
 
 
 class Explorer:
@@ -32,6 +30,8 @@ class Explorer:
         runner: runs the workflow of a rollout; None: a rollout is one completion of the task's prompt.
         drafts: where completions are kept for the next time that their task is rolled out.
     """
+
+    elsewhere = False
 
     def __init__(
         self,

@@ -16,6 +16,7 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
+from rollmill.master.elsewhere import OtherwiseRemote, RemoteExplorers
 from rollmill.master.examiner import Examiner, SetResult, merged_metrics, numbers
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import require_rewards
@@ -108,24 +109,25 @@ class Evaluator:
         held_out: HeldOut,
         *,
         judge: Judge,
-        explorers: Explorers,
+        explorers: Explorers | RemoteExplorers,
         make_judge: MakeJudge,
         seed: int,
     ) -> None:
         assert config.evaluation is not None
         self._deadline_s = config.rollout.deadline_s
         self._judges: list[Judge] = []
-        self._explorers: list[Explorers] = []
+        self._explorers: list[Explorers | OtherwiseRemote] = []
         self.examiners: list[Examiner] = []
         for name, section in config.evaluation.all_sets().items():
             asked, own = config.examined(section), judge
             if asked.rewards != config.rewards:
                 own = make_judge(asked.rewards)
                 self._judges.append(own)
-            used = explorers
+            used: Explorers | RemoteExplorers | OtherwiseRemote = explorers
             if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
-                used = explorers.otherwise(asked, own)
-                self._explorers.append(used)
+                others = explorers.otherwise(asked, own)
+                used = others
+                self._explorers.append(others)
             self.examiners.append(Examiner(name, used.training(), held_out[name], section, asked.rollout, seed))
 
     def begin(self, names: Sequence[str] | None = None) -> Evaluation:

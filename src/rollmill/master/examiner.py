@@ -13,7 +13,7 @@ from rollmill.config.evaluation import EvaluationSet, metric
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
-from rollmill.explorer import Explorer
+from rollmill.explorer.base import Explores
 from rollmill.monitor.estimates import Estimate, maj_at_k, mean_over_tasks, pass_at_k
 from rollmill.rewards.votes import vote_of
 
@@ -140,7 +140,7 @@ class Examiner:
     def __init__(
         self,
         name: str,
-        explorer: Explorer,
+        explorer: Explores,
         tasks: Sequence[Task],
         section: EvaluationSet,
         sampling: SamplingConfig,

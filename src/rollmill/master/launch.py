@@ -15,6 +15,7 @@ import torch
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.model import ModelConfig
+from rollmill.config.placement import OnRay
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
@@ -24,6 +25,7 @@ from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.core.types import Task
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
+from rollmill.master.elsewhere import Surroundings
 from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master, Serving
 from rollmill.master.selection import StageTasks, select_tasks
@@ -176,6 +178,7 @@ def execute(
         precision=setup.precision,
         buffers=buffers,
         serving=serving,
+        around=_around(loaded, run_dir, setup),
     )
     try:
         buffers.open_all(loaded.stages)
@@ -245,6 +248,14 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     torch.set_num_threads(machine["threads"])
     save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _around(loaded: LoadedRun, run_dir: Path, setup: _Setup) -> Surroundings | None:
+    """What components in other processes need to know; None where there are none."""
+    placement = loaded.config.placement
+    if not isinstance(placement, OnRay):
+        return None
+    return Surroundings(placement, run_dir.absolute(), setup.run_id, loaded.config.plugins, setup.threads)
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:

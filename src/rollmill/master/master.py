@@ -15,6 +15,7 @@ from typing import Any
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.elsewhere import Surroundings
 from rollmill.master.evaluation import Evaluated
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.measures import rewards_without_verdict
@@ -50,6 +51,7 @@ class Master:
         precision: str,
         buffers: Buffers,
         serving: Serving | None = None,
+        around: Surroundings | None = None,
     ) -> None:
         self._run_dir = run_dir
         self._config = config
@@ -60,6 +62,7 @@ class Master:
         self._precision = precision
         self._buffers = buffers
         self._serving = serving
+        self._around = around
         self._checkpoints = Checkpoints(run_dir)
         self._evaluations = RolloutStore(run_dir / EVALUATIONS)
         self._interrupts: Interrupts
@@ -95,6 +98,7 @@ class Master:
             first_version=self.state.step - self.state.current.step,
             precision=self._precision,
             buffers=self._buffers,
+            around=self._around,
         )
         try:
             if trainer:
@@ -113,6 +117,8 @@ class Master:
             f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, "
             f"{len(stage.tasks.training.tasks)} tasks loaded, {len(stage.tasks.training.rejected)} rejected"
         )
+        if stage.elsewhere:
+            self._monitor.message(stage.elsewhere)
         for note in stage.tasks.notes:
             self._monitor.message(note)
 

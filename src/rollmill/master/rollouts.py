@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from rollmill.buffer import GroupQueue, Store
 from rollmill.buffer.base import oldest_version
@@ -20,6 +20,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer import Explorer
+from rollmill.explorer.base import Explores
 from rollmill.explorer.runner import REJECTED
 from rollmill.master.deadline import within
 from rollmill.master.oversampling import PATIENCE, Lengths, Stopped
@@ -30,10 +31,15 @@ from rollmill.monitor.codec import decode_experience, encode_experience
 from rollmill.tasks import Sampler
 
 
-class Interruptible(Protocol):
-    """What rollouts ask of an engine."""
+class Counts(Protocol):
+    """What rollouts ask of engines."""
 
     tokens_generated: int
+
+
+@runtime_checkable
+class Interruptible(Counts, Protocol):
+    """And of one whose completions are cut into parts."""
 
     def interrupt(self) -> None:
         """See RolloutEngine."""
@@ -54,8 +60,8 @@ class Rollouts:
         config: StageConfig,
         *,
         sampler: Sampler,
-        explorer: Explorer,
-        engine: Interruptible,
+        explorer: Explores,
+        engine: Counts,
         store: Store,
         task: Callable[[str], Task],
         first_version: int,
@@ -101,6 +107,8 @@ class Rollouts:
             work = self._until_spent(max(self._rollout.batch - waiting, 0))
         elif len(started) > admitted:
             work = self._until_admitted(started, admitted, before)
+        elif self._explorer.elsewhere:
+            work = self.queue.all_generated(max(self._rollout.batch - waiting, 0))  # others go on while we train
         else:
             work = self.queue.all_generated()
         deadline = deadlines * self._rollout.deadline_s
@@ -154,6 +162,7 @@ class Rollouts:
     ) -> list[Experience]:
         """The judged experiences of a group; if it is interrupted, it leaves the queue and is put away."""
         sampling = self._rollout
+        assert isinstance(self._explorer, Explorer)
         part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
         if unfinished(part.experiences):
             self._put_away[number] = part.experiences
@@ -178,6 +187,7 @@ class Rollouts:
 
         while not (enough() or self.queue.failed()):
             await asyncio.sleep(0)  # the engine makes one step meanwhile
+        assert isinstance(self._engine, Interruptible)
         self._engine.interrupt()
         await self.queue.all_generated()
         groups = [group.known or [] for group in self.queue.all()]

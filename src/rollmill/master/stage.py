@@ -13,11 +13,14 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
@@ -31,6 +34,7 @@ from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
+from rollmill.master.elsewhere import RemoteExplorers, Surroundings
 from rollmill.master.engine import native_engine
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
@@ -88,6 +92,7 @@ class StageRun:
         first_version: int,
         precision: str,
         buffers: Buffers,
+        around: Surroundings | None = None,
     ) -> None:
         self.config = config
         self.tasks = tasks
@@ -99,9 +104,14 @@ class StageRun:
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
         self._trainer = trainer_of(config, policy, self._judge, precision=precision, seed=self._seed)
+        self._remote: RemoteExplorers | None = None
+        if around is not None and self._judge is not None:
+            self._remote = RemoteExplorers(config, policy, around, precision=precision, tasks=tasks.training.tasks)
         self._engine = native_engine(policy, config.rollout, precision)
-        self._sync = InPlace(self._engine)
+        self._sync = InPlace(self._engine) if self._remote is None else self._remote
         self._sync.publish(first_version)
+        threads = (torch.get_num_threads(),)
+        self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
         self._trace = Trace()
         self._counted: Counter[str] = Counter()
         self._store = buffers.of_stage(config)
@@ -112,9 +122,9 @@ class StageRun:
         self._drafts = None if reuse is None else DraftShelf(reuse)
         self._supply: Supply | None = None
         self.evaluator: Evaluator | None = None
-        self._explorers: Explorers | None = None
+        self._explorers: Explorers | RemoteExplorers | None = None
         if self._judge is not None:
-            self._explorers = Explorers(
+            self._explorers = self._remote or Explorers(
                 config, policy, self._engine, self._judge, precision=precision, tasks=tasks.training.tasks
             )
             if config.algorithm.uses_rollouts:
@@ -123,7 +133,7 @@ class StageRun:
                     policy,
                     tasks.training,
                     explorer=self._explorers.training(self._trace, self._drafts),
-                    engine=self._engine,
+                    engine=self._rolls_out,
                     store=self._store,
                     ratings=Ratings(buffers.of_run(self._store)),
                     trace=self._trace,
@@ -144,6 +154,16 @@ class StageRun:
     def policy(self) -> Policy:
         """What is trained."""
         return self._policy
+
+    @property
+    def _rolls_out(self) -> NativeEngine | RemoteExplorers:
+        """What counts the tokens that are generated."""
+        return self._remote or self._engine
+
+    @property
+    def elsewhere(self) -> str:
+        """Where explorers are, in words; nothing if they are in this process."""
+        return "" if self._remote is None else self._remote.where
 
     @property
     def engine(self) -> NativeEngine:
@@ -210,14 +230,16 @@ class StageRun:
         return self._learned(self._trainer.step(experiences, self.version))
 
     async def _learn_beside(self, experiences: list[Experience]) -> dict[str, float]:
-        """`learn` in a thread, so that requests are taken meanwhile; the engine rests, since it has the same weights.
+        """`learn` in a thread, so that requests are taken and explorers are answered meanwhile; an engine of this
+        process rests, since it has the same weights.
 
         Once begun it is not cancelled: weights that have changed belong to the step.
         """
         self._engine.pause()
         try:
             await self._engine.drain()
-            work = asyncio.ensure_future(asyncio.to_thread(self._trainer.step, experiences, self.version))
+            loop = asyncio.get_running_loop()
+            work = loop.run_in_executor(self._learner, self._trainer.step, experiences, self.version)
             while not work.done():
                 try:
                     await asyncio.wait([work])
@@ -244,17 +266,17 @@ class StageRun:
         Args:
             before_update: waits for what needs the weights as they are besides the step: an evaluation.
         """
-        started, tokens = time.perf_counter(), self._engine.tokens_generated
+        started, tokens = time.perf_counter(), self._rolls_out.tokens_generated
         drafted = replace(self._engine.drafting.counts)
         experiences = await self.collect(before_update is not None)
         if before_update is not None:
             await before_update()
-        generated = self._engine.tokens_generated - tokens
+        generated = self._rolls_out.tokens_generated - tokens
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         staleness = self.version
         with self._trace.during("train"):
-            online = isinstance(self.config.workflow, Traffic)
-            learned = await self._learn_beside(experiences) if online else self.learn(experiences)
+            beside = isinstance(self.config.workflow, Traffic) or self._remote is not None
+            learned = await self._learn_beside(experiences) if beside else self.learn(experiences)
             metrics: dict[str, Any] = batch_metrics(experiences, staleness) | learned
         total = time.perf_counter() - started  # evaluation and checkpoints come on top
         spans = self._trace.take()
@@ -278,7 +300,8 @@ class StageRun:
 
     def _newly_counted(self) -> dict[str, float]:
         """What the judge's rewards have counted since the step before."""
-        counted = Counter({} if self._judge is None else self._judge.counters())
+        judge = self._remote or self._judge
+        counted = Counter({} if judge is None else judge.counters())
         for each in [] if self.evaluator is None else self.evaluator.counters():
             counted.update(each)
         before, self._counted = self._counted, counted
@@ -357,5 +380,6 @@ class StageRun:
         if self._explorers is not None:
             await self._explorers.close()
         await self._engine.close()
+        self._learner.shutdown()
         if self._judge is not None:
             self._judge.close()

@@ -11,10 +11,9 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.types import Task
-from rollmill.engines.native import NativeEngine
-from rollmill.explorer import Explorer
+from rollmill.explorer.base import Explores
 from rollmill.master.online import OnlineSupply, Unasked
-from rollmill.master.rollouts import Rollouts
+from rollmill.master.rollouts import Counts, Rollouts
 from rollmill.master.supply import Facts, Supply
 from rollmill.models.load import Policy, load_teacher
 from rollmill.models.run_tokenizer import fingerprint
@@ -53,8 +52,8 @@ def supply_of(
     policy: Policy,
     tasks: Taskset,
     *,
-    explorer: Explorer,
-    engine: NativeEngine,
+    explorer: Explores,
+    engine: Counts,
     store: Store,
     ratings: Ratings,
     trace: Trace,

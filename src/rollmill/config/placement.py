@@ -1,0 +1,46 @@
+"""`placement`: in which processes a run's components live."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from rollmill.config.base import Section
+from rollmill.config.parts import name_alone
+
+
+class Inline(Section):
+    """Everything in one process: the engine decodes with the trainer's own parameters."""
+
+    name: Literal["inline"] = "inline"
+
+
+class OnRay(Section):
+    """Explorers are Ray actors, each with an engine, rewards and environments of its own; the trainer stays in the
+    process of `rollmill run`. With max_staleness 1 or more they roll out while it trains.
+    """
+
+    name: Literal["ray"] = "ray"
+    address: str | None = None
+    """Of a cluster, such as `auto` or `ray://HOST:10001`. Without one, Ray is started on this machine."""
+    explorers: int = Field(1, ge=1)
+    """How many."""
+    cpus: float = Field(1.0, ge=0)
+    """Cores that Ray reserves for each."""
+    gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for each."""
+    weights: Literal["memory", "folder"] = "memory"
+    """How new weights reach explorers: by shared memory, where all are on this host, or by a folder that all see."""
+    weights_folder: str | None = None
+    """That folder; default RUN/weights."""
+    health_s: float = Field(60.0, gt=0)
+    """An explorer that does not answer for so long is replaced."""
+    replacements: int = Field(3, ge=0)
+    """How many explorers may be replaced between two steps before the run gives up."""
+
+
+PlacementConfig = Annotated[
+    Annotated[Inline | OnRay, Field(discriminator="name")],
+    BeforeValidator(name_alone),
+]

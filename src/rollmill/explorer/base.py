@@ -1,0 +1,49 @@
+"""What rolls out groups, wherever it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.types import Experience, Task
+
+Generated = Callable[[list[Experience]], None]
+"""Is handed a group when its tokens are there; its rewards may come later, into the same objects."""
+
+
+class Explores(Protocol):
+    """An explorer, in this process or in another one."""
+
+    elsewhere: bool
+    """It has weights of its own and goes on while the trainer trains."""
+
+    async def rollout(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
+    ) -> list[Experience]:
+        """The judged experiences of n rollouts of one task."""
+        ...
+
+    async def rollout_with_greedy(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
+    ) -> list[Experience]:
+        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout."""
+        ...
+
+    def take_counts(self) -> dict[str, float]:
+        """What has become of rollouts since the last call."""
+        ...

@@ -1,0 +1,217 @@
+"""Explorers in other processes, with the interface of those in this one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.cluster.pool import ActorPool
+from rollmill.cluster.ray_session import join, ray_module
+from rollmill.config.placement import OnRay
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.core.types import Experience, Task
+from rollmill.explorer.base import Generated
+from rollmill.explorer.drafts import DraftShelf
+from rollmill.master.explorer_actor import Asked, ExplorerActor, Reply, Setup, moved, trained
+from rollmill.master.measures import summed
+from rollmill.models.load import Policy
+from rollmill.monitor.trace import Trace
+from rollmill.rewards import Judge
+from rollmill.sync import FolderSender, SharedSender, WeightSender, shared_folder
+
+START_S = 300.0
+"""How long explorers may take to start, models and all."""
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What processes elsewhere need to know of the run."""
+
+    placement: OnRay
+    run_dir: Path
+    run_id: str
+    plugins: list[Path]
+    threads: int
+
+
+class RemoteExplorers:
+    """The explorers of one stage, as Ray actors; they get the trainer's weights with every `publish`.
+
+    Args:
+        policy: what is trained; explorers begin with a copy.
+        tasks: what worked examples are chosen from.
+    """
+
+    def __init__(
+        self, config: StageConfig, policy: Policy, around: Surroundings, *, precision: str, tasks: Sequence[Task]
+    ) -> None:
+        self._config, self._policy, placement = config, policy, around.placement
+        dtype = torch.bfloat16 if precision == "bf16" else None
+        self.version, self.tokens_generated = -1, 0
+        self._metrics: list[dict[str, float]] = []
+        self._counters: dict[str, dict[str, float]] = {}  # by explorer, also those that have died
+        address = join(placement.address)
+        count = placement.explorers
+        self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
+        place, self._sender = _transport(around, policy, dtype)
+        ray = ray_module()
+        setup = ray.put(
+            Setup(
+                config.model_dump_json(),
+                policy,
+                precision,
+                around.threads,
+                around.plugins,
+                [task for task in tasks if task.response is not None],
+                placement.weights,
+                place,
+            )
+        )
+        made = ray.remote(ExplorerActor).options(
+            num_cpus=placement.cpus, num_gpus=placement.gpus, max_restarts=0, max_concurrency=10_000
+        )
+        self._pool = ActorPool(
+            "explorer",
+            lambda name: made.remote(setup),
+            placement.explorers,
+            health_s=placement.health_s,
+            replacements=placement.replacements,
+        )
+        self._started: asyncio.Task[None] | None = None
+
+    def publish(self, version: int) -> None:
+        """See InPlace: the trainer's parameters are now those of `version`."""
+        self._sender.send(version, trained(self._policy))
+        self.version = version
+        self._pool.forgive()
+        if self._started is not None:
+            self._pool.tell("update", version)
+
+    def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> RemoteExplorer:
+        """One that rolls out as the stage's `workflow` says."""
+        return RemoteExplorer(self, "", trace)
+
+    def otherwise(self, config: StageConfig, judge: Judge) -> OtherwiseRemote:
+        """For tasks that are rolled out or judged otherwise; explorers have judges of their own."""
+        return OtherwiseRemote(self, config.model_dump_json())
+
+    async def ask(self, asked: Asked) -> Reply:
+        """Have a group rolled out. Raises like Explorer.rollout; EngineError where explorers die again and again."""
+        if self._started is None:
+            self._started = asyncio.ensure_future(self._pool.ready(START_S))
+        await asyncio.shield(self._started)
+        name, reply = await self._pool.ask("rollout", asked)
+        assert isinstance(reply, Reply)
+        self.tokens_generated += reply.tokens
+        self._metrics += reply.metrics
+        self._counters[name] = reply.counters
+        return reply
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened in environments and tools since the last call, and how many explorers were replaced."""
+        happened, self._metrics = self._metrics, []
+        replaced, self._pool.replaced = self._pool.replaced, 0
+        return summed(happened) | ({"explorer/replaced": float(replaced)} if replaced else {})
+
+    def counters(self) -> dict[str, float]:
+        """What rewards count so far."""
+        return summed(list(self._counters.values()))
+
+    def state_dict(self) -> None:
+        """Explorers keep nothing that a checkpoint needs."""
+
+    def load_state_dict(self, state: None) -> None:
+        """Continue where `state_dict` was taken."""
+
+    async def close(self) -> None:
+        """End the explorers; may be called twice."""
+        if self._started is not None:
+            self._started.cancel()
+        await self._pool.close("close")
+        self._sender.close()
+
+
+class OtherwiseRemote:
+    """As RemoteExplorers, for other sections of the same stage."""
+
+    def __init__(self, explorers: RemoteExplorers, stage: str) -> None:
+        self._explorers, self._stage = explorers, stage
+
+    def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> RemoteExplorer:
+        """One that rolls out as these sections say."""
+        return RemoteExplorer(self._explorers, self._stage, trace)
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the stage tell it all."""
+        return {}
+
+    async def close(self) -> None:
+        """Those of the stage are closed."""
+
+
+class RemoteExplorer:
+    """Has groups rolled out; see Explorer. Their rewards come with their tokens."""
+
+    elsewhere = True
+
+    def __init__(self, explorers: RemoteExplorers, stage: str, trace: Trace | None) -> None:
+        self._explorers, self._stage, self._trace = explorers, stage, trace
+        self._counts: Counter[str] = Counter()
+
+    async def rollout(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
+        with_greedy: bool = False,
+    ) -> list[Experience]:
+        """See Explorer."""
+        version = self._explorers.version
+        asked = Asked(task, sampling, n, seed, group, version, with_greedy, self._stage)
+        reply = await self._explorers.ask(asked)
+        if self._trace is not None:
+            for span in moved(reply.spans, time.perf_counter() - time.time()):
+                self._trace.add(span.kind, span.asked, span.started, span.ended)
+        self._counts.update(reply.counts)
+        if generated is not None:
+            generated(reply.experiences)
+        return reply.experiences
+
+    async def rollout_with_greedy(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: Generated | None = None,
+    ) -> list[Experience]:
+        """See Explorer."""
+        return await self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated, with_greedy=True)
+
+    def take_counts(self) -> dict[str, float]:
+        """See Explorer."""
+        counts, self._counts = self._counts, Counter()
+        return dict(counts)
+
+
+def _transport(around: Surroundings, policy: Policy, dtype: Any) -> tuple[Path, WeightSender]:
+    placement = around.placement
+    if placement.weights == "memory":
+        place = shared_folder() / f"rollmill-{around.run_id}"
+        return place, SharedSender(place, trained(policy), dtype=dtype)
+    place = Path(placement.weights_folder or around.run_dir / "weights").absolute()
+    return place, FolderSender(place, trained(policy), dtype=dtype)

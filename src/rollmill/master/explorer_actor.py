@@ -1,0 +1,151 @@
+"""What an explorer's process does: roll out and judge with the newest weights it has been sent."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.core.registry import import_file
+from rollmill.core.types import Experience, Task
+from rollmill.explorer import Explorer
+from rollmill.master.engine import native_engine
+from rollmill.master.explorers import Explorers
+from rollmill.master.measures import summed
+from rollmill.master.stage_parts import judge_of
+from rollmill.models.load import Policy
+from rollmill.monitor.trace import Span, Trace
+from rollmill.sync import FolderReceiver, SharedReceiver, WeightReceiver
+
+
+@dataclass(frozen=True)
+class Setup:
+    """All that an explorer is made of. Sections travel as JSON: users' parts are known only once plugins are loaded."""
+
+    stage: str  #: the StageConfig
+    policy: Policy  #: a copy; its trained weights come by the transport
+    precision: str
+    threads: int
+    plugins: list[Path]
+    tasks: list[Task]  #: what worked examples are chosen from
+    weights: str  #: the transport: memory or folder
+    place: Path  #: where it writes
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A group that an explorer shall roll out.
+
+    `version` is that of the weights it needs at least. `stage` is the StageConfig, as JSON, of held-out tasks that are
+    rolled out otherwise; "" is the training's.
+    """
+
+    task: Task
+    sampling: SamplingConfig
+    n: int
+    seed: int
+    group: str
+    version: int
+    with_greedy: bool = False
+    stage: str = ""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A group, and what has happened in the process since the reply before."""
+
+    experiences: list[Experience]
+    spans: list[Span]  #: in seconds since the epoch
+    tokens: int
+    metrics: list[dict[str, float]] = field(default_factory=list)
+    counters: dict[str, float] = field(default_factory=dict)  #: of rewards, since the start of the process
+    counts: dict[str, float] = field(default_factory=dict)  #: of rollouts by a workflow
+
+
+class ExplorerActor:
+    """One explorer. Its methods are called from one event loop, which any number of groups share."""
+
+    def __init__(self, setup: Setup) -> None:
+        torch.set_num_threads(setup.threads)
+        for plugin in setup.plugins:
+            import_file(plugin)
+        self._setup, self._policy = setup, setup.policy
+        self._engine = native_engine(setup.policy, self._stage_of(setup.stage).rollout, setup.precision)
+        self._engine.version = -1  # no weights have come
+        self._trace = Trace()
+        self._receiver: WeightReceiver
+        self._receiver = (SharedReceiver if setup.weights == "memory" else FolderReceiver)(setup.place)
+        self._explorers: list[Explorers] = []
+        self._made: dict[str, Explorer] = {}
+        self._judges: list[Any] = []
+        self._tokens = 0
+        self._made[""] = self._make(setup.stage)
+
+    async def ready(self) -> int:
+        """The process id; answers while rollouts are under way."""
+        return os.getpid()
+
+    async def update(self, version: int) -> None:
+        """Go on with weights of at least this version; those under way go on with them, too."""
+        if self._engine.version < version:
+            self._engine.weights_updated(self._receiver.receive(trained(self._policy)))
+
+    async def rollout(self, asked: Asked) -> Reply:
+        """Roll out a group and judge it. Raises like Explorer.rollout, SyncError and DeadlineError."""
+        await self.update(asked.version)
+        if asked.stage not in self._made:
+            self._made[asked.stage] = self._make(asked.stage)
+        explorer = self._made[asked.stage]
+        roll = explorer.rollout_with_greedy if asked.with_greedy else explorer.rollout
+        experiences = await roll(asked.task, asked.sampling, n=asked.n, seed=asked.seed, group=asked.group)
+        before, self._tokens = self._tokens, self._engine.tokens_generated
+        offset = time.time() - time.perf_counter()
+        return Reply(
+            experiences,
+            moved(self._trace.take(), offset),
+            self._tokens - before,
+            [each.metrics() for each in self._explorers],
+            summed([judge.counters() for judge in self._judges]),
+            explorer.take_counts(),
+        )
+
+    async def close(self) -> None:
+        """End environments, tools and rewards."""
+        for explorers in self._explorers:
+            await explorers.close()
+        await self._engine.close()
+        for judge in self._judges:
+            judge.close()
+        self._receiver.close()
+
+    def _make(self, text: str) -> Explorer:
+        stage = self._stage_of(text)
+        judge = judge_of(stage, self._policy, stage.rewards)
+        self._judges.append(judge)
+        if self._explorers:
+            explorers = self._explorers[0].otherwise(stage, judge)
+        else:
+            precision, tasks = self._setup.precision, self._setup.tasks
+            explorers = Explorers(stage, self._policy, self._engine, judge, precision=precision, tasks=tasks)
+        self._explorers.append(explorers)
+        return explorers.training(self._trace)
+
+    def _stage_of(self, text: str) -> StageConfig:
+        return StageConfig.model_validate_json(text)
+
+
+def moved(spans: list[Span], by: float) -> list[Span]:
+    """Spans on another clock."""
+    return [Span(each.kind, each.asked + by, each.started + by, each.ended + by) for each in spans]
+
+
+def trained(policy: Policy) -> dict[str, Tensor]:
+    """What an update changes, by name: all parameters, or adapters alone."""
+    return {name: each.data for name, each in policy.model.named_parameters() if each.requires_grad}
