@@ -224,10 +224,6 @@ CASES = {
         GOOD + "rollout: {reuse: {}}\nplacement: {name: ray, explorers: 2}",
         "placement: stage train has rollout.reuse, which needs explorers in the trainer's process; remove it",
     ),
-    "an opponent elsewhere": (
-        GOOD + "workflow: {name: judged, by: opponent}\nmodels: {opponent: {policy: initial}}\nplacement: ray",
-        "placement: stage train has models.opponent.policy, which needs explorers",
-    ),
     "a folder that nothing is written to": (
         GOOD + "placement: {name: ray, weights_folder: /tmp}",
         "placement.weights_folder: not honoured with weights `memory`; it is with `folder`",
