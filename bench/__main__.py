@@ -24,6 +24,8 @@ NAMES = (
     "sandbox",
     "buffer",
     "spec",
+    "sync",
+    "asynchronous",
     "gpu_check",
 )
 

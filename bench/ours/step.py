@@ -22,7 +22,15 @@ def even_ids(task: Any, completion: Any) -> float:
     return float((completion.token_ids % 2 == 0).mean())
 
 
-def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollout: Any) -> Any:
+def build_stage(
+    args: argparse.Namespace,
+    reward: str,
+    lr: float = 1e-5,
+    *,
+    max_staleness: int = 0,
+    around: Any = None,
+    **rollout: Any,
+) -> Any:
     """The stage of a run with this reward function, and the precision it computes in."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
@@ -48,6 +56,7 @@ def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollo
     precision = choose_precision(model, device) if args.dtype == "auto" else args.dtype
     config = StageConfig(
         steps=1000,
+        max_staleness=max_staleness,
         taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
         rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens, **rollout),
         rewards=[PythonReward(name="python", function=reward, processes=1)],
@@ -57,7 +66,7 @@ def build_stage(args: argparse.Namespace, reward: str, lr: float = 1e-5, **rollo
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.tasks_from), experts=None, held_out={}, notes=[])
-    common: dict[str, Any] = {"first_version": 0, "precision": precision}
+    common: dict[str, Any] = {"first_version": 0, "precision": precision, "around": around}
     stage = StageRun(config, policy, tasks, index=0, seed=0, buffers=Buffers(Path(), "", read_only=True), **common)
     return stage, precision
 

@@ -1,0 +1,63 @@
+"""Worker: several GRPO steps per command, with explorers in this process or on Ray."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import tempfile
+import time
+import uuid
+from pathlib import Path
+
+from bench.ours.step import build_stage
+from bench.worker import Channel, versions
+
+SETTLE = 3
+"""Steps before the clock starts: what explorers did while the worker rested is used up."""
+
+
+async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
+    """Follow the parent's commands."""
+    around = None
+    if args.placement == "ray":
+        from rollmill.config.placement import OnRay
+        from rollmill.master.elsewhere import Surroundings
+
+        around = Surroundings(OnRay(explorers=args.explorers), folder, uuid.uuid4().hex, [], 1)
+    stage, precision = build_stage(args, "bench.ours.step:even_ids", max_staleness=args.max_staleness, around=around)
+    stage.begin({})
+    await stage.step()
+    channel.say(dtype=precision, versions=versions("torch", "transformers", "ray"))
+    for _ in channel.commands():
+        for _ in range(SETTLE):
+            await stage.step()
+        began, staleness = time.perf_counter(), 0.0
+        phases: dict[str, float] = {}
+        for _ in range(args.steps):
+            result = await stage.step()
+            staleness = max(staleness, result.metrics["staleness/max"])
+            for name, seconds in result.seconds.items():
+                phases[name] = round(phases.get(name, 0.0) + seconds / args.steps, 4)
+        seconds = time.perf_counter() - began
+        channel.say(steps_per_s=args.steps / seconds, staleness=staleness, phases=phases)
+    await stage.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--placement", choices=("inline", "ray"), required=True)
+    parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--explorers", type=int, default=1)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--model", default="m3")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--dtype", default="auto")
+    parser.set_defaults(device="cpu")
+    with tempfile.TemporaryDirectory(prefix="bench-async-") as folder:
+        asyncio.run(serve_steps(Channel(), parser.parse_args(), Path(folder)))
+
+
+if __name__ == "__main__":
+    main()
