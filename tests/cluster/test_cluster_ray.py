@@ -11,7 +11,7 @@ from forks import Forks
 from tiny import tiny_run
 
 import rollmill
-from rollmill.core.errors import EngineError, RewardError
+from rollmill.core.errors import ConfigError, EngineError, RewardError
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
@@ -103,6 +103,11 @@ def test_what_a_reward_raises_elsewhere_is_raised_here(tmp_path: Path) -> None:
     rewards = [{"name": "python", "function": f"{tmp_path}/mine.py:mine"}]
     with pytest.raises(RewardError, match="no good"):
         ran(tmp_path, "run", placement="ray", rewards=rewards, stages=None, steps=1, algorithm={"name": "grpo"})
+
+
+def test_more_explorers_than_cores(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"placement\.explorers: 2 explorers of 999 cores each, and Ray has \d+"):
+        ran(tmp_path, "run", placement={"name": "ray", "explorers": 2, "cpus": 999}, stages=None)
 
 
 def test_no_ray_at_an_address(server: Forks, tmp_path: Path) -> None:

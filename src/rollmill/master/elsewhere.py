@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollmill.cluster.pool import ActorPool
-from rollmill.cluster.ray_session import join, ray_module
+from rollmill.cluster.ray_session import join, ray_module, require_cores
 from rollmill.config.placement import OnRay
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
@@ -53,12 +53,13 @@ class RemoteExplorers:
     def __init__(
         self, config: StageConfig, policy: Policy, around: Surroundings, *, precision: str, tasks: Sequence[Task]
     ) -> None:
-        self._config, self._policy, placement = config, policy, around.placement
+        self._policy, placement = policy, around.placement
         dtype = torch.bfloat16 if precision == "bf16" else None
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[str, dict[str, float]] = {}  # by explorer, also those that have died
         address = join(placement.address)
+        require_cores(placement.explorers, placement.cpus)
         count = placement.explorers
         self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
         place, self._sender = _transport(around, policy, dtype)
