@@ -95,6 +95,7 @@ class Master:
             first_version=self.state.step - self.state.current.step,
             precision=self._precision,
             buffers=self._buffers,
+            plugins=self._config.plugins,
         )
         try:
             if trainer:
