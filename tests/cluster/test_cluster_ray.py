@@ -69,7 +69,8 @@ def test_stale_explorers_stay_within_the_bound(tmp_path: Path, weights: str) -> 
     assert [row["step"] for row in steps] == list(range(1, 9))
     assert max(row["staleness/max"] for row in steps) <= 2
     assert max(row["staleness/max"] for row in steps) > 0
-    assert not list(Path("/dev/shm").glob("rollmill-*"))
+    run_id = json.loads((out / "machine.json").read_text())["run_id"]
+    assert not list(Path("/dev/shm").glob(f"rollmill-{run_id}*"))
 
 
 def hurting(tmp_path: Path, times: int = 1, signal_number: int = 9, **placement: Any) -> list[dict[str, Any]]:

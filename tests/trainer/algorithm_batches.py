@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import AlgorithmOptions
@@ -21,6 +22,7 @@ from rollmill.trainer import critic as critic_module
 from rollmill.trainer import scoring as scoring_module
 from rollmill.trainer import trainer as trainer_module
 from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.sharding import own_parts
 
 LIMIT = 24  #: max_new_tokens
 
@@ -65,7 +67,8 @@ def trainer_of(
 
 @torch.no_grad()
 def _fill(weight: Tensor) -> None:
-    weight.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None])
+    (own,) = own_parts([weight])
+    own.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None][: len(own)])
 
 
 def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions, seed: int = 0) -> Any:
@@ -163,8 +166,9 @@ def plain_values(critic: Any, batch: Sequence[Experience]) -> list[Tensor]:
 
 
 def flat(model: Any) -> Tensor:
-    """All weights in one vector."""
-    return torch.cat([p.detach().flatten() for p in model.parameters()])
+    """All weights in one vector; of shards on all ranks together."""
+    whole = [p.full_tensor() if isinstance(p, DTensor) else p for p in model.parameters()]
+    return torch.cat([p.detach().flatten() for p in whole])
 
 
 def distance(got: Tensor, expected: Tensor) -> float:

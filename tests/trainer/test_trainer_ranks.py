@@ -19,12 +19,15 @@ from algorithm_batches import batch_for, flat, options_of, record, trainer_of
 from torch import Tensor
 
 from rollmill.trainer import ScoreTrainer, Trainer
+from rollmill.trainer.ranks import Ranks
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "token-mean", "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 20}},
     "dr_grpo": {},
     "gspo": {},
     "mix": {"mu": 0.3},
+    "sft": {},
+    "distill": {"divergence": "jsd"},
     "ppo": {"advantage": {"lam": 0.9}, "critic": {"lr": 1e-3}},
     "dpo": {"sft": 0.2},
     "reward_model": {"margin": 0.2, "centre_coefficient": 0.1},
@@ -34,12 +37,21 @@ BOUNDS = {"fp32": 1e-5, "float64": 1e-10}
 RANKS, DEADLINE_S = 2, 200
 CONFIG: dict[str, Any] = {"updates_per_batch": 2, "micro_batch_tokens": 30, "eps": 1e-4}
 
+
+def _cut(name: str, dtype: str) -> bool:
+    """Whether the models of a job are cut into shards, too."""
+    return (dtype == "fp32" and name in ("grpo", "mix", "distill")) or (dtype == "float64" and name in ("ppo", "sft"))
+
+
+JOBS = [(name, dtype) for name in ALGORITHMS for dtype in DTYPES]
+CASES = [(*job, False) for job in JOBS] + [(*job, True) for job in JOBS if _cut(*job)]
+
 Result = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
-def _learn(job: dict[str, Any]) -> Result:
+def _learn(job: dict[str, Any], ranks: Ranks | None = None) -> Result:
     """Metrics of each step, and how far all of them moved each model's weights."""
-    trainer = trainer_of(job["model"], job["options"], reference=job["reference"], **CONFIG)
+    trainer = trainer_of(job["model"], job["options"], reference=job["reference"], ranks=ranks, **CONFIG)
     models = _models(trainer)
     before = {name: flat(model) for name, model in models.items()}
     metrics = [trainer.step(batch, 1) for batch in job["batches"]]
@@ -56,8 +68,11 @@ def _process(rank: int, folder: Path) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo" if sys.platform == "linux" else "lo0"
     torch.set_num_threads(1)
     with _group(rank, folder):
-        jobs = pickle.loads((folder / "jobs").read_bytes())
-        results = {key: _learn(job) for key, job in jobs.items()}
+        results = {}
+        for sharded in (False, True):
+            ranks = Ranks(rank, RANKS, sharded)
+            jobs = pickle.loads((folder / "jobs").read_bytes())
+            results |= {(*key, sharded): _learn(job, ranks) for key, job in jobs.items() if not sharded or _cut(*key)}
     (folder / f"results-{rank}").write_bytes(pickle.dumps(results))
 
 
@@ -102,17 +117,16 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
     return {key: _learn(job) for key, job in jobs.items()}, pair
 
 
-@pytest.mark.parametrize("dtype", list(DTYPES))
-@pytest.mark.parametrize("name", list(ALGORITHMS))
-def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str) -> None:
+@pytest.mark.parametrize(("name", "dtype", "sharded"), CASES)
+def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str, sharded: bool) -> None:
     alone, pair = results
     metrics, moved = alone[name, dtype]
     assert moved.keys() == {"ppo": {"policy", "critic"}, "reward_model": {"score"}}.get(name, {"policy"})
     for each in pair:
-        for got, expected in zip(each[name, dtype][0], metrics, strict=True):
+        for got, expected in zip(each[name, dtype, sharded][0], metrics, strict=True):
             assert got == pytest.approx(expected, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
         for model, movement in moved.items():
-            off = (each[name, dtype][1][model] - movement).norm() / movement.norm()
+            off = (each[name, dtype, sharded][1][model] - movement).norm() / movement.norm()
             assert off < BOUNDS[dtype]
     for model in moved:
-        assert torch.equal(pair[0][name, dtype][1][model], pair[1][name, dtype][1][model])
+        assert torch.equal(pair[0][name, dtype, sharded][1][model], pair[1][name, dtype, sharded][1][model])

@@ -89,9 +89,8 @@ def test_a_denominator_per_micro_batch_would_be_noticed(
     original = Trainer._forward
 
     def wrong(self: Trainer, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
-        terms = original(self, batch, micro, *args, **kwargs)
-        share = len(micro.experiences) / len(batch.experiences)
-        return {name: (weight, value / share) for name, (weight, value) in terms.items()}
+        loss, terms = original(self, batch, micro, *args, **kwargs)
+        return loss * len(batch.experiences) / len(micro.experiences), terms
 
     monkeypatch.setattr(Trainer, "_forward", wrong)
     for budget in (45, 100_000):

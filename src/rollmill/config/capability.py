@@ -89,6 +89,9 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         )
     if stage.trainer.schedule == "constant":
         keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
+    if stage.trainer.ranks == 1:
+        for name in ("sharding", "rank_deadline_s"):
+            keys["trainer", name] = "not honoured with one rank; give trainer.ranks or remove it"
     if not algorithm.uses_rollouts:
         for path, section in _sections(stage.taskset, ("taskset",)):
             if section.order.uses_success:

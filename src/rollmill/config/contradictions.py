@@ -9,7 +9,7 @@ from pathlib import Path
 import regex
 
 from rollmill.config.advantage import BatchBaseline
-from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
+from rollmill.config.algorithm import AlgorithmOptions, DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.environments import ReasoningGymAttempts
 from rollmill.config.evaluation_checks import evaluation_contradictions, place_of
@@ -235,6 +235,19 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
         yield ("trainer", "warmup_steps"), text
     if not all(0 <= beta < 1 for beta in trainer.betas):
         yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
+    if trainer.ranks > 1 and trainer.sharding == "fsdp":
+        yield from _sharding(algorithm)
+
+
+def _sharding(algorithm: AlgorithmOptions) -> Iterator[Finding]:
+    """What cannot be sharded yet."""
+    if not algorithm.trains_policy:
+        yield ("trainer", "sharding"), f"algorithm `{algorithm.name}` cannot be sharded yet; use `none`"
+    if not isinstance(algorithm, PolicyGradientOptions) or not algorithm.advantage.uses_critic:
+        return
+    if algorithm.critic.network == "policy":
+        text = "a head on the policy's network cannot be trained beside shards yet; use `own`, or sharding `none`"
+        yield ("algorithm", "critic", "network"), text
 
 
 def _tasksets(stage: StageConfig) -> Iterator[Finding]:
@@ -310,6 +323,14 @@ def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Itera
     else:
         yield from _new_model(model.new, stages)
     yield from _other_models(model, stages)
+    yield from _sharded_adapters(model, stages)
+
+
+def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:
+    for index, stage in enumerate(stages):
+        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding == "fsdp":
+            at: KeyPath = ("stages", index, "trainer") if len(stages) > 1 else ("trainer",)
+            yield (*at, "sharding"), "adapters (model.lora) cannot be sharded yet; use `none`, or train all weights"
 
 
 def _other_models(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:

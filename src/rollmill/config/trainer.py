@@ -40,3 +40,11 @@ class TrainerConfig(Section):
     """Recompute activations in the backward pass: less memory, more time."""
     precision: Literal["auto", "fp32", "bf16"] = "auto"
     """Compute type over fp32 master weights; auto measures which is faster on this machine."""
+    ranks: int = Field(1, ge=1)
+    """Processes that share the passes over a batch, each with `threads` threads or a GPU of its own. The first one is
+    the run's own process, which also rolls out."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """`none`: every rank holds the whole model and optimizer. `fsdp`: its share of weights, gradients and optimizer
+    states; the first rank holds the whole weights, too, for rollouts."""
+    rank_deadline_s: float = Field(600.0, gt=0)
+    """Longest wait of a rank for another one within a step."""

@@ -99,6 +99,7 @@ class Master:
             precision=self._precision,
             buffers=self._buffers,
             around=self._around,
+            plugins=self._config.plugins,
         )
         try:
             if trainer:

@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
@@ -59,9 +59,11 @@ from rollmill.monitor.trace import Span, Trace
 from rollmill.recipes.mix import Mixed
 from rollmill.rewards import Judge
 from rollmill.sync import InPlace
-from rollmill.trainer import ScoreTrainer, Trainer
+from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
 
 _TURNS = 5
+RANKS = "ranks"
+"""Folder of a run for what other ranks print."""
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 
@@ -93,6 +95,7 @@ class StageRun:
         precision: str,
         buffers: Buffers,
         around: Surroundings | None = None,
+        plugins: Sequence[Path] = (),
     ) -> None:
         self.config = config
         self.tasks = tasks
@@ -103,7 +106,15 @@ class StageRun:
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._trainer = trainer_of(config, policy, self._judge, precision=precision, seed=self._seed)
+        self._trainer = trainer_of(
+            config,
+            policy,
+            self._judge,
+            precision=precision,
+            seed=self._seed,
+            logs=buffers.run_dir / RANKS,
+            plugins=plugins,
+        )
         self._remote: RemoteExplorers | None = None
         if around is not None and self._judge is not None:
             self._remote = RemoteExplorers(config, policy, around, precision=precision, tasks=tasks.training.tasks)
@@ -335,8 +346,9 @@ class StageRun:
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
-        if isinstance(self._trainer, ScoreTrainer):
-            policy, scored = self._policy, self._trainer.model
+        learner = self._trainer.own if isinstance(self._trainer, RankedTrainer) else self._trainer
+        if isinstance(learner, ScoreTrainer):
+            policy, scored = self._policy, learner.model
             directory = folder / REWARD_MODEL
             save_classifier(
                 policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
@@ -344,11 +356,16 @@ class StageRun:
 
     def begin(self, stores: dict[str, dict[str, Any]]) -> None:
         """Start from the first step; `stores` says where buffers were at the end of the stage before."""
+        self._start_ranks()
         self.state.stores = stores
         self._rewind()
         if self._store.kind == SQL:
             self._store.put_tasks(self.tasks.training.tasks)
         self._mark_boundary()
+
+    def _start_ranks(self) -> None:
+        if isinstance(self._trainer, RankedTrainer):
+            self._trainer.start()
 
     def _rewind(self) -> None:
         """The buffer as it was when the stage was where it is now."""
@@ -356,6 +373,7 @@ class StageRun:
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
+        self._start_ranks()
         self.state = state
         self._rewind()
         if self._experts is not None and state.experts is not None:
@@ -373,6 +391,8 @@ class StageRun:
 
     async def close(self) -> None:
         """Stop what is running."""
+        if isinstance(self._trainer, RankedTrainer):
+            self._trainer.close()
         if self._supply is not None:
             await self._supply.close()
         if self.evaluator is not None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
-from rollmill.algorithms import build_recipe
 from rollmill.buffer import Store
 from rollmill.buffer.ratings import Ratings
 from rollmill.config.rewards import RewardConfig
@@ -19,10 +19,12 @@ from rollmill.models.load import Policy, load_teacher
 from rollmill.models.run_tokenizer import fingerprint
 from rollmill.monitor.trace import Trace
 from rollmill.pipelines.build import Resources, build_pipeline
-from rollmill.recipes import Distill, RewardModel
+from rollmill.recipes import Distill
 from rollmill.rewards import Judge, build_judge
 from rollmill.tasks import Taskset, build_sampler
-from rollmill.trainer import ScoreTrainer, Trainer
+from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
+from rollmill.trainer.build import Plan
+from rollmill.trainer.ranks import Ranks
 
 
 def judge_of(config: StageConfig, policy: Policy, rewards: Sequence[RewardConfig]) -> Judge:
@@ -31,20 +33,38 @@ def judge_of(config: StageConfig, policy: Policy, rewards: Sequence[RewardConfig
 
 
 def trainer_of(
-    config: StageConfig, policy: Policy, judge: Judge | None, *, precision: str, seed: int
-) -> Trainer | ScoreTrainer:
-    """What learns, in `precision`: the policy, or a reward model that begins as the policy."""
-    algorithm, options = config.algorithm, config.trainer.model_copy(update={"precision": precision})
-    if isinstance(algorithm, RewardModel):
-        return ScoreTrainer(policy.model, algorithm, options, total_steps=config.steps, device=policy.device, seed=seed)
-    weights = None if judge is None else judge.weights
-    recipe = build_recipe(algorithm, max_new_tokens=config.rollout.max_new_tokens, reward_weights=weights)
+    config: StageConfig,
+    policy: Policy,
+    judge: Judge | None,
+    *,
+    precision: str,
+    seed: int,
+    logs: Path,
+    plugins: Sequence[Path],
+) -> Trainer | ScoreTrainer | RankedTrainer:
+    """What learns, in `precision`: the policy, or a reward model that begins as the policy.
+
+    Args:
+        logs: folder for what ranks besides this process print.
+        plugins: files that they import.
+    """
+    algorithm = config.algorithm
+    plan = Plan(
+        algorithm,
+        config.trainer,
+        precision,
+        total_steps=config.steps,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=seed,
+        reward_weights=None if judge is None else dict(judge.weights),
+        plugins=tuple(plugins),
+    )
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
         teacher = load_teacher(algorithm.teacher, policy)
-    return Trainer(
-        policy.model, recipe, options, total_steps=config.steps, device=policy.device, seed=seed, teacher=teacher
-    )
+    if config.trainer.ranks > 1:
+        return RankedTrainer(plan, policy.model, teacher, policy.device, logs)
+    return plan.trainer(policy.model, teacher, policy.device, Ranks.of_process())
 
 
 def supply_of(

@@ -93,8 +93,13 @@ def _replacement(module: Any) -> Any:
     expected = module(x)
     for form in (_plain, _offset):
         if torch.allclose(form(x, weight, eps), expected, rtol=1e-5, atol=1e-6):
-            return partial(form, weight=weight, eps=eps)
+            return partial(_through, form, module, eps)
     return None
+
+
+def _through(form: Callable[[Tensor, Tensor, float], Tensor], module: Any, eps: float, x: Tensor) -> Tensor:
+    """(The weight is looked up at each call: a sharded model's is another tensor while it computes.)"""
+    return form(x, module.weight, eps)
 
 
 def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -96,6 +96,7 @@ def micro_batches(
     keep_groups: bool = False,
     ranks: int = 1,
     rank: int = 0,
+    even: bool = False,
 ) -> list[MicroBatch]:
     """Pack the chosen experiences into rows of at most `budget` tokens (more only if one experience is longer).
 
@@ -107,6 +108,7 @@ def micro_batches(
         keep_groups: the experiences of a group share a row, whatever the budget.
         ranks: on how many ranks the rows are; all have equally many, some of which may be missing at the end.
         rank: whose rows are returned.
+        even: rows of nothing in place of missing ones, since all ranks have to make equally many passes.
     """
     atoms: dict[object, list[int]] = {}
     for i in chosen:
@@ -120,10 +122,21 @@ def micro_batches(
         units.extend(_divided(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
     costs = [_cost(experiences, table, unit, share_prefixes) for unit in units]
     rows = pack(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
-    packed = [[i for unit in row for i in units[unit]] for row in rows if row]
+    packed = [[i for unit in row for i in units[unit]] for row in rows if row or even]
     return [
-        _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device) for row in packed
+        _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device)
+        if row
+        else _nothing(device)
+        for row in packed
     ]
+
+
+def _nothing(device: torch.device) -> MicroBatch:
+    """A row of one token, of which nothing is predicted."""
+    token = torch.zeros(1, 1, dtype=torch.int64, device=device)
+    none = token[0, :0]
+    attention = PackedAttention(Layout((1,), (-1,)), device)
+    return MicroBatch([], token, token, attention, rows=none, tokens=none, sequence=none, group=none)
 
 
 def _divided(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:

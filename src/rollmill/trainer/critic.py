@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from rollmill.trainer.failure import training_failure
 from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.schedule import learning_rate
+from rollmill.trainer.sharding import load_optimizer, load_weights
 
 
 class ValueModel(nn.Module):
@@ -56,7 +58,7 @@ class ValueModel(nn.Module):
         with autocast, torch.set_grad_enabled(self._own and torch.is_grad_enabled()):
             output = self.network(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
         hidden_Md = output.last_hidden_state[0].index_select(0, micro.rows)
-        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[:, 0]
+        values: Tensor = self.head(hidden_Md.to(self.head.weight.dtype))[:, 0].clone()  # FSDP hooks no views
         return values
 
 
@@ -70,7 +72,11 @@ class Critic:
         self.options, self._bf16, self._ranks = options, bf16, ranks
         self._config = config.model_copy(update={"lr": options.lr})
         self._total_steps = total_steps
-        self._optimizer = build_optimizer(self.model, self._config)
+
+    @cached_property
+    def _optimizer(self) -> torch.optim.AdamW:
+        """Made when it is first needed, since the model may be cut into shards before."""
+        return build_optimizer(self.model, self._config)
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:
@@ -115,7 +121,7 @@ class Critic:
             total += loss.detach()
         self._ranks.add_gradients(list(self.model.parameters()))
         grads = gradients(self._optimizer)
-        norm = gradient_norm(grads)
+        norm = self._ranks.norm(gradient_norm(grads))
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise training_failure(step, "the critic's gradient is not finite", task_ids)
@@ -130,8 +136,8 @@ class Critic:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        self.model.load_state_dict(state["model"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_weights(self.model, state["model"])
+        load_optimizer(self._optimizer, state["optimizer"])
 
 
 def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, float]:

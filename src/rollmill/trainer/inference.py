@@ -17,6 +17,7 @@ from rollmill.trainer.logprobs import attending_to
 from rollmill.trainer.objective import Scores
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.reference import Reference
+from rollmill.trainer.sharding import inside
 
 Rows = Callable[[Sequence[Experience], TokenTable, list[int]], list[MicroBatch]]
 Predict = Callable[[nn.Module, MicroBatch, TokenTable], tuple[Tensor, Tensor]]
@@ -106,7 +107,7 @@ class Inference:
 
     def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
         with attending_to(model, micro):
-            return self._predict(model, micro, table)[0].float()
+            return inside(model, lambda: self._predict(model, micro, table)[0].float())
 
 
 def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.config.trainer import TrainerConfig
+from rollmill.trainer.sharding import own_parts
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
@@ -20,8 +21,8 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients of all parameters that have one."""
-    return [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    """The gradients of all parameters that have one; of sharded ones what this rank holds."""
+    return own_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
 
 
 def gradient_norm(grads: list[Tensor]) -> float:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.lora import has_lora
+from rollmill.trainer.sharding import load_weights
 
 
 class Reference:
@@ -69,7 +70,7 @@ class Reference:
         if state is None or self._given:
             return
         if self.model is not None:
-            self.model.load_state_dict(state)
+            load_weights(self.model, state)
         for name in self._adapter:
             self._adapter[name].copy_(state[name])
 

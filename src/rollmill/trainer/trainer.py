@@ -31,6 +31,7 @@ from rollmill.trainer.preparation import checkpoint_activations, evaluation_mode
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.reference import Reference
 from rollmill.trainer.schedule import learning_rate
+from rollmill.trainer.sharding import inside, load_optimizer, shard, whole
 
 Terms = dict[str, tuple[float, Tensor]]
 
@@ -74,7 +75,6 @@ class Trainer:
         self.precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
         self._ranks = ranks or Ranks.of_process()
-        self._optimizer = build_optimizer(self.model, config)
         self._generator = torch.Generator().manual_seed(seed)
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None
@@ -89,6 +89,9 @@ class Trainer:
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
         self._norms = self._find_norms()
+        if self._ranks.sharded:
+            self._shard()
+        self._optimizer = build_optimizer(self.model, config)
         self._inference = Inference(
             self.model,
             recipe,
@@ -169,8 +172,11 @@ class Trainer:
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
     def state_dict(self) -> dict[str, Any]:
-        """What a resumed trainer needs besides the model's weights."""
-        return {
+        """What a resumed trainer needs besides the model's weights: the same on however many ranks, whole tensors.
+
+        With shards all ranks call this together, and rank 0 gets it.
+        """
+        state = {
             "optimizer": self._optimizer.state_dict(),
             "steps": self.steps,
             "generator": self._generator.get_state(),
@@ -179,13 +185,14 @@ class Trainer:
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
         }
+        found: dict[str, Any] = whole(state)
+        return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
-        self._optimizer.load_state_dict(state["optimizer"])
+        load_optimizer(self._optimizer, state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
-        self._norms = self._find_norms()
         if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
         if self._critic is not None:
@@ -211,6 +218,13 @@ class Trainer:
     def _critic_only(self) -> bool:
         return self._critic is not None and self.steps < self._critic.options.warmup_steps
 
+    def _shard(self) -> None:
+        critic = None if self._critic is None else self._critic.model
+        reference = None if self._reference is None else self._reference.model
+        for model in (self.model, reference, critic):
+            if model is not None:
+                shard(model)
+
     def _find_norms(self) -> Replacements:
         if self.device.type != "cpu":
             return []
@@ -233,16 +247,15 @@ class Trainer:
         totals = {"loss": 0.0}
         for micro in micros:
             with attending_to(self.model, micro):
-                terms = self._forward(batch, micro, metrics, version, first_pass=first_pass)
+                loss, terms = self._forward(batch, micro, metrics, version, first_pass=first_pass)
                 self._check_loss(batch, micro, terms)
-                loss = _total(terms)
                 loss.backward()
             totals["loss"] += loss.item()
             for name, (_, value) in terms.items():
                 totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value.item()
         self._ranks.add_gradients(list(self.model.parameters()))
         grads = gradients(self._optimizer)
-        norm = gradient_norm(grads)
+        norm = self._ranks.norm(gradient_norm(grads))
         if not math.isfinite(norm):
             self._blame_gradient(batch, micros)
         clip(grads, norm, self.config.max_grad_norm)
@@ -266,12 +279,9 @@ class Trainer:
 
     def _forward(
         self, batch: _Part, micro: MicroBatch, metrics: TokenMetrics | None, version: int, *, first_pass: bool
-    ) -> Terms:
-        """Weight and share of every loss term of one micro-batch."""
-        with attending_to(self.model, micro):
-            hidden_Td = hidden_states(self.model, micro, bf16=self.precision == "bf16")
-            logprob, entropy = self._predict(self.model, micro, batch.table, hidden_Td)
-        divergence = self._divergence(hidden_Td, micro, batch.table)
+    ) -> tuple[Tensor, Terms]:
+        """The loss of one micro-batch; weight and share of every term."""
+        logprob, entropy, divergence = inside(self.model, lambda: self._predicted(micro, batch.table))
         terms: Terms = {}
         for source in Source:
             inputs, tokens = batch.objective.inputs(micro, logprob, entropy, source, divergence)
@@ -282,7 +292,14 @@ class Trainer:
                 metrics.usual(inputs, batch.table.version[tokens] == version, first_pass=first_pass)
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
-        return terms
+        return _total(terms) if terms else logprob.sum(), terms
+
+    def _predicted(self, micro: MicroBatch, table: TokenTable) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and divergences from the teacher of a micro-batch's tokens."""
+        with attending_to(self.model, micro):
+            hidden_Td = hidden_states(self.model, micro, bf16=self.precision == "bf16")
+            logprob, entropy = self._predict(self.model, micro, table, hidden_Td)
+        return logprob, entropy, self._divergence(hidden_Td, micro, table)
 
     def _divergence(self, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable) -> Tensor | None:
         """From the teacher, of a micro-batch's tokens."""
@@ -327,28 +344,38 @@ class Trainer:
             keep_groups=self.recipe.keeps_groups,
             ranks=self._ranks.size,
             rank=self._ranks.rank,
+            even=self._ranks.sharded,
         )
 
     def _check_loss(self, batch: _Part, micro: MicroBatch, terms: Terms) -> None:
         for name, (_, value) in terms.items():
             if self._ranks.size == 1 and not math.isfinite(value.item()):
-                self._fail(batch, micro, f"loss term {name!r} is {value.item()}")
+                self._fail(batch, micro.experiences, f"loss term {name!r} is {value.item()}")
 
     def _blame_gradient(self, batch: _Part, micros: list[MicroBatch]) -> None:
-        """Find the first micro-batch whose gradient is not finite, and report it."""
+        """Find the first micro-batch whose gradient is not finite, and report it on all ranks. (With shards every rank
+        has to make every pass, so none looks for it.)"""
+        found = self._ranks.first(None if self._ranks.sharded else self._culprit(batch, micros))
+        if found is None:
+            last = micros[-1].experiences if micros and self._ranks.size == 1 else batch.chosen
+            found = "the sum of the micro-batches' gradients is not finite", last
+        self._fail(batch, found[1], found[0])
+
+    def _culprit(self, batch: _Part, micros: list[MicroBatch]) -> tuple[str, list[int]] | None:
+        """What is wrong with one of this rank's micro-batches, and its experiences."""
         for micro in micros:
             self._optimizer.zero_grad(set_to_none=True)
             with attending_to(self.model, micro):
-                terms = self._forward(batch, micro, None, 0, first_pass=False)
-                _total(terms).backward()
+                loss, terms = self._forward(batch, micro, None, 0, first_pass=False)
+                loss.backward()
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    self._fail(batch, micro, f"the gradient of {name} by loss terms {', '.join(terms)} is not finite")
-        self._fail(batch, micros[-1] if micros else None, "the sum of the micro-batches' gradients is not finite")
+                    what = f"the gradient of {name} by loss terms {', '.join(terms)} is not finite"
+                    return what, micro.experiences
+        return None
 
-    def _fail(self, batch: _Part, micro: MicroBatch | None, what: str) -> None:
+    def _fail(self, batch: _Part, members: list[int], what: str) -> None:
         self._optimizer.zero_grad(set_to_none=True)
-        members = batch.chosen if micro is None else micro.experiences
         raise training_failure(self.steps, what, [batch.experiences[i].task_id for i in members])
 
 

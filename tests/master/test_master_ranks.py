@@ -1,0 +1,107 @@
+"""A run with several ranks gives what a run with one gives, and goes on with another number of them."""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+from safetensors.torch import load_file
+from tiny import tiny_run
+
+from rollmill.core import Experience
+from rollmill.core.errors import TrainingError
+from rollmill.master import resume, run
+from rollmill.monitor.metrics import read_metrics
+from rollmill.monitor.view import PlainView
+from rollmill.trainer import RankedTrainer
+
+RL: dict[str, Any] = {
+    "stages": None,
+    "algorithm": {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}},
+    "steps": 4,
+    "checkpoint": {"keep_last": 9},
+}
+FSDP = {"ranks": 2, "sharding": "fsdp"}
+SAME = ("loss", "grad_norm", "value/loss", "value/grad_norm", "kl_ref", "entropy", "reward/mean", "tokens", "lr")
+
+
+def quiet() -> PlainView:
+    return PlainView(io.StringIO())
+
+
+def started(folder: Path, **trainer: Any) -> Path:
+    run(tiny_run(folder, **RL, trainer={"lr": 1e-3} | trainer), out=folder / "out", view=quiet())
+    return folder / "out"
+
+
+def assert_same(got: Path, expected: Path) -> None:
+    """Metrics, weights of the last checkpoint and what was rolled out."""
+    rows, others = read_metrics(got), read_metrics(expected)
+    assert len(rows) == len(others)
+    for row, other in zip(rows, others, strict=True):
+        kept = {key: other[key] for key in SAME if key in other}
+        assert {key: row[key] for key in kept} == pytest.approx(kept, rel=1e-4, abs=1e-5), row["step"]
+    assert "kl_ref" in others[-1]
+    assert "value/loss" in others[-1]
+    (one, two) = (sorted((each / "checkpoints").glob("step-*"))[-1] / "model.safetensors" for each in (got, expected))
+    weights, wanted = load_file(one), load_file(two)
+    assert weights.keys() == wanted.keys()
+    for name, weight in weights.items():
+        assert (weight - wanted[name]).abs().max() < 1e-5
+
+
+def with_ranks(run_dir: Path, to: Path, **trainer: Any) -> Path:
+    """A copy of a run as it was after its second step, with other ranks from then on."""
+    shutil.copytree(run_dir, to)
+    for later in ("step-000003", "step-000004"):
+        shutil.rmtree(to / "checkpoints" / later, ignore_errors=True)
+    config = yaml.safe_load((to / "config.yaml").read_text())
+    for key in ("ranks", "sharding", "rank_deadline_s"):
+        config["trainer"].pop(key, None)
+    config["trainer"] |= trainer
+    (to / "config.yaml").write_text(yaml.safe_dump(config))
+    return to
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with one rank."""
+    return started(tmp_path_factory.mktemp("alone"))
+
+
+@pytest.mark.slow
+def test_a_run_does_not_depend_on_its_ranks_nor_on_how_many_go_on_with_it(alone: Path, tmp_path: Path) -> None:
+    pair = started(tmp_path, **FSDP)
+    assert_same(pair, alone)
+    assert (pair / "ranks/rank-1.log").is_file()
+    for run_dir, trainer in ((pair, {}), (alone, FSDP)):
+        again = with_ranks(run_dir, tmp_path / f"again-{len(trainer)}", **trainer)
+        resume(again, view=quiet())
+        assert_same(again, alone)
+
+
+@pytest.mark.slow
+def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(
+    alone: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = RankedTrainer.step
+
+    def dying(self: RankedTrainer, experiences: list[Experience], version: int) -> dict[str, float]:
+        if version == 3:
+            os.kill(self._processes[0].pid, signal.SIGKILL)
+        return step(self, experiences, version)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(RankedTrainer, "step", dying)
+        with pytest.raises(TrainingError, match=r"rank 1 \(process \d+\), told to `step`, was killed by signal 9"):
+            started(tmp_path, ranks=2)
+    resume(tmp_path / "out", view=quiet())
+    assert_same(tmp_path / "out", alone)
+    assert not dist.is_initialized()
