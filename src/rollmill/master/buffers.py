@@ -23,7 +23,7 @@ class Buffers:
     """
 
     def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False) -> None:
-        self._run_dir, self._run_id, self._read_only = run_dir, run_id, read_only
+        self.run_dir, self._run_id, self._read_only = run_dir, run_id, read_only
         self._open: dict[str, Store] = {}  # by what was asked for
 
     def open_all(self, stages: Sequence[StageConfig]) -> None:
@@ -41,7 +41,7 @@ class Buffers:
             return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
 
         def opened() -> Store:
-            return open_store(options, run_dir=self._run_dir, run_id=self._run_id, persistent=persistent)
+            return open_store(options, run_dir=self.run_dir, run_id=self._run_id, persistent=persistent)
 
         return self._kept(f"the run's {options.url}", opened)
 
@@ -75,13 +75,13 @@ class Buffers:
 
         Opened for writing: the file may be there before its tables are.
         """
-        if not (self._has_url or (self._run_dir / FILE).is_file()):
+        if not (self._has_url or (self.run_dir / FILE).is_file()):
             return None
-        return self._kept("feedback", lambda: run_store(self._run_dir))
+        return self._kept("feedback", lambda: run_store(self.run_dir))
 
     @cached_property
     def _has_url(self) -> bool:
-        return database_url(self._run_dir) is not None
+        return database_url(self.run_dir) is not None
 
 
 def _read(file: Path) -> MemoryStore:

@@ -99,6 +99,7 @@ class Master:
         try:
             if trainer:
                 stage.restore(self.state.current, trainer)
+                trainer.clear()  # copies of what the stage has now
             else:
                 stage.begin(self.state.current.stores)
                 self._announce(config, stage)
@@ -113,7 +114,7 @@ class Master:
             f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, "
             f"{len(stage.tasks.training.tasks)} tasks loaded, {len(stage.tasks.training.rejected)} rejected"
         )
-        for note in stage.tasks.notes:
+        for note in (*stage.describe_residency(), *stage.tasks.notes):
             self._monitor.message(note)
 
     async def _train(self, config: StageConfig, stage: StageRun) -> None:
@@ -189,7 +190,7 @@ class Master:
         async def before_update() -> None:
             with stage.during("eval"):
                 await evaluation.generated()
-            if self._config.checkpoint.keep_best:
+            if self._config.checkpoint.keep_best or stage.awaits_all_rewards:
                 await note()
 
         try:
@@ -238,8 +239,7 @@ class Master:
 
     async def _evaluate(self, config: StageConfig, stage: StageRun) -> dict[str, float]:
         """Evaluate alone, and wait for it; the metrics."""
-        assert stage.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
-        found = await stage.evaluator.evaluate()
+        found = await stage.evaluate()
         self._note(config, stage, found)
         return found.metrics
 
@@ -267,6 +267,7 @@ class Master:
         self._write(stage.trainer_state(), stage)
 
     def _write(self, trainer: dict[str, Any], stage: StageRun) -> None:
+        stage.gather()
         model, tokenizer = self._policy.model, self._policy.tokenizer
         self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
         self._prune()

@@ -9,6 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from rollmill.core.types import Experience
 from rollmill.models.attention import attending
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.failure import training_failure
-from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
+from rollmill.trainer.optimizer import Held, build_optimizer, clip, gradient_norm, gradients, state_tensors
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.schedule import learning_rate
 
@@ -71,6 +72,10 @@ class Critic:
         self._config = config.model_copy(update={"lr": options.lr})
         self._total_steps = total_steps
         self._optimizer = build_optimizer(self.model, self._config)
+
+    def held(self) -> dict[str, Held]:
+        """See Trainer."""
+        return {"critic": self.model.parameters, "critic_optimizer": partial(state_tensors, self._optimizer)}
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:
