@@ -9,6 +9,7 @@ from rollmill.config.evaluation_checks import best_contradictions, place_of, unh
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.placement_checks import placement_contradictions, unhonoured_by_placement
+from rollmill.config.residency_checks import residency_contradictions, unhonoured_by_residency
 from rollmill.config.resolve import STAGE_KEYS, Resolved
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
@@ -37,6 +38,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
         if find(resolved.root, path):
             found.append(Problem(*locate(resolved.root, path), text))
     for path, text in model_contradictions(resolved.config.model, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in residency_contradictions(resolved.config.model, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in best_contradictions(resolved.config, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
@@ -79,6 +82,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
         keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
     keys |= _unhonoured_by_buffer(stage)
     keys |= unhonoured_by_workflow(stage)
+    keys |= unhonoured_by_residency(stage)
     if not stage.needs_taskset and isinstance(stage.workflow, Traffic):
         keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:

@@ -69,6 +69,10 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         found = _lookup(node, node.value, problems, required=False)
         return _changed(node, found) if Path(found).is_file() else node
 
+    def settle_new(node: Node) -> Node:
+        """A folder that is made where there is none, in the current folder."""
+        return _changed(node, os.path.abspath(Path(str(node.value)).expanduser())) if node.value is not None else node
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     for prefix in ([], ["stages", "*"]):
@@ -79,6 +83,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
         root = edit(root, [*prefix, "workflow", "python"], settle_python)
+        root = edit(root, [*prefix, "residency", "folder"], settle_new)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root
 

@@ -34,6 +34,8 @@ def _needed_here(stage: StageConfig) -> Iterator[str]:
         yield "rollout.reuse"
     if isinstance(stage.workflow, Traffic):
         yield "workflow `traffic`"
+    if stage.residency is not None:
+        yield "residency"
     for name, model in stage.models.items():
         if model.policy is not None:
             yield f"models.{name}.policy"

@@ -17,6 +17,7 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.operators import OperatorConfig
 from rollmill.config.other_models import OtherModelConfig
 from rollmill.config.placement import Inline, PlacementConfig
+from rollmill.config.residency import Residency
 from rollmill.config.rewards import JudgeSection, RewardConfig
 from rollmill.config.rewards.names import part_names
 from rollmill.config.rollout import RolloutConfig
@@ -98,6 +99,8 @@ class StageConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
+    residency: Residency = None
+    """What leaves the device in phases that do not need it: `none`, `auto` (what has no room), or a section."""
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
 

@@ -59,6 +59,10 @@ class SyncError(RollmillError):
     """Weights cannot be sent, arrived damaged, or do not fit who receives them."""
 
 
+class ResidencyError(RollmillError):
+    """What has to leave the device cannot be put elsewhere, or does not come back."""
+
+
 class CheckpointError(RollmillError):
     """A checkpoint cannot be written or read."""
 

@@ -28,6 +28,7 @@ from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.elsewhere import Surroundings
 from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master, Serving
+from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.master.stage import StageRun
 from rollmill.master.state import RunState
@@ -142,8 +143,7 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
         buffers=Buffers(run_dir, setup.run_id, read_only=True),
     )
     try:
-        assert stage.evaluator is not None
-        return (await stage.evaluator.evaluate()).metrics
+        return (await stage.evaluate()).metrics
     finally:
         await stage.close()
 
@@ -246,6 +246,9 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     torch.set_num_threads(machine["threads"])
+    for stage in loaded.stages:
+        if stage.residency is not None:
+            plan_of(stage, policy, machine["precision"])  # what does not fit shows before the first stage has run
     save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 

@@ -104,6 +104,7 @@ class Master:
         try:
             if trainer:
                 stage.restore(self.state.current, trainer)
+                trainer.clear()  # copies of what the stage has now
             else:
                 stage.begin(self.state.current.stores)
                 self._announce(config, stage)
@@ -120,7 +121,7 @@ class Master:
         )
         if stage.elsewhere:
             self._monitor.message(stage.elsewhere)
-        for note in stage.tasks.notes:
+        for note in (*stage.describe_residency(), *stage.tasks.notes):
             self._monitor.message(note)
 
     async def _train(self, config: StageConfig, stage: StageRun) -> None:
@@ -196,7 +197,7 @@ class Master:
         async def before_update() -> None:
             with stage.during("eval"):
                 await evaluation.generated()
-            if self._config.checkpoint.keep_best:
+            if self._config.checkpoint.keep_best or stage.awaits_all_rewards:
                 await note()
 
         try:
@@ -245,8 +246,7 @@ class Master:
 
     async def _evaluate(self, config: StageConfig, stage: StageRun) -> dict[str, float]:
         """Evaluate alone, and wait for it; the metrics."""
-        assert stage.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
-        found = await stage.evaluator.evaluate()
+        found = await stage.evaluate()
         self._note(config, stage, found)
         return found.metrics
 
@@ -274,6 +274,7 @@ class Master:
         self._write(stage.trainer_state(), stage)
 
     def _write(self, trainer: dict[str, Any], stage: StageRun) -> None:
+        stage.gather()
         model, tokenizer = self._policy.model, self._policy.tokenizer
         self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
         self._prune()

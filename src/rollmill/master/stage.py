@@ -36,7 +36,7 @@ from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
 from rollmill.master.elsewhere import RemoteExplorers, Surroundings
 from rollmill.master.engine import native_engine
-from rollmill.master.evaluation import Evaluator
+from rollmill.master.evaluation import Evaluated, Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import (
@@ -49,14 +49,17 @@ from rollmill.master.measures import (
     summed,
 )
 from rollmill.master.online import OnlineSupply
+from rollmill.master.phases import MOVE, Phases
+from rollmill.master.residents import residency_of
 from rollmill.master.selection import StageTasks
 from rollmill.master.stage_parts import judge_of, supply_of, trainer_of
 from rollmill.master.state import StageState
 from rollmill.master.supply import Supply
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy
-from rollmill.monitor.trace import Span, Trace
+from rollmill.monitor.trace import Span
 from rollmill.recipes.mix import Mixed
+from rollmill.residency import Residency
 from rollmill.rewards import Judge
 from rollmill.sync import InPlace
 from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
@@ -103,6 +106,7 @@ class StageRun:
         self._policy = policy
         self._seed = fold(seed, index)
         self._first_version = first_version
+        self._trace = Phases()
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
@@ -123,7 +127,7 @@ class StageRun:
         self._sync.publish(first_version)
         threads = (torch.get_num_threads(),)
         self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
-        self._trace = Trace()
+        self._residency = self._trace.residency = self._residency_of(precision, buffers.run_dir)
         self._counted: Counter[str] = Counter()
         self._store = buffers.of_stage(config)
         self._experts: ExpertPool | None = None
@@ -160,6 +164,14 @@ class StageRun:
                     make_judge=partial(judge_of, config, policy),
                     seed=seed,
                 )
+
+    def _residency_of(self, precision: str, run_dir: Path) -> Residency | None:
+        if self.config.residency is None:
+            return None
+        assert isinstance(self._trainer, Trainer)
+        return residency_of(
+            self.config, self._policy, self._trainer, self._engine, precision=precision, run_dir=run_dir
+        )
 
     @property
     def policy(self) -> Policy:
@@ -210,7 +222,8 @@ class StageRun:
         if isinstance(algorithm, Mixed):
             usual = self.config.rollout.batch * self.config.rollout.group_size
             others = others + self._demonstrations(math.ceil(algorithm.expert_ratio * usual))
-        await self._infer(supply, others)
+        if not (beside and self._residency is not None):  # the engine is still at work on the evaluation
+            await self._infer(supply, others)
         return await supply.collect(self.version) + others
 
     async def _infer(self, supply: Supply, others: list[Experience]) -> None:
@@ -224,6 +237,14 @@ class StageRun:
         with self._trace.during("inference"):
             for _ in self._trainer.ahead(batch + others, self.version):
                 await asyncio.sleep(0)
+
+    def _infer_rest(self, experiences: list[Experience]) -> None:
+        """Where components come and go, all passes are made in their phase, before the weights are updated."""
+        if self._residency is None or not isinstance(self._trainer, Trainer):
+            return
+        with self._trace.during("inference"):
+            for _ in self._trainer.ahead(experiences, self.version):
+                pass
 
     def _demonstrations(self, count: int) -> list[Experience]:
         assert self._experts is not None
@@ -285,18 +306,40 @@ class StageRun:
         generated = self._rolls_out.tokens_generated - tokens
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         staleness = self.version
+        self._infer_rest(experiences)
         with self._trace.during("train"):
             beside = isinstance(self.config.workflow, Traffic) or self._remote is not None
             learned = await self._learn_beside(experiences) if beside else self.learn(experiences)
             metrics: dict[str, Any] = batch_metrics(experiences, staleness) | learned
         total = time.perf_counter() - started  # evaluation and checkpoints come on top
         spans = self._trace.take()
-        seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
+        kinds = {span.kind for span in spans}
+        seconds = {phase: seconds_of(spans, phase) for phase in (*PHASES, MOVE) if phase in kinds}
         metrics |= judging_metrics(spans) | self._newly_counted()
         metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
         metrics |= {} if self._supply is None else self._supply.metrics()
         metrics |= self._happened()
+        metrics |= {} if self._residency is None else self._residency.metrics()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
+
+    @property
+    def awaits_all_rewards(self) -> bool:
+        """Whether those of an evaluation have to be there before the update, since reward models leave then."""
+        return self._residency is not None
+
+    def describe_residency(self) -> list[str]:
+        """What moves when, as far as anything does."""
+        return [] if self._residency is None else [self._residency.plan.describe()]
+
+    async def evaluate(self) -> Evaluated:
+        """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
+        assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
+        self._trace.enter("rollout")
+        return await self.evaluator.evaluate()
+
+    def gather(self) -> None:
+        """The policy is where it can be written, and what is trained, too."""
+        self._trace.enter("train")
 
     def during(self, phase: str) -> AbstractContextManager[None]:
         """Counts what happens inside as seconds of a phase of the step."""
@@ -339,10 +382,12 @@ class StageRun:
     def trainer_state(self) -> dict[str, Any]:
         """Optimizer, schedule and random state; frozen weights, where a workflow has them; and drafts, which are too
         large for the stage's state."""
+        self.gather()
         frozen = None if self._explorers is None else self._explorers.state_dict()
         drafts = None if self._drafts is None else self._drafts.state_dict()
         others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
-        return self._trainer.state_dict() | others
+        trainer = self._trainer.state_dict()
+        return (trainer if self._residency is None else self._residency.whole(trainer)) | others
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
@@ -401,5 +446,7 @@ class StageRun:
             await self._explorers.close()
         await self._engine.close()
         self._learner.shutdown()
+        if self._residency is not None:
+            self._residency.close()
         if self._judge is not None:
             self._judge.close()

@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrai
 from rollmill.core.errors import ModelError
 from rollmill.models.load import read_tokenizer
 from rollmill.models.new import quiet
+from rollmill.models.storages import own_memory
 
 REWARD_MODEL = "reward_model"  #: folder inside a checkpoint
 
@@ -86,6 +87,7 @@ def read_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrained
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelError(f"{where} lacks weights of {type(model).__name__} ({some}); the folder is incomplete")
+    own_memory(model.parameters())
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

@@ -23,6 +23,7 @@ from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.core.errors import ModelError
 from rollmill.models.lora import add_lora
 from rollmill.models.new import new_model, quiet
+from rollmill.models.storages import own_memory
 from rollmill.models.tokenizer import train_tokenizer
 
 log = logging.getLogger(__name__)
@@ -97,6 +98,20 @@ def load_teacher(folder: Path, policy: Policy) -> PreTrainedModel:
     return frozen
 
 
+def empty_model(folder: Path) -> PreTrainedModel:
+    """The model of a checkpoint folder without memory for its weights, for their sizes.
+
+    Raises:
+        ModelError: the folder is no causal language model.
+    """
+    _check_files(folder, trust=False)
+    with quiet(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+        config = _attempt(lambda: AutoConfig.from_pretrained(folder, local_files_only=True), folder, "config.json")
+        _check_config(config, folder)
+        empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    return empty
+
+
 def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _check_files(folder, trust)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
@@ -114,6 +129,7 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
         )
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
+    own_memory(model.parameters())
     return model, tokenizer
 
 

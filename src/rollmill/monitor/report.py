@@ -146,6 +146,7 @@ def _sections(rows: Sequence[Row], steps: Sequence[Row]) -> list[tuple[str, list
         _extremes("Log-prob gap", "Rollout against trainer, per token", "logprob_gap", steps),
         _extremes("Staleness", "Versions between rollout and update", "staleness", steps),
         _single("Throughput", "Tokens per second", "tokens_per_second", steps),
+        *_memory(keys, steps),
     ]
     data = _data(keys, steps)
     sections = (
@@ -172,6 +173,16 @@ def _data(keys: Sequence[str], steps: Sequence[Row]) -> list[Chart | None]:
         _single("Replayed groups", "Per step", "replay/groups", steps),
         _single("Age of replayed groups", "Mean versions since their oldest token", "replay/age", steps),
         _several("Tasks", "What the order of tasks knows", tasks, steps),
+    ]
+
+
+def _memory(keys: Sequence[str], steps: Sequence[Row]) -> list[Chart | None]:
+    """Where components come and go between phases."""
+    phases = [key for key in keys if key.startswith("memory/")]
+    moves = [key for key in keys if key.startswith("residency/") and key.endswith("/seconds")]
+    return [
+        _lines("Memory", "Peak of each phase, GB", phases, steps),
+        _lines("Moves", "Seconds per step, by what was moved", moves, steps),
     ]
 
 

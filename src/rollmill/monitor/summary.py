@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from rollmill.monitor.files import atomic_write, plain
+from rollmill.monitor.memory import highest_rss
 
 FILE = "summary.json"
 
@@ -29,5 +28,4 @@ def read_summary(run_dir: Path | str) -> dict[str, Any]:
 
 def peak_rss_mb() -> float:
     """Largest resident set so far, in MiB, of this process or of any of its finished child processes."""
-    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
-    return peak / (2**20 if sys.platform == "darwin" else 2**10)
+    return highest_rss() / 2**20

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollmill.monitor.charts import Row, finite
 
-PHASES = ("rollout", "inference", "reward", "train", "eval", "checkpoint")
+PHASES = ("move", "rollout", "inference", "reward", "train", "eval", "checkpoint")
 _MOST_BARS = 120
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -33,11 +33,14 @@ class Scorer:
         self.model, self.tokenizer = read_classifier(folder, self.device)
         self.limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
         self.thread = ThreadPoolExecutor(1, "rollmill-reward-model")
+        self.wake: Callable[[], object] | None = None  #: brings the weights back, if they were moved away
         self._announced = False
 
     @torch.inference_mode()
     def scores(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[float]:
         """The score of each sequence of token ids. Raises ValueError where one is too long for the model."""
+        if self.wake is not None:
+            self.wake()
         longest = max(map(len, sequences))
         if self.limit is not None and longest > self.limit:
             raise ValueError(f"prompt and completion have {longest} tokens, and the reward model reads {self.limit}")
@@ -71,6 +74,12 @@ class Scorer:
 
 
 _scorers: WeakValueDictionary[tuple[Path, str], Scorer] = WeakValueDictionary()
+
+
+def scorers_in_memory(rewards: Iterable[ModelReward], device: str) -> list[Scorer]:
+    """The reward models of these rewards that are in memory, each once."""
+    found = {reward.path.resolve(): _scorers.get((reward.path.resolve(), device)) for reward in rewards}
+    return [scorer for scorer in found.values() if scorer is not None]
 
 
 class Model:

@@ -9,7 +9,7 @@ import copy
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from rollmill.core.types import Experience
 from rollmill.models.attention import attending
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.failure import training_failure
-from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
+from rollmill.trainer.optimizer import Held, build_optimizer, clip, gradient_norm, gradients, state_tensors
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.schedule import learning_rate
 from rollmill.trainer.sharding import load_optimizer, load_weights
@@ -77,6 +77,10 @@ class Critic:
     def _optimizer(self) -> torch.optim.AdamW:
         """Made when it is first needed, since the model may be cut into shards before."""
         return build_optimizer(self.model, self._config)
+
+    def held(self) -> dict[str, Held]:
+        """See Trainer."""
+        return {"critic": self.model.parameters, "critic_optimizer": partial(state_tensors, self._optimizer)}
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:

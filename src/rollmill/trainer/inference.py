@@ -52,7 +52,12 @@ class Inference:
         self._ahead: tuple[list[tuple[str, bytes]], int, TokenTable, Scores] | None = None
 
     def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
-        """Compute it while rewards are awaited, with a yield after every pass; `take` hands it out."""
+        """Compute it while rewards are awaited, with a yield after every pass; `take` hands it out.
+
+        Nothing happens where it has been computed.
+        """
+        if self._ahead is not None and self._ahead[:2] == (_names(experiences), version):
+            return
         table = token_table(experiences, device)
         scores = yield from self.passes(experiences, table, version)
         self._ahead = _names(experiences), version, table, scores

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import torch
 from torch import Tensor, nn
 
 from rollmill.config.trainer import TrainerConfig
 from rollmill.trainer.sharding import own_parts
+
+Held = Callable[[], Iterable[Tensor]]
+"""Tensors that lie in memory, as they are when asked."""
 
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
@@ -23,6 +28,11 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The gradients of all parameters that have one; of sharded ones what this rank holds."""
     return own_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Its state, which it makes at its first step."""
+    return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
 
 
 def gradient_norm(grads: list[Tensor]) -> float:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from rollmill.trainer.inference import Inference
 from rollmill.trainer.logprobs import attending_to, hidden_states, predict
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.objective import Judgement, Objective, Scores, judge
-from rollmill.trainer.optimizer import build_optimizer, clip, gradient_norm, gradients
+from rollmill.trainer.optimizer import Held, build_optimizer, clip, gradient_norm, gradients, state_tensors
 from rollmill.trainer.parts import cut
 from rollmill.trainer.preparation import checkpoint_activations, evaluation_mode, master_weights
 from rollmill.trainer.ranks import Ranks
@@ -170,6 +171,18 @@ class Trainer:
         skipped = totals.pop("skipped")
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
+
+    def held(self) -> dict[str, Held]:
+        """What lies in memory between steps, by the names that the key `residency` has for it."""
+        found: dict[str, Held] = {
+            "policy": self.model.parameters,
+            "optimizer": partial(state_tensors, self._optimizer),
+        }
+        if self._reference is not None and self._reference.model is not None:
+            found["reference"] = self._reference.model.parameters
+        if self._teacher is not None:
+            found["teacher"] = self._teacher.parameters
+        return found if self._critic is None else found | self._critic.held()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed trainer needs besides the model's weights: the same on however many ranks, whole tensors.

@@ -150,6 +150,11 @@ class Cache:
             bucket.entries.clear()
             bucket.moves += 1
 
+    def bytes(self) -> int:
+        """What the buckets take, entries or not."""
+        buckets = (*self._prompts.values(), *self._completions.values())
+        return sum(each.nbytes for b in buckets for store in (b.keys, b.values) for each in store.values())
+
     def moves(self) -> int:
         """Grows whenever an entry or its storage changes place: what was noted of indices and storage is void then."""
         return sum(bucket.moves for bucket in (*self._prompts.values(), *self._completions.values()))

@@ -127,6 +127,29 @@ class NativeEngine:
         error = EngineError("the engine was closed while the request was running")
         self._fail(error)
 
+    # -- memory ------------------------------------------------------------------------------------------------
+
+    @property
+    def weights(self) -> Weights:
+        """What it decodes with."""
+        return self._weights
+
+    def destroy_weights(self) -> None:
+        """Hand back the memory of the cast; it is made again before the next step, from the trained parameters."""
+        self._weights.destroy()
+        self._stale = True
+
+    def cache_bytes(self) -> int:
+        """What cached keys and values take, in use or not."""
+        return self._cache.bytes()
+
+    def destroy_cache(self) -> None:
+        """Hand back the memory of cached keys and values; what is running is computed anew."""
+        self._sweep()
+        self._cache = Cache()
+        self._runner.reset(self._cache)
+        self._stale = True
+
     @property
     def cached_entries(self) -> int:
         """How many prompts and completions have keys and values in the cache."""

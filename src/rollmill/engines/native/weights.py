@@ -30,15 +30,30 @@ class Weights:
         """The trained parameters changed."""
         self._stale = bool(self._copies or self._merged)
 
+    def bytes(self) -> int:
+        """What the twin takes besides the trained parameters, as it is now."""
+        return sum(twin.untyped_storage().nbytes() for twin in self._twins())
+
+    def destroy(self) -> None:
+        """Hand the twin's memory back; `refresh` makes it again."""
+        for twin in self._twins():
+            twin.untyped_storage().resize_(0)
+        self.updated()
+
     @torch.no_grad()
     def refresh(self) -> None:
         """Bring the twin up to date, if there is one and it is stale."""
         if self._stale:
+            for twin in self._twins():
+                twin.untyped_storage().resize_(twin.nbytes)
             if self._copies:
                 torch._foreach_copy_([twin for twin, _ in self._copies], [own for _, own in self._copies])
             for twin, merge in self._merged:
                 twin.copy_(merge())
             self._stale = False
+
+    def _twins(self) -> list[Tensor]:
+        return [twin for twin, _ in (*self._copies, *self._merged)]
 
     def _twin(self, model: nn.Module, dtype: torch.dtype) -> nn.Module:
         """The same modules without adapters; tied parameters stay tied."""
@@ -52,7 +67,7 @@ class Weights:
             twin = nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=False)
             memo[id(parameter)] = twin
             if layer is None:
-                self._copies.append((twin.data, parameter.data))
+                self._copies.append((twin.data, parameter))
             else:
                 self._merged.append((twin.data, _merge_of(layer)))
         memo[id(model.config)] = copy.deepcopy(model.config, memo)

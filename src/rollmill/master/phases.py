@@ -1,0 +1,36 @@
+"""Phases of a step: when one begins, what it needs comes to the device, and its time is noted."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rollmill.config.residency import Phase
+from rollmill.monitor.trace import Trace
+from rollmill.residency import Residency
+
+MOVE = "move"
+_PHASES: dict[str, Phase] = {"rollout": "rollout", "eval": "rollout", "inference": "inference", "train": "train"}
+
+
+class Phases(Trace):
+    """A trace whose kinds of work are phases, too, where there is a residency. An evaluation needs what rollouts do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.residency: Residency | None = None
+
+    @contextmanager
+    def during(self, kind: str) -> Iterator[None]:
+        """See Trace. Raises ResidencyError where what has to leave has no room."""
+        if kind in _PHASES:
+            self.enter(_PHASES[kind])
+        with super().during(kind):
+            yield
+
+    def enter(self, phase: Phase) -> None:
+        """What the phase needs is on the device afterwards."""
+        began = time.perf_counter()
+        if self.residency is not None and self.residency.enter(phase):
+            self.add(MOVE, began, began, time.perf_counter())
