@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,11 +27,11 @@ from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience
-from rollmill.engines.native import NativeEngine
+from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
-from rollmill.master.engine import native_engine
+from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
@@ -39,6 +39,7 @@ from rollmill.master.measures import (
     PHASES,
     batch_metrics,
     drafting_metrics,
+    engine_metrics,
     judging_metrics,
     require_rewards,
     seconds_of,
@@ -54,7 +55,6 @@ from rollmill.models.load import Policy
 from rollmill.monitor.trace import Span, Trace
 from rollmill.recipes.mix import Mixed
 from rollmill.rewards import Judge
-from rollmill.sync import InPlace
 from rollmill.trainer import ScoreTrainer, Trainer
 
 _TURNS = 5
@@ -99,11 +99,12 @@ class StageRun:
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
         self._trainer = trainer_of(config, policy, self._judge, precision=precision, seed=self._seed)
-        self._engine = native_engine(policy, config.rollout, precision)
-        self._sync = InPlace(self._engine)
+        self._engine = make_engine(policy, config, precision)
+        self._sync = make_publisher(policy, self._engine, precision)
         self._sync.publish(first_version)
         self._trace = Trace()
         self._counted: Counter[str] = Counter()
+        self._engine_counted: dict[str, float] = {}  # at the end of the last step
         self._store = buffers.of_stage(config)
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
@@ -146,7 +147,7 @@ class StageRun:
         return self._policy
 
     @property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> RolloutEngine:
         """What rolls out."""
         return self._engine
 
@@ -245,7 +246,7 @@ class StageRun:
             before_update: waits for what needs the weights as they are besides the step: an evaluation.
         """
         started, tokens = time.perf_counter(), self._engine.tokens_generated
-        drafted = replace(self._engine.drafting.counts)
+        drafted = self._engine.counters()
         experiences = await self.collect(before_update is not None)
         if before_update is not None:
             await before_update()
@@ -260,7 +261,9 @@ class StageRun:
         spans = self._trace.take()
         seconds = {phase: seconds_of(spans, phase) for phase in PHASES if any(span.kind == phase for span in spans)}
         metrics |= judging_metrics(spans) | self._newly_counted()
-        metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
+        engine, since = self._engine.counters(), self._engine_counted
+        metrics |= drafting_metrics(drafted, engine, generated) | engine_metrics(since, engine)
+        self._engine_counted = engine
         metrics |= {} if self._supply is None else self._supply.metrics()
         metrics |= self._happened()
         return StepResult(metrics, experiences, generated, started, seconds | {"total": total}, spans)
@@ -357,5 +360,6 @@ class StageRun:
         if self._explorers is not None:
             await self._explorers.close()
         await self._engine.close()
+        self._sync.close()
         if self._judge is not None:
             self._judge.close()

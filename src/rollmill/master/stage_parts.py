@@ -11,7 +11,7 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.types import Task
-from rollmill.engines.native import NativeEngine
+from rollmill.engines.base import RolloutEngine
 from rollmill.explorer import Explorer
 from rollmill.master.online import OnlineSupply, Unasked
 from rollmill.master.rollouts import Rollouts
@@ -54,7 +54,7 @@ def supply_of(
     tasks: Taskset,
     *,
     explorer: Explorer,
-    engine: NativeEngine,
+    engine: RolloutEngine,
     store: Store,
     ratings: Ratings,
     trace: Trace,
