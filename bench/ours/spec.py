@@ -42,7 +42,7 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
             score, variance = scored(stage._policy.model, experiences)
             report["score"], report["variance"] = report["score"] + score, report["variance"] + variance
             report["kl"] += stage.learn(experiences)["kl"] / args.steps
-        counts = stage._engine.drafting.counts
+        counts = stage._engine.drafting.counts  # type: ignore[attr-defined]
         channel.say(
             **report,
             tokens_per_s=report["tokens"] / report["seconds"],

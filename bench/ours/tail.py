@@ -39,11 +39,13 @@ def length(seed: int, median: int, longest: int) -> int:
 
 def drawn_lengths_engine(median: int, longest: int) -> Any:
     """Makes native engines whose completions end at a length drawn by their seed, wherever they were interrupted."""
+    from rollmill.config.run import StageConfig
     from rollmill.core.types import StopReason
     from rollmill.engines.base import Request
     from rollmill.engines.native import NativeEngine
     from rollmill.engines.native.sequence import Group, Row
     from rollmill.master.engine import native_engine
+    from rollmill.models.load import Policy
 
     class DrawnRow(Row):
         __slots__ = ()
@@ -77,8 +79,8 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
                     group.hand_out(row)
             return group
 
-    def made(*args: Any) -> NativeEngine:
-        engine = native_engine(*args)
+    def made(policy: Policy, config: StageConfig, precision: str) -> NativeEngine:
+        engine = native_engine(policy, config.rollout, precision)
         engine.__class__ = DrawnLengths
         engine._eos_ids = frozenset()
         return engine
@@ -119,7 +121,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
     model = ModelConfig.model_validate({"path": "new", "new": new})
     policy = load_policy(model, texts=lambda: iter(["0123456789"]), seed=0, device=torch.device("cpu"))
     tasks = select_tasks(config, policy, load_taskset(config.tasks_from), {})
-    vars(stages)["native_engine"] = drawn_lengths_engine(args.median, args.longest)
+    vars(stages)["make_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
     def make() -> stages.StageRun:

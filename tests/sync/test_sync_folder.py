@@ -95,7 +95,7 @@ def test_after_a_failed_write_the_next_version_is_whole(tmp_path: Path, monkeypa
     sender, receiver = FolderSender(tmp_path, made()), FolderReceiver(tmp_path)
     sender.send(0, made())
     with monkeypatch.context() as patched:
-        patched.setattr("rollmill.sync.folder.atomic_write", failing)
+        patched.setattr("rollmill.monitor.files.atomic_write", failing)
         with pytest.raises(OSError, match="full"):
             sender.send(1, moved(made(), 0.01, 1))
     sender.send(2, last := moved(made(), 0.02, 2))

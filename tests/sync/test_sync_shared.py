@@ -144,3 +144,21 @@ def test_a_sender_that_is_killed_amid_a_version_leaves_the_last_one(tmp_path: Pa
     sending.join()
     version = receiver.receive(into)
     assert into["w"].min() == into["w"].max() == version
+
+
+@pytest.mark.parametrize("checksum", ["xxh3", "crc32"])
+def test_damage_is_noticed_by_either_checksum(tmp_path: Path, checksum: str) -> None:
+    sender = SharedSender(tmp_path / "w", weights(0), checksum=checksum)
+    sender.send(1, weights(1))
+    receiver, into = SharedReceiver(tmp_path / "w"), empty()
+    assert receiver.receive(into) == 1
+    sender.send(2, weights(2))
+    file = files(tmp_path / "w")[1]
+    data = bytearray(file.read_bytes())
+    data[4096] ^= 1
+    with file.open("r+b") as target:
+        target.write(data)
+    with pytest.raises(SyncError, match="does not have the checksum it was sent with"):
+        receiver.receive(into)
+    receiver.close()
+    sender.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from rollmill.config.advantage import GroupNormalised, MirrorBaseline
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import buffer_contradictions, contradictions, model_contradictions
+from rollmill.config.engine_checks import unhonoured_by_engine
 from rollmill.config.evaluation_checks import best_contradictions, place_of, unhonoured_in_sets
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
@@ -83,6 +84,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     keys |= _unhonoured_by_buffer(stage)
     keys |= unhonoured_by_workflow(stage)
     keys |= unhonoured_by_residency(stage)
+    keys |= unhonoured_by_engine(stage)
     if not stage.needs_taskset and isinstance(stage.workflow, Traffic):
         keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
     elif not stage.needs_taskset:

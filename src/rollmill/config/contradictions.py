@@ -11,6 +11,7 @@ import regex
 from rollmill.config.advantage import BatchBaseline
 from rollmill.config.algorithm import AlgorithmOptions, DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.correction import OffPolicyMask
+from rollmill.config.engine_checks import engine_contradictions
 from rollmill.config.environments import ReasoningGymAttempts
 from rollmill.config.evaluation_checks import evaluation_contradictions, place_of
 from rollmill.config.loss import DPPOTV
@@ -35,6 +36,7 @@ def contradictions(stage: StageConfig) -> Iterator[Finding]:
     """Key paths within the stage, each with what is wrong and what to do."""
     yield from _sampling(stage)
     yield from _rollouts(stage)
+    yield from engine_contradictions(stage)
     yield from workflow_contradictions(stage)
     if isinstance(stage.environment, ReasoningGymAttempts):
         yield from _ungenerated(stage, ("environment",))

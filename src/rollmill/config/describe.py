@@ -77,6 +77,9 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
     else:
         assert isinstance(algorithm, DemonstrationOptions)
         yield "steps", f"{stage.steps}, each {algorithm.batch} {'pairs' if algorithm.uses_pairs else 'demonstrations'}"
+    if stage.engine.name != "native":
+        options = _options(stage.engine, skip={"name"}, changed=True)
+        yield "engine", stage.engine.name + (f" ({options})" if options else "")
     for index, reward in enumerate(stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
     if judging := _options(stage.judging, changed=True):

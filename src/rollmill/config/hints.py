@@ -41,6 +41,7 @@ _NOUNS = {
     "workflow": "workflow",
     "environment": "environment",
     "tools": "tool",
+    "engine": "engine",
 }
 _LISTS = ("rewards", "tools", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
 

@@ -82,7 +82,8 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
             root = edit(root, prefix + pattern, settle_code)
         root = edit(root, [*prefix, "experts", "sources", "*"], settle_source)
         root = edit(root, [*prefix, "workflow", "taskset"], settle_file)
-        root = edit(root, [*prefix, "workflow", "python"], settle_python)
+        for section in ("workflow", "engine"):
+            root = edit(root, [*prefix, section, "python"], settle_python)
         root = edit(root, [*prefix, "residency", "folder"], settle_new)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root

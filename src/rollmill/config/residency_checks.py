@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.engine_checks import generates
 from rollmill.config.model import ModelConfig
 from rollmill.config.residency import PHASES, Phase, ResidencyConfig
 from rollmill.config.rewards import ModelReward
@@ -60,6 +61,9 @@ def unhonoured_by_residency(stage: StageConfig) -> dict[KeyPath, str]:
         return {("residency",): text}
     if isinstance(stage.workflow, Traffic):
         text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
+        return {("residency",): text}
+    if generates(stage) and stage.engine.name != "native":
+        text = f"not honoured with engine `{stage.engine.name}`, which keeps its memory; use `native`, or remove it"
         return {("residency",): text}
     if stage.trainer.ranks > 1:
         text = (

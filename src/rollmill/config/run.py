@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
+from rollmill.config.engine import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
 from rollmill.config.held_out import with_held_out
@@ -89,6 +90,8 @@ class StageConfig(Section):
     tools: list[ToolConfig] = []
     """What the policy may call in a workflow with tools: names, or sections."""
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = NativeEngineConfig()
+    """What generates completions: a name, or a section."""
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
     models: dict[str, OtherModelConfig] = {}

@@ -77,6 +77,8 @@ class RolloutEngine(Protocol):
 
     version: int
     """Version of the weights that the next token is sampled from."""
+    tokens_generated: int
+    """Since it was made."""
 
     async def generate(self, request: Request) -> list[Completion]:
         """All n completions, ordered by index. Cancelling the call aborts the request."""
@@ -104,6 +106,14 @@ class RolloutEngine(Protocol):
 
     def weights_updated(self, version: int) -> None:
         """The weights changed: later tokens carry `version`; nothing computed with the old weights is reused."""
+        ...
+
+    async def drain(self) -> None:
+        """Wait until nothing is running or queued, or the engine has paused."""
+        ...
+
+    def counters(self) -> dict[str, float]:
+        """What it has counted since it was made, for metrics; each engine has names of its own."""
         ...
 
     async def close(self) -> None:

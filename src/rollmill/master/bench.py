@@ -20,7 +20,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
 from rollmill.master.bench_results import Cell, Results
-from rollmill.master.engine import native_engine
+from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.examiner import SetResult
 from rollmill.master.explorers import Explorers
@@ -30,7 +30,6 @@ from rollmill.master.subjects import RUN_FILE, Subject
 from rollmill.models.load import Policy
 from rollmill.monitor.files import atomic_write, plain
 from rollmill.rewards import build_judge
-from rollmill.sync import InPlace
 from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision
 
@@ -132,8 +131,9 @@ async def _evaluate(
     out: Path,
     marks: Mapping[str, str],
 ) -> list[SetResult]:
-    engine = native_engine(policy, stage.rollout, precision)
-    InPlace(engine).publish(subject.step or 0)
+    engine = make_engine(policy, stage, precision)
+    sync = make_publisher(policy, engine, precision)
+    sync.publish(subject.step or 0)
 
     def make_judge(rewards: Any) -> Any:
         return build_judge(rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
@@ -159,6 +159,7 @@ async def _evaluate(
         await evaluator.close()
         await explorers.close()
         await engine.close()
+        sync.close()
         judge.close()
     return results
 

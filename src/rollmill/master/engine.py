@@ -1,22 +1,107 @@
-"""The rollout engine on the policy that is trained."""
+"""The rollout engine of a stage, and how the trainer's weights get there."""
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
+
 import torch
 
+from rollmill.config.engine import VLLMEngineConfig
+from rollmill.config.engine_checks import generates
 from rollmill.config.rollout import RolloutConfig
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import ModelError
+from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
+from rollmill.engines.vllm.engine import VLLMEngine
+from rollmill.engines.vllm.process import Launch, look_at, this_python
 from rollmill.models.load import Policy
+from rollmill.models.lora import merged_weights
+from rollmill.sync import InPlace, Publisher, SharedSender, WeightPublisher, shared_folder
+from rollmill.sync.layout import CRC32, XXH3
+
+
+def make_engine(policy: Policy, config: StageConfig, precision: str) -> RolloutEngine:
+    """The engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
+
+    Raises:
+        ConfigError: engine.python is no Python with vLLM.
+        ModelError: vLLM cannot be given this model's weights.
+    """
+    if isinstance(config.engine, VLLMEngineConfig) and generates(config):
+        return vllm_engine(policy, config.engine, config.rollout, precision)
+    return native_engine(policy, config.rollout, precision)
+
+
+def make_publisher(policy: Policy, engine: RolloutEngine, precision: str) -> WeightPublisher:
+    """What brings the trainer's weights to an engine that `make_engine` has made."""
+    if not isinstance(engine, VLLMEngine):
+        return InPlace(engine)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return merged_weights(policy.model)
+
+    sender = SharedSender(
+        engine.weights_path, weights(), dtype=_type(precision), checksum=engine.checksum, deadline_s=engine.deadline_s
+    )
+    return Publisher(sender, weights, engine)
 
 
 def native_engine(policy: Policy, rollout: RolloutConfig, precision: str) -> NativeEngine:
-    """The native engine, which computes in `precision` (bf16 or fp32) with the policy's own parameters."""
+    """The native engine, with the policy's own parameters."""
     return NativeEngine(
         policy.model,
         policy.tokenizer,
         eos_ids=policy.eos_ids,
         context=policy.context,
-        dtype=torch.bfloat16 if precision == "bf16" else torch.float32,
+        dtype=_type(precision),
         max_sequences=rollout.max_sequences,
         prefill_tokens=rollout.prefill_tokens,
     )
+
+
+def vllm_engine(policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str) -> VLLMEngine:
+    """vLLM, whose process starts with the first request."""
+    if any(weight.ndim > 2 for weight in policy.model.parameters()):
+        raise ModelError(
+            "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
+            "names in memory than vLLM reads; use engine `native`"
+        )
+    python = engine.python or this_python()
+    found = look_at(python)
+    folder = Path(tempfile.mkdtemp(prefix="rollmill-vllm-", dir=shared_folder()))
+    model = folder / "model"
+    settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
+    settings.architectures = [type(policy.model).__name__]
+    settings.save_pretrained(model)
+    gpu = policy.device.type == "cuda"
+    arguments = {
+        "model": str(model),
+        "dtype": "bfloat16" if precision == "bf16" else "float32",
+        "max_model_len": policy.context,
+        "max_num_seqs": rollout.max_sequences,
+        "max_num_batched_tokens": rollout.prefill_tokens + rollout.max_sequences,
+        "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),
+        "enforce_eager": not (gpu if engine.compile == "auto" else engine.compile),
+        **engine.options,
+    }
+    launch = Launch(
+        python,
+        folder,
+        {"arguments": arguments, "weights": str(folder / "weights"), "folder": str(folder)},
+        threads=torch.get_num_threads(),
+        deadline_s=engine.deadline_s,
+    )
+    return VLLMEngine(
+        launch,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        restarts=engine.restarts,
+        checksum=XXH3 if found["xxhash"] else CRC32,
+    )
+
+
+def _type(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32

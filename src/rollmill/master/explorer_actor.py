@@ -16,7 +16,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.registry import import_file
 from rollmill.core.types import Experience, Task
 from rollmill.explorer import Explorer
-from rollmill.master.engine import native_engine
+from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.explorers import Explorers
 from rollmill.master.measures import summed
 from rollmill.master.stage_parts import judge_of
@@ -77,8 +77,9 @@ class ExplorerActor:
         for plugin in setup.plugins:
             import_file(plugin)
         self._setup, self._policy = setup, setup.policy
-        self._engine = native_engine(setup.policy, self._stage_of(setup.stage).rollout, setup.precision)
+        self._engine = make_engine(setup.policy, self._stage_of(setup.stage), setup.precision)
         self._engine.version = -1  # no weights have come
+        self._publisher = make_publisher(setup.policy, self._engine, setup.precision)
         self._trace = Trace()
         self._receiver: WeightReceiver
         self._receiver = (SharedReceiver if setup.weights == "memory" else FolderReceiver)(setup.place)
@@ -95,7 +96,7 @@ class ExplorerActor:
     async def update(self, version: int) -> None:
         """Go on with weights of at least this version; those under way go on with them, too."""
         if self._engine.version < version:
-            self._engine.weights_updated(self._receiver.receive(trained(self._policy)))
+            self._publisher.publish(self._receiver.receive(trained(self._policy)))
 
     async def rollout(self, asked: Asked) -> Reply:
         """Roll out a group and judge it. Raises like Explorer.rollout, SyncError and DeadlineError."""
@@ -121,6 +122,7 @@ class ExplorerActor:
         for explorers in self._explorers:
             await explorers.close()
         await self._engine.close()
+        self._publisher.close()
         for judge in self._judges:
             judge.close()
         self._receiver.close()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Experience, Source, StopReason, one_per_rollout
-from rollmill.engines.native.drafting import Counts
 from rollmill.monitor.trace import REWARD, Span, most_waiting
 from rollmill.rewards.base import LATE, TIMEOUT
 from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
@@ -18,6 +17,8 @@ REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
 PHASES = ("rollout", "inference", "reward", "train", "eval")
 """What the process of a step does, one after the other."""
+_ENGINE = ("updates", "update_seconds", "restarts")
+"""What engines in other processes count."""
 
 
 def require_rewards(experiences: list[Experience], where: str) -> None:
@@ -82,12 +83,17 @@ def batch_metrics(experiences: list[Experience], version: int) -> dict[str, floa
     return metrics
 
 
-def drafting_metrics(before: Counts, after: Counts, generated: int) -> dict[str, float]:
+def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What an engine in another process has counted."""
+    return {f"engine/{key}": value for key in _ENGINE if (value := after.get(key, 0) - before.get(key, 0))}
+
+
+def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
     """Of drafts and guesses that were looked at: the share accepted, and what share of all new tokens that is."""
     metrics: dict[str, float] = {}
     for name in ("reuse", "guess"):
         tested, accepted = (
-            getattr(after, f"{name}_{key}") - getattr(before, f"{name}_{key}") for key in ("tested", "accepted")
+            after.get(f"{name}_{key}", 0) - before.get(f"{name}_{key}", 0) for key in ("tested", "accepted")
         )
         if tested:
             metrics[f"rollout/{name}/accepted"] = accepted / tested

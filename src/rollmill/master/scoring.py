@@ -18,9 +18,8 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError, DeadlineError
 from rollmill.core.types import Task, one_per_rollout
-from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
-from rollmill.master.engine import native_engine
+from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.explorers import Explorers
 from rollmill.master.launch import device_of
 from rollmill.master.selection import select_tasks
@@ -28,7 +27,6 @@ from rollmill.models.load import Policy, load_policy
 from rollmill.rewards import build_judge
 from rollmill.rewards.judges.difficulty import DifficultyJudge
 from rollmill.rewards.resources import Resources
-from rollmill.sync import InPlace
 from rollmill.tasks import load_taskset
 from rollmill.tasks.scores import ScoreFile
 from rollmill.trainer import choose_precision
@@ -168,7 +166,12 @@ async def _roll_out(
     tally: _Tally,
 ) -> None:
     rollout, seed = stage.rollout, loaded.config.seed
-    engine = _engine(stage, policy)
+    precision = stage.trainer.precision
+    if precision == "auto":
+        precision = choose_precision(policy.model, policy.device)
+    engine = make_engine(policy, stage, precision)
+    sync = make_publisher(policy, engine, precision)
+    sync.publish(0)
     judge = build_judge(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
     explorers = Explorers(stage, policy, engine, judge, tasks=[task for _, task in tasks])
     explorer = explorers.training()
@@ -196,12 +199,5 @@ async def _roll_out(
     finally:
         await explorers.close()
         await engine.close()
+        sync.close()
         judge.close()
-
-
-def _engine(stage: StageConfig, policy: Policy) -> NativeEngine:
-    wanted = stage.trainer.precision
-    precision = choose_precision(policy.model, policy.device) if wanted == "auto" else wanted
-    engine = native_engine(policy, stage.rollout, precision)
-    InPlace(engine).publish(0)
-    return engine

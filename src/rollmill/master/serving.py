@@ -18,7 +18,7 @@ from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.errors import CheckpointError, ConfigError
-from rollmill.engines.native import NativeEngine
+from rollmill.engines.base import RolloutEngine
 from rollmill.explorer.chat import ChatFormat
 from rollmill.explorer.serving.build import Limits, application_service
 from rollmill.explorer.serving.files import SessionFiles
@@ -90,7 +90,7 @@ def checkpoint_of(source: Path, step: int | None) -> Path:
 
 
 async def _serve(
-    policy: Policy, engine: NativeEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
+    policy: Policy, engine: RolloutEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
 ) -> None:
     async with _served(policy, engine, sampling, place, sink):
         ended, loop = asyncio.Event(), asyncio.get_running_loop()
@@ -104,7 +104,7 @@ async def _serve(
 
 @asynccontextmanager
 async def _served(
-    policy: Policy, engine: NativeEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
+    policy: Policy, engine: RolloutEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
 ) -> AsyncIterator[None]:
     service = application_service(
         engine,

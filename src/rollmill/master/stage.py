@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,13 @@ from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.errors import StoreError
 from rollmill.core.types import Experience
+from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.buffers import Buffers
 from rollmill.master.elsewhere import RemoteExplorers, Surroundings
-from rollmill.master.engine import native_engine
+from rollmill.master.engine import make_engine, make_publisher, native_engine
 from rollmill.master.evaluation import Evaluated, Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
@@ -43,6 +44,7 @@ from rollmill.master.measures import (
     PHASES,
     batch_metrics,
     drafting_metrics,
+    engine_metrics,
     judging_metrics,
     require_rewards,
     seconds_of,
@@ -61,7 +63,7 @@ from rollmill.monitor.trace import Span
 from rollmill.recipes.mix import Mixed
 from rollmill.residency import Residency
 from rollmill.rewards import Judge
-from rollmill.sync import InPlace
+from rollmill.sync import WeightPublisher
 from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
 
 _TURNS = 5
@@ -120,15 +122,22 @@ class StageRun:
             plugins=plugins,
         )
         self._remote: RemoteExplorers | None = None
+        self._engine: RolloutEngine
+        self._sync: WeightPublisher | RemoteExplorers
         if around is not None and self._judge is not None:
-            self._remote = RemoteExplorers(config, policy, around, precision=precision, tasks=tasks.training.tasks)
-        self._engine = native_engine(policy, config.rollout, precision)
-        self._sync = InPlace(self._engine) if self._remote is None else self._remote
+            self._sync = self._remote = RemoteExplorers(
+                config, policy, around, precision=precision, tasks=tasks.training.tasks
+            )
+            self._engine = native_engine(policy, config.rollout, precision)
+        else:
+            self._engine = make_engine(policy, config, precision)
+            self._sync = make_publisher(policy, self._engine, precision)
         self._sync.publish(first_version)
         threads = (torch.get_num_threads(),)
         self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
         self._residency = self._trace.residency = self._residency_of(precision, buffers.run_dir)
         self._counted: Counter[str] = Counter()
+        self._engine_counted: dict[str, float] = {}  # at the end of the last step
         self._store = buffers.of_stage(config)
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
@@ -169,6 +178,7 @@ class StageRun:
         if self.config.residency is None:
             return None
         assert isinstance(self._trainer, Trainer)
+        assert isinstance(self._engine, NativeEngine)
         return residency_of(
             self.config, self._policy, self._trainer, self._engine, precision=precision, run_dir=run_dir
         )
@@ -179,7 +189,7 @@ class StageRun:
         return self._policy
 
     @property
-    def _rolls_out(self) -> NativeEngine | RemoteExplorers:
+    def _rolls_out(self) -> RolloutEngine | RemoteExplorers:
         """What counts the tokens that are generated."""
         return self._remote or self._engine
 
@@ -189,7 +199,7 @@ class StageRun:
         return "" if self._remote is None else self._remote.where
 
     @property
-    def engine(self) -> NativeEngine:
+    def engine(self) -> RolloutEngine:
         """What rolls out."""
         return self._engine
 
@@ -299,7 +309,9 @@ class StageRun:
             before_update: waits for what needs the weights as they are besides the step: an evaluation.
         """
         started, tokens = time.perf_counter(), self._rolls_out.tokens_generated
-        drafted = replace(self._engine.drafting.counts)
+        drafted = self._engine.counters()
+        started, tokens = time.perf_counter(), self._engine.tokens_generated
+        drafted = self._engine.counters()
         experiences = await self.collect(before_update is not None)
         if before_update is not None:
             await before_update()
@@ -316,7 +328,9 @@ class StageRun:
         kinds = {span.kind for span in spans}
         seconds = {phase: seconds_of(spans, phase) for phase in (*PHASES, MOVE) if phase in kinds}
         metrics |= judging_metrics(spans) | self._newly_counted()
-        metrics |= drafting_metrics(drafted, self._engine.drafting.counts, generated)
+        engine, since = self._engine.counters(), self._engine_counted
+        metrics |= drafting_metrics(drafted, engine, generated) | engine_metrics(since, engine)
+        self._engine_counted = engine
         metrics |= {} if self._supply is None else self._supply.metrics()
         metrics |= self._happened()
         metrics |= {} if self._residency is None else self._residency.metrics()
@@ -448,5 +462,7 @@ class StageRun:
         self._learner.shutdown()
         if self._residency is not None:
             self._residency.close()
+        if not isinstance(self._sync, RemoteExplorers):
+            self._sync.close()
         if self._judge is not None:
             self._judge.close()

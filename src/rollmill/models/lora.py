@@ -94,6 +94,19 @@ def merged_model(model: nn.Module) -> nn.Module:
     return plain_twin(model, memo)
 
 
+def merged_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The parameters by the names that a checkpoint has them under, adapters merged into what they adapt."""
+    layers = adapted_layers(model)
+    found: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            continue
+        owner, base, rest = name.rpartition(".base_layer.")
+        merged = bool(base) and rest == "weight"
+        found[f"{owner}.{rest}" if base else name] = merged_weight(layers[owner]) if merged else parameter.detach()
+    return found
+
+
 def save_adapter(model: Any, directory: Path) -> None:
     """Write the adapters alone, in peft's format. Raises OSError (or safetensors' own error)."""
     model.save_pretrained(directory)

@@ -1,9 +1,10 @@
 """Weight transfer: how the trainer's weights reach the engines, with a version, whole or not at all."""
 
-from rollmill.sync.base import WeightReceiver, WeightSender
+from rollmill.sync.base import WeightPublisher, WeightReceiver, WeightSender
 from rollmill.sync.collective import CollectiveSync
 from rollmill.sync.folder import FolderReceiver, FolderSender
 from rollmill.sync.in_place import InPlace
+from rollmill.sync.publisher import Publisher
 from rollmill.sync.shared import SharedReceiver, SharedSender, shared_folder
 
 __all__ = [
@@ -11,8 +12,10 @@ __all__ = [
     "FolderReceiver",
     "FolderSender",
     "InPlace",
+    "Publisher",
     "SharedReceiver",
     "SharedSender",
+    "WeightPublisher",
     "WeightReceiver",
     "WeightSender",
     "shared_folder",

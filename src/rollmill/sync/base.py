@@ -8,6 +8,16 @@ from typing import Protocol
 from torch import Tensor
 
 
+class WeightPublisher(Protocol):
+    """Brings the trainer's weights to engines, whatever the way."""
+
+    def publish(self, version: int) -> None:
+        """The trainer's parameters are now those of `version`: later tokens are sampled from them."""
+
+    def close(self) -> None:
+        """Release what was allocated."""
+
+
 class WeightSender(Protocol):
     """The trainer's side."""
 

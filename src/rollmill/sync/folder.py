@@ -21,7 +21,6 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rollmill.core.errors import DeadlineError, SyncError
-from rollmill.monitor.files import atomic_write
 from rollmill.sync.delta import apply, difference
 from rollmill.sync.layout import Layout, pack, weigh
 
@@ -76,6 +75,8 @@ class FolderSender:
             kind, tensors = "delta", difference(self.layout, self._old, self._block)
             about["base"] = str(self._last)
             self._since_whole += 1
+        from rollmill.monitor.files import atomic_write  # engines' environments import this package, and lack that one
+
         data = save(tensors, about)
         self._last = None  # after a failure the next one is whole
         atomic_write(self._folder / f"{version:06d}.{kind}.safetensors", data)

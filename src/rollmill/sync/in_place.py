@@ -15,3 +15,6 @@ class InPlace:
         """The trainer's parameters are now those of `version`."""
         for engine in self._engines:
             engine.weights_updated(version)
+
+    def close(self) -> None:
+        """Nothing was allocated."""

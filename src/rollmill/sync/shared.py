@@ -4,7 +4,7 @@ Two files hold a version each. The sender locks the older one, marks it empty, f
 and checksum; a receiver locks the newer one for as long as it reads or decodes from it. So no one ever sees half of a
 version, and a process that dies lets go of its lock.
 
-    file: magic, bytes of the layout's text, version, checksum | layout (JSON) | tensors, from a multiple of 4096 on
+    file: magic, bytes of the text, version, checksum | its kind, layout (JSON) | tensors, from a multiple of 4096 on
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rollmill.core.errors import DeadlineError, SyncError
-from rollmill.sync.layout import Layout, pack, weigh
+from rollmill.sync.layout import XXH3, Layout, pack, weigh
 
 _MAGIC = b"rollmill weights"
 _HEADER = struct.Struct("<16sQqQ")
@@ -44,15 +44,22 @@ class SharedSender:
 
     Args:
         dtype: what floating-point tensors are sent as; None leaves each as it is.
+        checksum: xxh3, or crc32 where the receiver's Python has no xxhash.
         deadline_s: how long a receiver may hold on to a version that is to be overwritten.
     """
 
     def __init__(
-        self, path: Path, weights: Mapping[str, Tensor], *, dtype: torch.dtype | None = None, deadline_s: float = 60.0
+        self,
+        path: Path,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        checksum: str = XXH3,
+        deadline_s: float = 60.0,
     ) -> None:
         self.layout = Layout.of(weights, dtype)
         self._deadline_s, self._next = deadline_s, 0
-        self._slots = [_Slot.made(file, self.layout) for file in files(path)]
+        self._slots = [_Slot.made(file, self.layout, checksum) for file in files(path)]
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See WeightSender."""
@@ -63,7 +70,7 @@ class SharedSender:
             raise DeadlineError("the trainer", "the receiver of its shared weights", self._deadline_s, advice)
         try:
             slot.write_version(_EMPTY, 0)
-            slot.write_version(version, pack(weights, self.layout, slot.block))
+            slot.write_version(version, pack(weights, self.layout, slot.block, slot.checksum))
         finally:
             slot.unlock()
         self._next = 1 - self._next
@@ -151,7 +158,7 @@ class SharedReceiver:
         if slot.version()[0] != version:
             slot.unlock()
             return None
-        if self._verify and weigh(slot.layout, slot.block) != slot.version()[1]:
+        if self._verify and weigh(slot.layout, slot.block, slot.checksum) != slot.version()[1]:
             slot.unlock()
             raise SyncError(f"{slot.path}: version {version} does not have the checksum it was sent with")
         self.release()
@@ -189,13 +196,14 @@ class _Slot:
         magic, length, _, _ = _HEADER.unpack_from(self._map)
         if magic != _MAGIC:
             raise SyncError(f"{path} is no file of shared weights")
-        self.layout = Layout.from_json(self._map[_HEADER.size : _HEADER.size + length].decode())
+        self.checksum, _, layout = self._map[_HEADER.size : _HEADER.size + length].decode().partition("\n")
+        self.layout = Layout.from_json(layout)
         self.block = whole[_begin(length) :]
 
     @classmethod
-    def made(cls, path: Path, layout: Layout) -> _Slot:
+    def made(cls, path: Path, layout: Layout, checksum: str) -> _Slot:
         """A new file; it appears under its name when it is complete."""
-        text = layout.to_json().encode()
+        text = f"{checksum}\n{layout.to_json()}".encode()
         temporary = path.with_name(f".{path.name}.{os.getpid()}")
         file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         try:

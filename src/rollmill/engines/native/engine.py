@@ -11,6 +11,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -114,9 +115,13 @@ class NativeEngine:
         self._stale = True
 
     async def drain(self) -> None:
-        """Wait until nothing is running or queued, or the engine has paused."""
+        """See RolloutEngine."""
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
+
+    def counters(self) -> dict[str, float]:
+        """See RolloutEngine: what became of drafts and guesses."""
+        return asdict(self.drafting.counts)
 
     async def close(self) -> None:
         """See RolloutEngine."""

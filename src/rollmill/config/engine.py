@@ -1,0 +1,63 @@
+"""`engine`: what generates completions."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, field_validator
+
+from rollmill.config.parts import Part, name_alone
+
+_OWN = {
+    "model": "the policy",
+    "tokenizer": "the policy's",
+    "skip_tokenizer_init": "true: rollmill has the tokenizer",
+    "dtype": "trainer.precision",
+    "load_format": "dummy: weights come from the trainer",
+    "max_model_len": "the policy's context",
+    "max_num_seqs": "rollout.max_sequences",
+    "max_num_batched_tokens": "rollout.prefill_tokens",
+    "kv_cache_memory_bytes": "engine.cache_gb",
+    "enforce_eager": "engine.compile",
+    "logprobs_mode": "processed_logprobs",
+    "worker_extension_cls": "rollmill's",
+}
+"""Arguments of vLLM that are not options, and what they come from."""
+
+
+class NativeEngineConfig(Part):
+    """rollmill's own engine, in the trainer's process, with the trainer's own parameters."""
+
+    name: Literal["native"] = "native"
+
+
+class VLLMEngineConfig(Part):
+    """vLLM in a process of its own, which is given the trainer's weights after every step."""
+
+    name: Literal["vllm"] = "vllm"
+    python: Path | None = None
+    """The Python that has vLLM, such as .venv-vllm/bin/python. Default: the one that runs rollmill."""
+    cache_gb: float = Field(2.0, gt=0)
+    """Memory for keys and values, in units of 2**30 bytes."""
+    compile: bool | Literal["auto"] = "auto"
+    """Compile the model (and capture CUDA graphs): a slower start and faster tokens. `auto`: on GPUs only."""
+    options: dict[str, Any] = {}
+    """Further arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
+    deadline_s: float = Field(600.0, gt=0)
+    """Longest wait for the process to start, or to take over new weights."""
+    restarts: int = Field(2, ge=0)
+    """How often in a stage a process that has died is started again. Its requests begin anew, with the same seeds."""
+
+    @field_validator("options")
+    @classmethod
+    def _leaves_the_rest_to_other_keys(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for key in options:
+            if key in _OWN:
+                raise ValueError(f"{key} is no option: it is {_OWN[key]}; remove it")
+        return options
+
+
+EngineConfig = Annotated[
+    Annotated[NativeEngineConfig | VLLMEngineConfig, Field(discriminator="name")], BeforeValidator(name_alone)
+]

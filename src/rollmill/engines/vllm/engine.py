@@ -1,0 +1,247 @@
+"""vLLM as the rollout engine. The weights come through shared memory, whenever the trainer has published a version.
+
+The process is started when the first request comes. One that dies is started again, with the newest weights, and its
+requests begin anew; not those of which somebody has seen tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import shutil
+import time
+import weakref
+from collections import Counter
+from collections.abc import AsyncIterator, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rollmill.core.errors import EngineError, RollmillError
+from rollmill.core.types import Completion
+from rollmill.engines.base import Request
+from rollmill.engines.vllm.process import Launch, VLLMProcess
+from rollmill.engines.vllm.sample import Sample, make_group
+
+
+class VLLMEngine:
+    """A RolloutEngine.
+
+    Args:
+        launch: how its process is started; its folder is removed at the end.
+        tokenizer: for texts and stop strings.
+        eos_ids: every token id that ends a completion.
+        context: longest sequence, prompt included.
+        restarts: how often a process that has died is started again.
+        checksum: what its Python can verify weights by.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        tokenizer: Any,
+        *,
+        eos_ids: frozenset[int],
+        context: int,
+        restarts: int = 2,
+        checksum: str,
+    ) -> None:
+        self.version = 0
+        self.weights_path = Path(launch.settings["weights"])  #: where weights have to be sent
+        self.checksum, self.deadline_s = checksum, launch.deadline_s
+        self.tokens_generated = 0
+        self._launch, self._tokenizer = launch, tokenizer
+        self._removed = weakref.finalize(self, shutil.rmtree, launch.folder, ignore_errors=True)
+        self._eos_ids, self._context = eos_ids, context
+        self._restarts_left = restarts
+        self._numbers = itertools.count(1)
+        self._running: dict[int, Sample] = {}
+        self._process: VLLMProcess | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._paused = False
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failure: RollmillError | None = None
+        self._counts: Counter[str] = Counter()
+
+    # -- the RolloutEngine protocol ------------------------------------------------------------------------------
+
+    async def generate(self, request: Request) -> list[Completion]:
+        """See RolloutEngine."""
+        return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
+
+    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+        """See RolloutEngine. Raises EngineError for requests that cannot be served, and where the process ends."""
+        group = make_group(request, self._tokenizer, self._eos_ids, self._context)
+        samples = [Sample(group, index, next(self._numbers)) for index in range(request.n)]
+        self._submit(samples)
+        try:
+            for _ in samples:
+                result = await group.results.get()
+                if isinstance(result, BaseException):
+                    raise result
+                yield result
+        finally:
+            for sample in samples:
+                if self._running.pop(sample.number, None) is not None and self._process is not None:
+                    self._process.say("abort", sample.number)
+
+    def interrupt(self) -> None:
+        """See RolloutEngine. They are handed out when vLLM has said what they had."""
+        if self._process is None:
+            message = {"ended": "abort", "tokens": [], "logprobs": [], "versions": []}
+            for number in list(self._running):
+                self._told({"id": number, **message})
+            return
+        for number in self._running:
+            self._process.say("abort", number)
+
+    def pause(self) -> None:
+        """See RolloutEngine."""
+        self._paused = True
+        if self._process is not None:
+            self._begin(self._answer(self._process, self._process.ask("pause")))
+
+    def resume(self) -> None:
+        """See RolloutEngine."""
+        self._paused = False
+        if self._process is not None:
+            self._begin(self._answer(self._process, self._process.ask("resume")))
+
+    def weights_updated(self, version: int) -> None:
+        """See RolloutEngine. Requests made after this are sampled with the new weights; those under way are kept."""
+        self.version = version
+        if self._process is not None:
+            self._counts["updates"] += 1
+            self._begin(self._update(self._process, self._process.ask("load"), version))
+
+    async def drain(self) -> None:
+        """See RolloutEngine."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+        while self._running and not self._paused and self._failure is None:
+            await asyncio.sleep(0.01)
+
+    def counters(self) -> dict[str, float]:
+        """See RolloutEngine: weight updates, the seconds they took, and processes started again."""
+        return dict(self._counts)
+
+    async def close(self) -> None:
+        """See RolloutEngine."""
+        self._failure = self._failure or EngineError("the engine was closed")
+        for task in (*self._tasks, *([] if self._starting is None else [self._starting])):
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        process, self._process = self._process, None
+        if process is not None:
+            await process.close()
+        self._fail(EngineError("the engine was closed while the request was running"))
+        self._removed()
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while it runs."""
+        return None if self._process is None else self._process.pid
+
+    # -- requests ----------------------------------------------------------------------------------------------
+
+    def _submit(self, samples: list[Sample]) -> None:
+        if self._failure is not None:
+            raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
+        self._running |= {sample.number: sample for sample in samples}
+        if self._process is not None:
+            self._send(self._process, samples)
+        elif self._starting is None:
+            self._starting = asyncio.ensure_future(self._start())
+
+    def _send(self, process: VLLMProcess, samples: list[Sample]) -> None:
+        for group, own in itertools.groupby(samples, lambda sample: sample.group):
+            process.say("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
+
+    def _told(self, message: dict[str, Any]) -> None:
+        """Take what the process says of a completion."""
+        self.tokens_generated += len(message.get("tokens", ()))
+        sample = self._running.get(message["id"])
+        if sample is None:
+            return  # nobody waits for it any more
+        if "error" in message:
+            self._hand_out(sample, EngineError(f"{sample.group.request.id}: vLLM: {message['error']}"))
+            return
+        if sample.add(message) and "ended" not in message and self._process is not None:
+            self._process.say("abort", sample.number)
+        if "ended" in message:
+            self._hand_out(sample, sample.completion(message))
+
+    def _hand_out(self, sample: Sample, result: Completion | RollmillError) -> None:
+        del self._running[sample.number]
+        sample.group.results.put_nowait(result)
+
+    def _fail(self, error: RollmillError) -> None:
+        for sample in list(self._running.values()):
+            self._hand_out(sample, error)
+
+    # -- the process -------------------------------------------------------------------------------------------
+
+    async def _start(self) -> None:
+        """Start the process with the newest weights, and give it what waits."""
+        try:
+            process, version = await VLLMProcess.start(self._launch, self._told, self._died)
+        except RollmillError as error:
+            self._give_up(error)
+            return
+        finally:
+            self._starting = None
+        self._process = process
+        if process.ended:
+            self._died()
+            return
+        if version != self.version:
+            self._begin(self._update(process, process.ask("load"), self.version))
+        if self._paused:
+            self._begin(self._answer(process, process.ask("pause")))
+        self._send(process, list(self._running.values()))
+
+    def _died(self) -> None:
+        """The process has ended by itself."""
+        process, self._process = self._process, None
+        if process is None:
+            return  # it was being started: who does that is told
+        error = process.gone()
+        if self._failure is not None or self._restarts_left == 0:
+            self._give_up(error)
+            return
+        self._restarts_left -= 1
+        self._counts["restarts"] += 1
+        for sample in list(self._running.values()):
+            if sample.told:
+                self._hand_out(sample, error)
+            else:
+                sample.again()
+        if self._running:
+            self._starting = asyncio.ensure_future(self._start())
+
+    async def _update(self, process: VLLMProcess, asked: Coroutine[Any, Any, Any], wanted: int) -> None:
+        began = time.perf_counter()
+        version = await self._answer(process, asked)
+        if version is not None and version < wanted:
+            self._give_up(EngineError(f"vLLM's process has weights of version {version}; {wanted} was announced"))
+        self._counts["update_seconds"] += time.perf_counter() - began  # type: ignore[assignment]
+
+    async def _answer(self, process: VLLMProcess, asked: Coroutine[Any, Any, Any]) -> Any:
+        """The answer; None where there is none, which ends the engine, unless the process has died: see `_died`."""
+        try:
+            return await asked
+        except RollmillError as error:
+            if process is self._process:
+                self._give_up(error)
+            return None
+
+    def _give_up(self, error: RollmillError) -> None:
+        """Nothing can be generated any more."""
+        self._failure = self._failure or error
+        if self._process is not None:
+            self._process.kill()
+        self._fail(error)
+
+    def _begin(self, work: Coroutine[Any, Any, Any]) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

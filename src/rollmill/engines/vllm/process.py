@@ -1,0 +1,268 @@
+"""The owner's side of vLLM's process: start it, talk to it, notice its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import rollmill
+from rollmill.core.errors import ConfigError, DeadlineError, EngineError
+from rollmill.engines.vllm.worker import LONGEST_LINE
+
+_PROGRAM = "rollmill.engines.vllm.worker"
+_LOG = "vllm.log"
+_SHOWN = 3000
+_LEAVING_S, _LOOK_S = 10.0, 0.05
+_GRACE_S = 1.0
+"""After a deadline: a training step may have kept this process from reading the answer."""
+_ASKED = """
+import importlib.util, json, sys
+found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash")}
+print(json.dumps(found | {"version": sys.version_info[:2]}))
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """How a process is started.
+
+    Args:
+        python: a Python that has vLLM; see `look_at`.
+        folder: its own, for the log, vLLM's sockets and the model's configuration.
+        settings: what `worker` is told first.
+        threads: how many CPU threads it computes with.
+        deadline_s: longest wait for an answer.
+    """
+
+    python: Path
+    folder: Path
+    settings: dict[str, Any]
+    threads: int
+    deadline_s: float
+
+    @property
+    def log(self) -> Path:
+        """What the process prints."""
+        return self.folder / _LOG
+
+
+def look_at(python: Path) -> dict[str, bool]:
+    """Which of vllm and xxhash a Python can import. Raises ConfigError where it is of no use."""
+    advice = "give a Python that has vLLM, such as .venv-vllm/bin/python (`make vllm-setup` makes it)"
+    try:
+        command = [str(python), "-c", _ASKED]
+        shown = subprocess.run(command, capture_output=True, check=True, timeout=60, env=_plain_environment()).stdout
+    except (OSError, subprocess.SubprocessError) as error:
+        raise ConfigError(f"engine.python: {python} does not run ({error}); {advice}") from error
+    found: dict[str, Any] = json.loads(shown)
+    if not found["vllm"]:
+        raise ConfigError(f"engine.python: {python} cannot import vllm; {advice}")
+    if tuple(found["version"]) < (3, 11):
+        raise ConfigError(f"engine.python: {python} is older than Python 3.11; {advice}")
+    return found
+
+
+class VLLMProcess:
+    """One process.
+
+    Args:
+        told: is given every message about a request.
+        ended: is called once, when the process has gone without being asked to.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        process: asyncio.subprocess.Process,
+        streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
+        told: Callable[[dict[str, Any]], None],
+        ended: Callable[[], None],
+    ) -> None:
+        self._launch, self._process = launch, process
+        self._reader, self._writer = streams
+        self._told, self._ended = told, ended
+        self._numbers = itertools.count(-1, -1)  # requests have positive ones
+        self._awaited: dict[int, asyncio.Future[Any]] = {}
+        self._closing = False
+        self._listening = asyncio.ensure_future(self._listen())
+        self._watching = asyncio.ensure_future(self._watch())
+
+    @classmethod
+    async def start(
+        cls, launch: Launch, told: Callable[[dict[str, Any]], None], ended: Callable[[], None]
+    ) -> tuple[VLLMProcess, int]:
+        """Start one; it, and the version of the weights that it has.
+
+        Raises:
+            EngineError: it ended; the message shows the end of its log.
+            DeadlineError: it takes too long.
+        """
+        ours, theirs = socket.socketpair()
+        with theirs, launch.log.open("ab") as log:
+            process = await asyncio.create_subprocess_exec(
+                str(launch.python),
+                *("-P", "-m", _PROGRAM, str(theirs.fileno())),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                env=_environment(launch),
+                start_new_session=True,
+            )
+        made = cls(launch, process, await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), told, ended)
+        try:
+            first = made._await(0)
+            made._write(launch.settings)
+            return made, int(await made._answer(0, first, "start"))
+        except BaseException:
+            made.kill()
+            await made.close()
+            raise
+
+    @property
+    def ended(self) -> bool:
+        """Whether it says nothing any more."""
+        return self._listening.done()
+
+    @property
+    def pid(self) -> int:
+        """Of the process; what vLLM starts is in its process group."""
+        return self._process.pid
+
+    def say(self, kind: str, number: int, **message: Any) -> None:
+        """Ask for something that is answered, if at all, by messages of this number."""
+        self._write({"kind": kind, "id": number, **message})
+
+    def ask(self, kind: str) -> Coroutine[Any, Any, Any]:
+        """Ask for something at once, before all that is said later; awaiting it gives the answer.
+
+        Raises:
+            EngineError: it failed, or the process has ended.
+            DeadlineError: no answer came.
+        """
+        number = next(self._numbers)
+        future = self._await(number)
+        self.say(kind, number)
+        return self._answer(number, future, kind)
+
+    async def close(self) -> None:
+        """End it, gently at first; may be called twice."""
+        self._closing = True
+        self._writer.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LEAVING_S):
+                await self._process.wait()
+        self.kill()
+        await asyncio.gather(self._watching, self._listening, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End it at once."""
+        with contextlib.suppress(ProcessLookupError):
+            self._process.kill()
+
+    def gone(self) -> EngineError:
+        """The error that says that it has ended, and why."""
+        log = self._launch.log
+        shown = log.read_bytes()[-_SHOWN:].decode("utf-8", "replace").strip() if log.is_file() else ""
+        code = self._process.returncode
+        how = f"by signal {-code}" if code is not None and code < 0 else f"with exit code {code}"
+        return EngineError(f"vLLM's process has ended ({how}). The end of its log:\n{shown or '(it is empty)'}")
+
+    def _await(self, number: int) -> asyncio.Future[Any]:
+        self._awaited[number] = future = asyncio.get_running_loop().create_future()
+        if self.ended:
+            future.set_exception(self.gone())
+        return future
+
+    async def _answer(self, number: int, future: asyncio.Future[Any], what: str) -> Any:
+        limit = self._launch.deadline_s
+        try:
+            for seconds in (limit, _GRACE_S):
+                if not future.done():
+                    await asyncio.wait([future], timeout=seconds)
+        finally:
+            self._awaited.pop(number, None)
+        if future.done():
+            return future.result()
+        advice = f"Its log is {self._launch.log}. Raise engine.deadline_s, or see what holds it up."
+        raise DeadlineError("the engine", f"vLLM's process to {what}", limit, advice)
+
+    def _write(self, message: dict[str, Any]) -> None:
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def _listen(self) -> None:
+        """Hand out messages until the process has ended."""
+        try:
+            with contextlib.suppress(ConnectionError):
+                while line := await self._reader.readline():
+                    self._take(json.loads(line))
+                    await asyncio.sleep(0)  # many lines may have come at once, and others have their turn
+        finally:
+            self.kill()
+            await self._process.wait()
+            for future in self._awaited.values():
+                if not future.done():
+                    future.set_exception(self.gone())
+            if not self._closing:
+                self._ended()
+
+    def _take(self, message: dict[str, Any]) -> None:
+        future = self._awaited.get(message["id"])
+        if future is None:
+            self._told(message)
+        elif not future.done() and "error" in message:
+            future.set_exception(EngineError(f"vLLM: {message['error']}"))
+        elif not future.done():
+            future.set_result(message["value"])
+
+    async def _watch(self) -> None:
+        """Its end is the end of all that it has started. They hold the socket open, too, and are given some time to
+        remove what they have in shared memory."""
+        await self._process.wait()
+        self._writer.transport.abort()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGTERM)
+            for _ in range(int(_LEAVING_S / _LOOK_S)):
+                await asyncio.sleep(_LOOK_S)
+                os.killpg(self.pid, 0)
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def _plain_environment() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
+
+
+def _environment(launch: Launch) -> dict[str, str]:
+    """Environment variables of the process. It finds rollmill, and no other package of this Python."""
+    packages = launch.folder / "packages"
+    packages.mkdir(exist_ok=True)
+    with contextlib.suppress(FileExistsError):
+        (packages / "rollmill").symlink_to(Path(rollmill.__file__).parent)
+    defaults = {
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    own = {
+        "PYTHONPATH": str(packages),
+        "OMP_NUM_THREADS": str(launch.threads),
+        "VLLM_RPC_BASE_PATH": str(launch.folder),
+    }
+    return defaults | _plain_environment() | own
+
+
+def this_python() -> Path:
+    """The Python that runs rollmill."""
+    return Path(sys.executable)

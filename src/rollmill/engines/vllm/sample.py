@@ -1,0 +1,141 @@
+"""One completion under way in vLLM, as its owner sees it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.base import Request, SampledToken
+from rollmill.engines.native.rng import fold
+from rollmill.engines.native.stops import StopStrings, stop_strings
+
+_REASONS = {"stop": StopReason.EOS, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
+_SEED_BITS = 2**63 - 1
+
+
+@dataclass(slots=True, eq=False)
+class Group:
+    """A request, and its completions as they end."""
+
+    request: Request
+    limit: int  # new tokens per completion
+    stop_ids: frozenset[int]
+    stops: StopStrings | None
+    tokenizer: Any
+    results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
+    submitted_at: float = field(default_factory=time.perf_counter)
+
+    @property
+    def streamed(self) -> bool:
+        """Whether tokens are wanted one by one."""
+        return self.stops is not None or self.request.on_token is not None
+
+    def message(self, seeds: list[tuple[int, int]]) -> dict[str, Any]:
+        """What vLLM's process is told; `seeds` are numbers of samples with theirs."""
+        sampling = {
+            "temperature": self.request.sampling.temperature,
+            "max_tokens": self.limit,
+            "stop_token_ids": sorted(self.stop_ids),
+        }
+        prompt = [int(token) for token in self.request.prompt_ids]
+        return {
+            "seeds": seeds, "prompt": prompt, "sampling": sampling, "stream": self.streamed, "top": self.request.top,
+        }  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class Sample:
+    """One completion of a group."""
+
+    group: Group
+    index: int
+    number: int  # among all that the engine was asked for
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    stopped: bool = False  # by a stop string
+    began_at: float | None = None
+
+    @property
+    def seed(self) -> int:
+        """As the native engine derives it, in the range that vLLM takes."""
+        return fold(self.group.request.seed, self.index) & _SEED_BITS
+
+    @property
+    def told(self) -> bool:
+        """Whether somebody has seen tokens of it, so that it cannot begin anew."""
+        return self.group.request.on_token is not None and bool(self.tokens)
+
+    def again(self) -> None:
+        """Begin anew."""
+        self.tokens, self.logprobs, self.stopped = [], [], False
+
+    def add(self, message: dict[str, Any]) -> bool:
+        """Take new tokens, up to one that completes a stop string; True if one does."""
+        group, request = self.group, self.group.request
+        self.began_at = self.began_at or time.perf_counter()
+        for at, (token, logprob) in enumerate(zip(message["tokens"], message["logprobs"], strict=True)):
+            if self.stopped:
+                return False
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            if request.on_token is not None:
+                top = tuple((int(id), float(value)) for id, value in message["top"][at]) if request.top else ()
+                request.on_token(SampledToken(self.index, token, logprob, top))
+            if group.stops is not None and token not in group.stop_ids and group.stops.complete(self.tokens):
+                self.stopped = True
+        return self.stopped
+
+    def completion(self, message: dict[str, Any]) -> Completion:
+        """The completion, which has ended as the message says."""
+        group, now, count = self.group, time.perf_counter(), len(self.tokens)
+        reason = StopReason.STOP if self.stopped else _REASONS[message["ended"]]
+        versions = [version for version, length in message["versions"] for _ in range(length)]
+        return Completion(
+            prompt_ids=np.asarray(group.request.prompt_ids, np.int32),
+            token_ids=np.asarray(self.tokens, np.int32),
+            logprobs=np.asarray(self.logprobs, np.float32),
+            versions=np.asarray(versions[:count], np.int32),
+            kept_logmass=np.zeros(count, np.float32),
+            text=self._text(),
+            stop_reason=reason,
+            seed=self.seed,
+            index=self.index,
+            submitted_at=group.submitted_at,
+            started_at=group.submitted_at if self.began_at is None or not group.streamed else self.began_at,
+            finished_at=now,
+        )
+
+    def _text(self) -> str:
+        tokenizer, stops = self.group.tokenizer, self.group.stops
+        if self.stopped and stops is not None:
+            text = stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
+            for special in tokenizer.all_special_tokens:
+                text = text.replace(special, "")
+            return text
+        return "" if tokenizer is None else str(tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+
+def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
+    """The group of a request. Raises EngineError for one that cannot be served."""
+    sampling, length = request.sampling, len(request.prompt_ids)
+    if length == 0:
+        raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
+    if length >= context:
+        raise ContextError(
+            f"{request.id}: the prompt has {length} tokens but the model's context is {context}, which leaves no room "
+            "for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
+        )
+    if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
+        raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "
+                          "top_k and no min_p, or engine `native`")  # fmt: skip
+    if any(request.begun) or any(request.drafts) or request.record_top:
+        raise EngineError(f"{request.id}: vLLM takes no drafts and no tokens to go on from; use engine `native`")
+    stops = stop_strings(tokenizer, tuple(sampling.stop)) if sampling.stop else None
+    limit = min(sampling.max_new_tokens, context - length)
+    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)

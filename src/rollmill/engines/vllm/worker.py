@@ -1,0 +1,178 @@
+"""The program of vLLM's process: requests in, completions out, as lines of JSON over a socket. Imports no more than
+vLLM's environment has.
+
+The first line says what to start. Then come `generate`, `abort`, `load` (new weights), `pause` and `resume`; they are
+taken one after the other, so that what is asked for behind `load` is sampled with the new weights. When the socket is
+closed, the process ends itself and all that vLLM has started.
+
+    run as: python -m rollmill.engines.vllm.worker NUMBER_OF_THE_SOCKET
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import sys
+import traceback
+from typing import Any
+
+LONGEST_LINE = 1 << 28
+_EXTENSION = "rollmill.sync.in_vllm.SharedWeights"
+
+
+class Server:
+    """Serves one parent."""
+
+    def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
+        self._engine, self._weights, self._writer = engine, weights, writer
+        self._paused = False
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def say(self, **message: Any) -> None:
+        """Send one message."""
+        self._writer.write(json.dumps(message).encode() + b"\n")
+
+    async def handle(self, message: dict[str, Any]) -> None:
+        """Do what is asked for."""
+        kind, number = message["kind"], message["id"]
+        if kind == "generate":
+            for index, seed in message["seeds"]:
+                self._begin(self._generate(index, seed, message))
+        elif kind == "abort":
+            self._begin(self._engine.abort(str(number)))
+        elif kind == "load":
+            await self._answer(number, self.load())
+        else:
+            await self._answer(number, self._switch(paused=kind == "pause"))
+
+    async def load(self) -> int:
+        """Take over the newest weights between two steps; their version. Requests under way are kept, and go on."""
+        engine = self._engine
+        await engine.pause_generation(mode="keep", clear_cache=False)
+        versions = await engine.collective_rpc("load_shared_weights", args=(self._weights,))
+        await engine.update_weight_version(str(versions[0]))
+        await engine.reset_prefix_cache(reset_running_requests=True)
+        if not self._paused:
+            await engine.resume_generation()
+        return int(versions[0])
+
+    async def _switch(self, paused: bool) -> None:
+        self._paused = paused
+        if paused:
+            await self._engine.pause_generation(mode="keep", clear_cache=False)
+        else:
+            await self._engine.resume_generation()
+
+    async def _answer(self, number: int, work: Any) -> None:
+        try:
+            self.say(id=number, value=await work)
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            self.say(id=number, error=f"{type(error).__name__}: {error}")
+
+    def _begin(self, work: Any) -> None:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """vLLM's engine has died: so does this process, and its parent sees the log."""
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            end(1)
+
+    async def _generate(self, number: int, seed: int, asked: dict[str, Any]) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        stream, top = asked["stream"], asked["top"]
+        params = SamplingParams(
+            **asked["sampling"],
+            seed=seed,
+            ignore_eos=True,  # every id that ends a completion is among stop_token_ids
+            logprobs=top,
+            flat_logprobs=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA if stream else RequestOutputKind.FINAL_ONLY,
+        )
+        try:
+            prompt = {"prompt_token_ids": asked["prompt"]}
+            async for output in self._engine.generate(prompt, params, str(number)):
+                self._tell(number, output.outputs[0], top)
+                await self._writer.drain()
+                await asyncio.sleep(0)  # what the parent says has its turn
+        except Exception as error:
+            if self._engine.errored:
+                raise
+            self.say(id=number, error=f"{type(error).__name__}: {error.__cause__ or error}")
+
+    def _tell(self, number: int, found: Any, top: int) -> None:
+        if found.finish_reason == "error":
+            self.say(id=number, error="the request failed; see the log of vLLM's process")
+            return
+        message: dict[str, Any] = {"id": number, "tokens": list(found.token_ids)}
+        logprobs = found.logprobs
+        starts = [] if logprobs is None else logprobs.start_indices
+        message["logprobs"] = [logprobs.logprobs[start] for start in starts]  # the sampled token's come first
+        if top:
+            spans = [(start + 1, start + 1 + top) for start in starts]
+            message["top"] = [list(zip(logprobs.token_ids[a:b], logprobs.logprobs[a:b], strict=True)) for a, b in spans]
+        if found.finish_reason is not None:
+            message["ended"] = found.finish_reason
+            message["versions"] = [(int(each.version), each.end - each.start) for each in found.weight_versions or []]
+        self.say(**message)
+
+
+def start(settings: dict[str, Any]) -> Any:
+    """vLLM's engine with random weights."""
+    from vllm import AsyncEngineArgs
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    options = {
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "worker_extension_cls": _EXTENSION,
+        "disable_log_stats": True,
+    }
+    return AsyncLLM.from_engine_args(AsyncEngineArgs(**{**options, **settings["arguments"]}))
+
+
+def end(code: int) -> None:
+    """End this process and all that it has started; Python's resource tracker stays, until it has removed what is left
+    of them in shared memory."""
+    sys.stderr.flush()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    os.killpg(os.getpgrp(), signal.SIGTERM)
+    os._exit(code)
+
+
+async def serve(connection: socket.socket) -> None:
+    """Start what the first line says, and serve until the parent closes the socket."""
+    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+    settings = json.loads(await reader.readline())
+    engine = start(settings)
+    server = Server(engine, settings["weights"], writer)
+    server.say(id=0, value=await server.load())
+    while line := await reader.readline():
+        await server.handle(json.loads(line))
+    engine.shutdown()
+    shutil.rmtree(settings["folder"], ignore_errors=True)  # the parent may have been killed
+
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with socket.socket(fileno=int(sys.argv[1])) as connection:
+        try:
+            asyncio.run(serve(connection))
+        except BaseException:
+            traceback.print_exc()
+            end(1)
+        end(0)

@@ -1,0 +1,87 @@
+"""The section `engine`: what it may say, and what vLLM cannot do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollmill.cli import main
+from rollmill.config.loader import load_run
+
+GOOD = """\
+model: {new: {hidden_size: 32}}
+taskset: {path: tasks.jsonl}
+rewards: [{name: math}]
+"""
+VLLM = GOOD + "engine: {name: vllm}\n"
+EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}, sampling: {%s}}\n"
+
+CASES = {
+    "an engine that there is not": (GOOD + "engine: sglang", "run.yaml:4: engine"),
+    "a key of another engine": (GOOD + "engine: {name: native, python: python3}", "engine.python"),
+    "an option that is a key": (
+        GOOD + "engine: {name: vllm, options: {max_num_seqs: 4}}",
+        "max_num_seqs is no option: it is rollout.max_sequences; remove it",
+    ),
+    "an option that rollmill needs": (
+        GOOD + "engine: {name: vllm, options: {logprobs_mode: raw_logits}}",
+        "logprobs_mode is no option",
+    ),
+    "truncation": (
+        VLLM + "rollout: {top_p: 0.9}",
+        "run.yaml:5: rollout.top_p: engine `vllm` does not say how much probability truncation keeps",
+    ),
+    "truncation of an evaluation": (VLLM + EVALUATION % "min_p: 0.1", "run.yaml:5: evaluation.sampling.min_p: engine"),
+    "repetition": (
+        VLLM + "rollout: {repetition: {}}",
+        "rollout.repetition: engine `vllm` does not look for",
+    ),
+    "guesses": (VLLM + "rollout: {ngram_draft: {}}", "rollout.ngram_draft: engine `vllm` has speculative decoding"),
+    "reuse": (VLLM + "rollout: {reuse: {}}", "rollout.reuse: engine `vllm` takes no drafts"),
+    "a token budget": (
+        VLLM + "max_staleness: 1\nrollout: {token_budget: 100}",
+        "rollout.token_budget: engine `vllm` cannot go on with a completion that another step began",
+    ),
+    "hardly any temperature": (
+        VLLM + EVALUATION % "temperature: 0.001",
+        "evaluation.sampling.temperature: engine `vllm` raises temperatures below 0.01 to that",
+    ),
+    "nothing to generate": (
+        VLLM.replace("rewards: [{name: math}]\n", "") + "algorithm: {name: sft}",
+        "run.yaml:3: engine: not honoured: algorithm `sft` rolls nothing out, and nothing is evaluated; remove it",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_errors(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    text, message = CASES[name]
+    monkeypatch.chdir(tmp_path)
+    Path("run.yaml").write_text(text)
+    Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    assert main(["check", "run.yaml"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_name_alone_and_a_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python").touch()
+    monkeypatch.chdir(tmp_path)
+    Path("tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    for text, python in (("vllm", None), ("{name: vllm, python: bin/python}", tmp_path / "bin/python")):
+        Path("run.yaml").write_text(f"{GOOD}engine: {text}\n")
+        [stage] = load_run(Path("run.yaml")).stages
+        assert stage.engine.name == "vllm"
+        assert stage.engine.python == python
+    assert main(["check", "run.yaml"]) == 0
+    assert "engine      vllm (python" in capsys.readouterr().out
+
+
+def test_a_stage_that_generates_nothing_leaves_the_engine_to_the_others(tmp_path: Path) -> None:
+    (tmp_path / "tasks.jsonl").write_text('{"prompt": "1+1=", "answer": "2", "response": "2"}\n')
+    stages = "stages: [{name: warm, algorithm: {name: sft}, steps: 2}, {name: learn, steps: 2}]\n"
+    (tmp_path / "run.yaml").write_text(VLLM + stages)
+    assert load_run(tmp_path / "run.yaml").stages[1].engine.name == "vllm"

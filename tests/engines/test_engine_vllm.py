@@ -1,0 +1,294 @@
+"""vLLM's CPU build as the rollout engine: its tokens and log-probs are those of the trainer's own weights.
+
+Starting vLLM takes long, so that most tests share one process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from toys import toy_checkpoint
+from vllm_service import PYTHON, needs_vllm
+
+from rollmill.config.model import ModelConfig
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.types import Completion, StopReason
+from rollmill.engines.base import Request, SampledToken
+from rollmill.engines.vllm.engine import VLLMEngine
+from rollmill.master.engine import make_engine, make_publisher, native_engine
+from rollmill.models.load import Policy, load_policy
+from rollmill.sync import InPlace, WeightPublisher
+
+pytestmark = [pytest.mark.service, needs_vllm]
+
+LONG = 1500
+"""Tokens that take a while, where nothing ends a completion before."""
+PROMPTS = [[5, 6, 7, 8, 9, 10], [20, 21, 22]]
+
+
+class Running:
+    """An engine with its policy, and an event loop that outlasts a test."""
+
+    def __init__(self, folder: Path, restarts: int) -> None:
+        shape = {"head_dim": 32, "tie_word_embeddings": True, "max_position_embeddings": 4096, "num_hidden_layers": 8}
+        checkpoint = toy_checkpoint(folder / "model", "qwen3", **shape)
+        self.policy: Policy = load_policy(ModelConfig(path=checkpoint), texts=(), seed=0, device=torch.device("cpu"))
+        section = {"name": "vllm", "python": PYTHON, "cache_gb": 0.25, "restarts": restarts}
+        self.config = StageConfig.model_validate({"engine": section})
+        self.loop = asyncio.new_event_loop()
+        engine = make_engine(self.policy, self.config, "fp32")
+        assert isinstance(engine, VLLMEngine)
+        self.engine = engine
+        self.publisher: WeightPublisher = make_publisher(self.policy, engine, "fp32")
+        self.version, self.noise = 0, torch.Generator().manual_seed(0)
+        self.publish()
+
+    def publish(self, noise: float = 0.0) -> None:
+        """Move the weights and publish them as the next version."""
+        with torch.no_grad():
+            for parameter in self.policy.model.parameters():
+                parameter.add_(torch.randn(parameter.shape, generator=self.noise) * noise)
+        self.version += 1
+        self.publisher.publish(self.version)
+
+    def update(self) -> None:
+        """`publish` from outside of the event loop."""
+
+        async def publish() -> None:
+            self.publish(noise=0.02)
+
+        self.run(publish())
+
+    def run(self, work: Awaitable[Any]) -> Any:
+        async def within() -> Any:
+            async with asyncio.timeout(500):
+                return await work
+
+        return self.loop.run_until_complete(within())
+
+    def generate(self, prompt: list[int], n: int = 1, seed: int = 0, **sampling: Any) -> list[Completion]:
+        options = SamplingConfig(**{"max_new_tokens": 24, **sampling})
+        found: list[Completion] = self.run(self.engine.generate(Request(prompt, options, n=n, seed=seed)))
+        return found
+
+    def close(self) -> None:
+        self.run(self.engine.close())
+        self.publisher.close()
+        self.loop.close()
+
+
+@pytest.fixture(scope="module")
+def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    made = Running(tmp_path_factory.mktemp("vllm"), restarts=1)
+    yield made
+    made.close()
+    assert not made.engine.weights_path.parent.exists()
+
+
+def expected(policy: Policy, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+    """Log-probs of a completion's tokens by the trainer's model."""
+    prompt, tokens = completion.prompt_ids, completion.token_ids
+    ids = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
+    with torch.no_grad():
+        logits = policy.model(ids).logits[0, len(prompt) - 1 : -1].float() / temperature
+    found: np.ndarray = torch.log_softmax(logits, -1).gather(1, ids[0, len(prompt) :, None])[:, 0].numpy()
+    return found
+
+
+def test_greedy_output_is_the_trainers_after_every_update(running: Running) -> None:
+    native = native_engine(running.policy, running.config.rollout, "fp32")
+    for _ in range(4):
+        running.update()
+        InPlace(native).publish(running.version)
+        for prompt in PROMPTS:
+            [ours] = running.generate(prompt, temperature=0)
+            [theirs] = running.run(
+                native.generate(Request(prompt, SamplingConfig(temperature=0, max_new_tokens=24), n=1))
+            )
+            assert ours.token_ids.tolist() == theirs.token_ids.tolist()
+            assert (ours.stop_reason, ours.text) == (theirs.stop_reason, theirs.text)
+            assert set(ours.versions.tolist()) == {running.version}
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+
+
+def test_versions_that_were_not_generated_with_leave_no_trace(running: Running) -> None:
+    for _ in range(3):
+        running.update()
+    [found] = running.generate(PROMPTS[0], temperature=0)
+    np.testing.assert_allclose(found.logprobs, expected(running.policy, found), atol=1e-4)
+    assert found.versions[0] == running.version
+
+
+def test_log_probs_are_after_temperature(running: Running) -> None:
+    found = running.generate(PROMPTS[0], n=8, seed=3, temperature=0.7)
+    gaps = np.concatenate([np.abs(each.logprobs - expected(running.policy, each, 0.7)) for each in found])
+    assert gaps.mean() < 1e-4
+    assert all((each.kept_logmass == 0).all() for each in found)
+
+
+def test_a_completion_is_a_function_of_its_seed(running: Running) -> None:
+    once, again = (running.generate(PROMPTS[1], n=4, seed=11) for _ in range(2))
+    other = running.generate(PROMPTS[1], n=4, seed=12)
+    texts = [[tuple(each.token_ids.tolist()) for each in found] for found in (once, again, other)]
+    assert texts[0] == texts[1]
+    assert not set(texts[0]) & set(texts[2])
+    assert len(set(texts[0])) == 4
+    assert [each.index for each in once] == [0, 1, 2, 3]
+
+
+def test_completions_end_at_stop_strings_and_at_all_end_ids(running: Running) -> None:
+    plain = running.generate(PROMPTS[0], n=8, seed=5)
+    letter = next(c for each in plain for c in each.text[2:] if c.isascii() and c.isalnum())
+    for before, after in zip(plain, running.generate(PROMPTS[0], n=8, seed=5, stop=[letter]), strict=True):
+        count = len(after.token_ids)
+        assert after.token_ids.tolist() == before.token_ids[:count].tolist()
+        assert len(after.versions) == len(after.logprobs) == count
+        if letter in before.text:
+            assert after.stop_reason is StopReason.STOP
+            assert letter not in after.text
+            assert letter in running.policy.tokenizer.decode(after.token_ids.tolist())
+    end = int(plain[0].token_ids[3])
+    ended = running.generate(PROMPTS[0], n=8, seed=5, stop_token_ids=[end])[0]
+    assert ended.stop_reason is StopReason.EOS
+    assert ended.token_ids.tolist() == plain[0].token_ids[: plain[0].token_ids.tolist().index(end) + 1].tolist()
+
+
+def test_tokens_are_told_with_the_most_probable_ones(running: Running) -> None:
+    told: list[SampledToken] = []
+    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=6), n=2, seed=9, on_token=told.append, top=3)
+    found = running.run(running.engine.generate(request))
+    for each in found:
+        own = [token for token in told if token.index == each.index]
+        assert [token.token for token in own] == each.token_ids.tolist()
+        np.testing.assert_allclose([token.logprob for token in own], each.logprobs)
+        for token in own:
+            values = [value for _, value in token.top]
+            assert len(values) == 3
+            assert values == sorted(values, reverse=True)
+
+
+def test_weights_change_in_the_middle_of_a_completion(running: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every token's log-prob is that of the weights it carries the version of; what was cached is computed anew."""
+    monkeypatch.setattr(running.engine, "_eos_ids", frozenset())
+    for _ in range(5):  # on a busy machine all tokens may be there before the new weights are
+        if any(len(set(found.versions.tolist())) == 2 for found in _generated_over_an_update(running)):
+            return
+    pytest.fail("no completion has tokens of two versions")
+
+
+def _generated_over_an_update(running: Running) -> list[Completion]:
+    """Completions during which weights were published; their log-probs have been compared."""
+    before = [parameter.detach().clone() for parameter in running.policy.model.parameters()]
+    told: list[int] = []
+
+    def publish_once(token: SampledToken) -> None:
+        told.append(token.token)
+        if len(told) == 8:
+            running.publish(noise=0.02)
+
+    first = running.version
+    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=LONG), n=2, seed=2, on_token=publish_once)
+    completions: list[Completion] = running.run(running.engine.generate(request))
+    after = [parameter.detach().clone() for parameter in running.policy.model.parameters()]
+    for found in completions:
+        assert found.versions.tolist() == sorted(found.versions.tolist())
+        assert {*found.versions.tolist()} <= {first, first + 1}
+        for version, weights in ((first, before), (first + 1, after)):
+            own = found.versions == version
+            _set(running.policy, weights)
+            np.testing.assert_allclose(found.logprobs[own], expected(running.policy, found)[own], atol=1e-4)
+    return completions
+
+
+def _set(policy: Policy, values: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        for parameter, value in zip(policy.model.parameters(), values, strict=True):
+            parameter.copy_(value)
+
+
+def test_paused_requests_are_kept_and_interrupted_ones_handed_out(
+    running: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running.engine, "_eos_ids", frozenset())
+
+    async def scenario(act: Callable[[], None]) -> list[Completion]:
+        told: list[SampledToken] = []
+        sampling = SamplingConfig(max_new_tokens=LONG)
+        request = Request(PROMPTS[0], sampling, n=2, seed=2, on_token=told.append)
+        work = asyncio.ensure_future(running.engine.generate(request))
+        while len(told) < 5:
+            await asyncio.sleep(0.001)
+        act()
+        await running.engine.drain()
+        at = len(told)
+        await asyncio.sleep(0.3)
+        assert act == running.engine.interrupt or len(told) == at
+        running.engine.resume()
+        return await work
+
+    whole = running.run(scenario(running.engine.pause))
+    assert [each.stop_reason for each in whole] == [StopReason.LENGTH] * 2
+    parts = running.run(scenario(running.engine.interrupt))
+    assert [each.stop_reason for each in parts] == [StopReason.ABORTED] * 2
+    for one, other in zip(parts, whole, strict=True):
+        count = len(one.token_ids)
+        assert one.token_ids.tolist() == other.token_ids[:count].tolist()
+        assert len(one.versions) == len(one.logprobs) == count
+
+
+def test_a_cancelled_request_leaves_the_engine_as_it_was(running: Running) -> None:
+    async def cancelled() -> None:
+        work = asyncio.ensure_future(running.engine.generate(Request(PROMPTS[0], SamplingConfig(), n=4)))
+        await asyncio.sleep(0.05)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+
+    running.run(cancelled())
+    assert len(running.generate(PROMPTS[1], n=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "error", "text"),
+    [
+        ([], {}, EngineError, "no tokens"),
+        ([1] * 5000, {}, ContextError, "leaves no room"),
+        ([1], {"top_p": 0.9}, EngineError, "how much probability truncation keeps"),
+    ],
+)
+def test_requests_that_cannot_be_served(
+    running: Running, prompt: list[int], sampling: dict[str, Any], error: type[EngineError], text: str
+) -> None:
+    with pytest.raises(error, match=text):
+        running.generate(prompt, **sampling)
+
+
+def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(running: Running) -> None:
+    """The last test of this process."""
+
+    async def killed() -> list[Completion]:
+        pid = running.engine.pid
+        assert pid is not None
+        os.kill(pid, signal.SIGSTOP)  # so that it does not finish before
+        work = asyncio.ensure_future(running.engine.generate(Request(PROMPTS[0], SamplingConfig(), n=4, seed=1)))
+        await asyncio.sleep(0.05)
+        os.kill(pid, signal.SIGKILL)
+        return await work
+
+    undisturbed = running.generate(PROMPTS[0], n=4, seed=1, max_new_tokens=256)
+    found = running.run(killed())
+    assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in undisturbed]
+    assert running.engine.counters()["restarts"] == 1
+    with pytest.raises(EngineError, match=r"vLLM's process has ended \(by signal 9\). The end of its log:"):
+        running.run(killed())
+    with pytest.raises(EngineError, match="has failed and takes no more requests"):
+        running.generate(PROMPTS[0])

@@ -1,0 +1,75 @@
+"""A run whose completions come from vLLM learns, with new weights there after every step, and outlives its process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from forks import Forks
+from tiny import tiny_run
+from vllm_service import PYTHON, needs_vllm
+
+FUNCTION = "rollmill.quickstart.addition:rows"
+TASKS = {"function": FUNCTION, "options": {"size": 2000, "seed": 1, "digits": 2, "forget": 0.65}}
+HELD_OUT = {"function": FUNCTION, "options": {"size": 100, "seed": 2, "digits": 2}}
+MODEL = {"hidden_size": 96, "layers": 2, "heads": 3, "kv_heads": 1, "intermediate_size": 256, "initializer_range": 0.06}
+IMITATE: dict[str, Any] = {
+    "name": "imitate",
+    "algorithm": {"name": "sft", "batch": 32},
+    "steps": 260,
+    "trainer": {"lr": 3e-3, "schedule": "cosine", "warmup_steps": 20},
+}
+STEPS, KILLED_AFTER = 30, 8
+REPAIR: dict[str, Any] = {
+    "name": "repair",
+    "algorithm": {"name": "grpo"},
+    "steps": STEPS,
+    "trainer": {"lr": 1e-4},
+    "engine": {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.25},
+    "evaluation": {"taskset": HELD_OUT, "every": STEPS},
+}
+
+
+@pytest.mark.service
+@pytest.mark.timeout(900)
+@needs_vllm
+def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tmp_path: Path) -> None:
+    tiny_run(
+        tmp_path,
+        model={"new": MODEL},
+        taskset=TASKS,
+        rewards=[{"name": "exact", "after": "#"}],
+        rollout={"batch": 16, "group_size": 8, "max_new_tokens": 28},
+        evaluation=None,
+        checkpoint={"every": 1000},
+        stages=[IMITATE, REPAIR],
+    )
+    metrics = tmp_path / "out/metrics.jsonl"
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+
+    def has_learned() -> bool:
+        return metrics.is_file() and metrics.read_text().count("\n") >= IMITATE["steps"] + KILLED_AFTER
+
+    assert server.reaches(has_learned, limit_s=500)
+    _kill_vllm(server.pid)
+    ended = server.wait()
+    assert ended.code == 0, ended.err
+    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
+    learned = [step for step in steps if step["stage"] == "repair" and "logprob_gap/mean" in step]
+    assert len(learned) == STEPS
+    assert max(step["logprob_gap/mean"] for step in learned) < 1e-3
+    assert sum(step.get("engine/restarts", 0) for step in learned) == 1
+    assert sum(step.get("engine/updates", 0) for step in learned) >= STEPS - 2
+    assert max(step["staleness/max"] for step in learned) == 0
+    summary = json.loads((tmp_path / "out/summary.json").read_text())
+    assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+
+
+def _kill_vllm(owner: int) -> None:
+    """Kill the process of vLLM that a process has started."""
+    children = psutil.Process(owner).children(recursive=True)
+    [process] = [each for each in children if "rollmill.engines.vllm.worker" in each.cmdline()[:5]]
+    process.kill()
