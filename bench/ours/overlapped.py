@@ -6,8 +6,8 @@ import argparse
 import asyncio
 import tempfile
 import time
-import uuid
 from pathlib import Path
+from typing import Any
 
 from bench.ours.step import build_stage
 from bench.worker import Channel, versions
@@ -18,13 +18,11 @@ SETTLE = 3
 
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Follow the parent's commands."""
-    around = None
-    if args.placement == "ray":
-        from rollmill.config.placement import OnRay
-        from rollmill.master.elsewhere import Surroundings
+    from rollmill.config.placement import Inline, OnRay
 
-        around = Surroundings(OnRay(explorers=args.explorers), folder, uuid.uuid4().hex, [], 1)
-    stage, precision = build_stage(args, "bench.ours.step:even_ids", max_staleness=args.max_staleness, around=around)
+    placement = OnRay(explorers=args.explorers) if args.placement == "ray" else Inline()
+    more: dict[str, Any] = {"max_staleness": args.max_staleness, "placement": placement, "run_dir": folder}
+    stage, precision = build_stage(args, "bench.ours.step:even_ids", **more)
     stage.begin({})
     await stage.step()
     channel.say(dtype=precision, versions=versions("torch", "transformers", "ray"))

@@ -28,6 +28,7 @@ def repair_stage(
     from rollmill.config.loader import load_run
     from rollmill.config.model import ModelConfig
     from rollmill.master.buffers import Buffers
+    from rollmill.master.context import RunContext
     from rollmill.master.selection import select_tasks
     from rollmill.master.stage import StageRun
     from rollmill.models.load import load_policy
@@ -49,8 +50,8 @@ def repair_stage(
     precision = choose_precision(policy.model, device)
     tasks = select_tasks(config, policy, load_taskset(train), {"": load_taskset(held_out)})
     buffers = Buffers(args.folder, "", read_only=True)
-    common: dict[str, Any] = {"first_version": 0, "precision": precision, "buffers": buffers}
-    stage = StageRun(config, policy, tasks, index=0, seed=args.seed, **common)
+    context = RunContext(args.folder, "", args.seed, precision, 1, buffers)
+    stage = StageRun(config, policy, tasks, context, index=0, first_version=0)
 
     async def accuracy() -> float:
         assert stage.evaluator is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -28,19 +29,22 @@ def build_stage(
     lr: float = 1e-5,
     *,
     max_staleness: int = 0,
-    around: Any = None,
+    placement: Any = None,
+    run_dir: Path = Path(),
     **rollout: Any,
 ) -> Any:
     """The stage of a run with this reward function, and the precision it computes in."""
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from rollmill.config.placement import Inline
     from rollmill.config.rewards import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
     from rollmill.config.trainer import TrainerConfig
     from rollmill.master.buffers import Buffers
+    from rollmill.master.context import RunContext
     from rollmill.master.selection import StageTasks
     from rollmill.master.stage import StageRun
     from rollmill.models.load import Policy
@@ -66,9 +70,9 @@ def build_stage(
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
     tasks = StageTasks(load_taskset(config.tasks_from), experts=None, held_out={}, notes=[])
-    common: dict[str, Any] = {"first_version": 0, "precision": precision, "around": around}
-    stage = StageRun(config, policy, tasks, index=0, seed=0, buffers=Buffers(Path(), "", read_only=True), **common)
-    return stage, precision
+    buffers, placement = Buffers(run_dir, "", read_only=True), placement or Inline()
+    context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, placement=placement)
+    return StageRun(config, policy, tasks, context, index=0, first_version=0), precision
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:

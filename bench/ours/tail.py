@@ -96,6 +96,7 @@ def tail_stage(args: argparse.Namespace) -> Any:
     from rollmill.config.run import StageConfig
     from rollmill.master import stage as stages
     from rollmill.master.buffers import Buffers
+    from rollmill.master.context import RunContext
     from rollmill.master.selection import select_tasks
     from rollmill.models.load import load_policy
     from rollmill.tasks import load_taskset
@@ -125,9 +126,8 @@ def tail_stage(args: argparse.Namespace) -> Any:
     buffers = Buffers(Path(), "", read_only=True)
 
     def make() -> stages.StageRun:
-        stage = stages.StageRun(
-            config, policy, tasks, index=0, seed=args.seed, first_version=0, precision="fp32", buffers=buffers
-        )
+        context = RunContext(Path(), "", args.seed, "fp32", 1, buffers)
+        stage = stages.StageRun(config, policy, tasks, context, index=0, first_version=0)
         stage.begin({})
         return stage
 

@@ -6,9 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -20,6 +18,7 @@ from rollmill.config.run import StageConfig
 from rollmill.core.types import Experience, Task
 from rollmill.explorer.base import Generated
 from rollmill.explorer.drafts import DraftShelf
+from rollmill.master.context import RunContext
 from rollmill.master.explorer_actor import Asked, ExplorerActor, Reply, Setup, moved, trained
 from rollmill.master.measures import summed
 from rollmill.models.load import Policy
@@ -31,17 +30,6 @@ START_S = 300.0
 """How long explorers may take to start, models and all."""
 
 
-@dataclass(frozen=True)
-class Surroundings:
-    """What processes elsewhere need to know of the run."""
-
-    placement: OnRay
-    run_dir: Path
-    run_id: str
-    plugins: list[Path]
-    threads: int
-
-
 class RemoteExplorers:
     """The explorers of one stage, as Ray actors; they get the trainer's weights with every `publish`.
 
@@ -50,11 +38,9 @@ class RemoteExplorers:
         tasks: what worked examples are chosen from.
     """
 
-    def __init__(
-        self, config: StageConfig, policy: Policy, around: Surroundings, *, precision: str, tasks: Sequence[Task]
-    ) -> None:
-        self._policy, placement = policy, around.placement
-        dtype = torch.bfloat16 if precision == "bf16" else None
+    def __init__(self, config: StageConfig, policy: Policy, context: RunContext, tasks: Sequence[Task]) -> None:
+        assert isinstance(context.placement, OnRay)
+        self._policy, placement = policy, context.placement
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
         self._counters: dict[str, dict[str, float]] = {}  # by explorer, also those that have died
@@ -62,15 +48,15 @@ class RemoteExplorers:
         require_cores(placement.explorers, placement.cpus)
         count = placement.explorers
         self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
-        place, self._sender = _transport(around, policy, dtype)
+        place, self._sender = _transport(placement, context, policy)
         ray = ray_module()
         setup = ray.put(
             Setup(
                 config.model_dump_json(),
                 policy,
-                precision,
-                around.threads,
-                around.plugins,
+                context.precision,
+                context.threads,
+                list(context.plugins),
                 [task for task in tasks if task.response is not None],
                 placement.weights,
                 place,
@@ -209,10 +195,10 @@ class RemoteExplorer:
         return dict(counts)
 
 
-def _transport(around: Surroundings, policy: Policy, dtype: Any) -> tuple[Path, WeightSender]:
-    placement = around.placement
+def _transport(placement: OnRay, context: RunContext, policy: Policy) -> tuple[Path, WeightSender]:
+    dtype = torch.bfloat16 if context.precision == "bf16" else None
     if placement.weights == "memory":
-        place = shared_folder() / f"rollmill-{around.run_id}"
+        place = shared_folder() / f"rollmill-{context.run_id}"
         return place, SharedSender(place, trained(policy), dtype=dtype)
-    place = Path(placement.weights_folder or around.run_dir / "weights").absolute()
+    place = Path(placement.weights_folder or context.run_dir / "weights").absolute()
     return place, FolderSender(place, trained(policy), dtype=dtype)

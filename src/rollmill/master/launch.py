@@ -15,7 +15,7 @@ import torch
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.model import ModelConfig
-from rollmill.config.placement import OnRay
+from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
@@ -25,7 +25,7 @@ from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.core.types import Task
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
-from rollmill.master.elsewhere import Surroundings
+from rollmill.master.context import RunContext
 from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master, Serving
 from rollmill.master.residents import plan_of
@@ -136,11 +136,9 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
         loaded.stages[index],
         setup.policy,
         setup.tasks[index],
+        setup.context(loaded, run_dir, Buffers(run_dir, setup.run_id, read_only=True), Inline()),
         index=index,
-        seed=loaded.config.seed,
         first_version=step,
-        precision=setup.precision,
-        buffers=Buffers(run_dir, setup.run_id, read_only=True),
     )
     try:
         return (await stage.evaluate()).metrics
@@ -168,18 +166,8 @@ def execute(
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
     buffers = Buffers(run_dir, setup.run_id)
-    master = Master(
-        run_dir,
-        loaded.config,
-        loaded.stages,
-        setup.policy,
-        setup.tasks,
-        monitor,
-        precision=setup.precision,
-        buffers=buffers,
-        serving=serving,
-        around=_around(loaded, run_dir, setup),
-    )
+    context = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving)
     try:
         buffers.open_all(loaded.stages)
         monitor.message(setup.describe(run_dir))
@@ -209,6 +197,20 @@ class _Setup:
     threads: int
     run_id: str
     judges: list[Judge]  #: closed; they keep the reward models that the stages share in memory
+
+    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers, placement: PlacementConfig) -> RunContext:
+        """What the stages share."""
+        config = loaded.config
+        return RunContext(
+            run_dir,
+            self.run_id,
+            config.seed,
+            self.precision,
+            self.threads,
+            buffers,
+            config.plugins,
+            placement,
+        )
 
     def describe(self, run_dir: Path) -> str:
         count = sum(parameter.numel() for parameter in self.policy.model.parameters())
@@ -251,14 +253,6 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
             plan_of(stage, policy, machine["precision"])  # what does not fit shows before the first stage has run
     save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
-
-
-def _around(loaded: LoadedRun, run_dir: Path, setup: _Setup) -> Surroundings | None:
-    """What components in other processes need to know; None where there are none."""
-    placement = loaded.config.placement
-    if not isinstance(placement, OnRay):
-        return None
-    return Surroundings(placement, run_dir.absolute(), setup.run_id, loaded.config.plugins, setup.threads)
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:

@@ -9,13 +9,11 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints
-from rollmill.master.elsewhere import Surroundings
+from rollmill.master.context import RunContext
 from rollmill.master.evaluation import Evaluated
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.measures import rewards_without_verdict
@@ -41,30 +39,23 @@ class Master:
 
     def __init__(
         self,
-        run_dir: Path,
+        context: RunContext,
         config: RunConfig,
         stages: list[StageConfig],
         policy: Policy,
         tasks: list[StageTasks],
         monitor: Monitor,
-        *,
-        precision: str,
-        buffers: Buffers,
         serving: Serving | None = None,
-        around: Surroundings | None = None,
     ) -> None:
-        self._run_dir = run_dir
+        self._context = context
         self._config = config
         self._stages = stages
         self._policy = policy
         self._tasks = tasks
         self._monitor = monitor
-        self._precision = precision
-        self._buffers = buffers
         self._serving = serving
-        self._around = around
-        self._checkpoints = Checkpoints(run_dir)
-        self._evaluations = RolloutStore(run_dir / EVALUATIONS)
+        self._checkpoints = Checkpoints(context.run_dir)
+        self._evaluations = RolloutStore(context.run_dir / EVALUATIONS)
         self._interrupts: Interrupts
         self._checkpoint_seconds = 0.0
         self.state = RunState()
@@ -93,13 +84,9 @@ class Master:
             config,
             self._policy,
             self._tasks[self.state.stage],
+            self._context,
             index=self.state.stage,
-            seed=self._config.seed,
             first_version=self.state.step - self.state.current.step,
-            precision=self._precision,
-            buffers=self._buffers,
-            around=self._around,
-            plugins=self._config.plugins,
         )
         try:
             if trainer:

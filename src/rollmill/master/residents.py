@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
 
 from rollmill.config.residency_checks import REMADE, model_rewards, needs_of, phases_of
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError
 from rollmill.engines.native import NativeEngine
+from rollmill.master.context import RunContext
 from rollmill.models.load import Policy
 from rollmill.residency import Part, Plan, Remade, Residency, Resident, Tensors, make_plan
 from rollmill.residency.copies import Copies, FileCopies, PinnedCopies
@@ -52,11 +52,11 @@ def plan_of(stage: StageConfig, policy: Policy, precision: str) -> Plan:
 
 
 def residency_of(
-    stage: StageConfig, policy: Policy, trainer: Trainer, engine: NativeEngine, *, precision: str, run_dir: Path
+    stage: StageConfig, policy: Policy, trainer: Trainer, engine: NativeEngine, context: RunContext
 ) -> Residency:
     """What moves the components of a stage whose `residency` is not `none`; all of them are on the device."""
     assert stage.residency is not None
-    plan, folder = plan_of(stage, policy, precision), stage.residency.folder or run_dir
+    plan, folder = plan_of(stage, policy, context.precision), stage.residency.folder or context.run_dir
     known = plan.places[phases_of(stage)[0]]
 
     def copies(name: str) -> Mapping[Where, Copies]:

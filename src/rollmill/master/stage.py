@@ -12,7 +12,7 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.sql import SQL
 from rollmill.config.algorithm import DemonstrationOptions
+from rollmill.config.placement import OnRay
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.errors import StoreError
@@ -34,8 +35,8 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.drafts import DraftShelf
-from rollmill.master.buffers import Buffers
-from rollmill.master.elsewhere import RemoteExplorers, Surroundings
+from rollmill.master.context import RunContext
+from rollmill.master.elsewhere import RemoteExplorers
 from rollmill.master.engine import make_engine, make_publisher, native_engine
 from rollmill.master.evaluation import Evaluated, Evaluator
 from rollmill.master.experts import expert_pool
@@ -67,8 +68,6 @@ from rollmill.sync import WeightPublisher
 from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
 
 _TURNS = 5
-RANKS = "ranks"
-"""Folder of a run for what other ranks print."""
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 
@@ -93,95 +92,85 @@ class StageRun:
         config: StageConfig,
         policy: Policy,
         tasks: StageTasks,
+        context: RunContext,
         *,
         index: int,
-        seed: int,
         first_version: int,
-        precision: str,
-        buffers: Buffers,
-        around: Surroundings | None = None,
-        plugins: Sequence[Path] = (),
     ) -> None:
         self.config = config
         self.tasks = tasks
         self.state = StageState()
         self._policy = policy
-        self._seed = fold(seed, index)
+        self._context = context
+        self._seed = fold(context.seed, index)
         self._first_version = first_version
         self._trace = Phases()
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._trainer = trainer_of(
-            config,
-            policy,
-            self._judge,
-            precision=precision,
-            seed=self._seed,
-            logs=buffers.run_dir / RANKS,
-            plugins=plugins,
-        )
+        self._trainer = trainer_of(config, policy, self._judge, context, seed=self._seed)
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers
-        if around is not None and self._judge is not None:
-            self._sync = self._remote = RemoteExplorers(
-                config, policy, around, precision=precision, tasks=tasks.training.tasks
-            )
-            self._engine = native_engine(policy, config.rollout, precision)
+        if isinstance(context.placement, OnRay) and self._judge is not None:
+            self._sync = self._remote = RemoteExplorers(config, policy, context, tasks.training.tasks)
+            self._engine = native_engine(policy, config.rollout, context.precision)
         else:
-            self._engine = make_engine(policy, config, precision)
-            self._sync = make_publisher(policy, self._engine, precision)
+            self._engine = make_engine(policy, config, context.precision)
+            self._sync = make_publisher(policy, self._engine, context.precision)
         self._sync.publish(first_version)
         threads = (torch.get_num_threads(),)
         self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
-        self._residency = self._trace.residency = self._residency_of(precision, buffers.run_dir)
+        self._residency = self._trace.residency = self._residency_of()
         self._counted: Counter[str] = Counter()
         self._engine_counted: dict[str, float] = {}  # at the end of the last step
-        self._store = buffers.of_stage(config)
+        self._store = context.buffers.of_stage(config)
         self._experts: ExpertPool | None = None
         if config.algorithm.uses_experts or config.algorithm.uses_pairs:
-            self._experts = expert_pool(config, tasks.experts, policy, self._store, buffers, seed=self._seed)
+            self._experts = expert_pool(config, tasks.experts, policy, self._store, context.buffers, seed=self._seed)
         reuse = config.rollout.reuse
         self._drafts = None if reuse is None else DraftShelf(reuse)
         self._supply: Supply | None = None
         self.evaluator: Evaluator | None = None
         self._explorers: Explorers | RemoteExplorers | None = None
         if self._judge is not None:
-            self._explorers = self._remote or Explorers(
-                config, policy, self._engine, self._judge, precision=precision, tasks=tasks.training.tasks
-            )
-            if config.algorithm.uses_rollouts:
-                self._supply = supply_of(
-                    config,
-                    policy,
-                    tasks.training,
-                    explorer=self._explorers.training(self._trace, self._drafts),
-                    engine=self._rolls_out,
-                    store=self._store,
-                    ratings=Ratings(buffers.of_run(self._store)),
-                    trace=self._trace,
-                    first_version=first_version,
-                    seed=self._seed,
-                )
-            if config.evaluation is not None:
-                self.evaluator = Evaluator(
-                    config,
-                    tasks.held_out,
-                    judge=self._judge,
-                    explorers=self._explorers,
-                    make_judge=partial(judge_of, config, policy),
-                    seed=seed,
-                )
+            self._explore(self._judge)
 
-    def _residency_of(self, precision: str, run_dir: Path) -> Residency | None:
+    def _explore(self, judge: Judge) -> None:
+        """Make what rolls out, for training and for evaluations."""
+        config, policy, context, tasks = self.config, self._policy, self._context, self.tasks
+        self._explorers = self._remote or Explorers(
+            config, policy, self._engine, judge, precision=context.precision, tasks=tasks.training.tasks
+        )
+        if config.algorithm.uses_rollouts:
+            self._supply = supply_of(
+                config,
+                policy,
+                tasks.training,
+                explorer=self._explorers.training(self._trace, self._drafts),
+                engine=self._rolls_out,
+                store=self._store,
+                ratings=Ratings(context.buffers.of_run(self._store)),
+                trace=self._trace,
+                first_version=self._first_version,
+                seed=self._seed,
+            )
+        if config.evaluation is not None:
+            self.evaluator = Evaluator(
+                config,
+                tasks.held_out,
+                judge=judge,
+                explorers=self._explorers,
+                make_judge=partial(judge_of, config, policy),
+                seed=context.seed,
+            )
+
+    def _residency_of(self) -> Residency | None:
         if self.config.residency is None:
             return None
         assert isinstance(self._trainer, Trainer)
         assert isinstance(self._engine, NativeEngine)
-        return residency_of(
-            self.config, self._policy, self._trainer, self._engine, precision=precision, run_dir=run_dir
-        )
+        return residency_of(self.config, self._policy, self._trainer, self._engine, self._context)
 
     @property
     def policy(self) -> Policy:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from rollmill.buffer import Store
 from rollmill.buffer.ratings import Ratings
@@ -12,6 +11,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.workflows import Traffic
 from rollmill.core.types import Task
 from rollmill.explorer.base import Explores
+from rollmill.master.context import RunContext
 from rollmill.master.online import OnlineSupply, Unasked
 from rollmill.master.rollouts import Counts, Rollouts
 from rollmill.master.supply import Facts, Supply
@@ -36,34 +36,27 @@ def trainer_of(
     config: StageConfig,
     policy: Policy,
     judge: Judge | None,
+    context: RunContext,
     *,
-    precision: str,
     seed: int,
-    logs: Path,
-    plugins: Sequence[Path],
 ) -> Trainer | ScoreTrainer | RankedTrainer:
-    """What learns, in `precision`: the policy, or a reward model that begins as the policy.
-
-    Args:
-        logs: folder for what ranks besides this process print.
-        plugins: files that they import.
-    """
+    """What learns: the policy, or a reward model that begins as the policy."""
     algorithm = config.algorithm
     plan = Plan(
         algorithm,
         config.trainer,
-        precision,
+        context.precision,
         total_steps=config.steps,
         max_new_tokens=config.rollout.max_new_tokens,
         seed=seed,
         reward_weights=None if judge is None else dict(judge.weights),
-        plugins=tuple(plugins),
+        plugins=tuple(context.plugins),
     )
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
         teacher = load_teacher(algorithm.teacher, policy)
     if config.trainer.ranks > 1:
-        return RankedTrainer(plan, policy.model, teacher, policy.device, logs)
+        return RankedTrainer(plan, policy.model, teacher, policy.device, context.ranks_folder)
     return plan.trainer(policy.model, teacher, policy.device, Ranks.of_process())
 
 
