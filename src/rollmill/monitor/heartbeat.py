@@ -1,0 +1,93 @@
+"""Who works on a run: every process keeps a small file in the run directory that says what it does and awaits."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollmill.core.errors import RollmillError
+from rollmill.monitor.files import atomic_write
+
+FOLDER = "processes"
+BEAT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a process last said. Times are seconds since the epoch."""
+
+    name: str  #: such as `trainer` or `explorer 0`; one process of a run at a time has it
+    host: str
+    pid: int
+    began: float
+    beat: float
+    doing: str  #: such as `train, step 12`
+    waits_for: str = ""  #: such as `4 groups of explorers`; nothing while it computes
+    since: float = 0.0  #: when it began to do, or wait for, that
+    version: int = -1  #: of the weights it has
+    ended: str = ""  #: how it ended, if it did: `done`, `interrupted`, or an error
+
+
+class Heartbeat:
+    """Says every two seconds that this process lives, from a thread of its own, and at once what has changed.
+
+    A process that is killed says nothing more: who reads its file sees an old `beat`. What cannot be written is left
+    out, since nothing but `rollmill status` depends on it.
+    """
+
+    def __init__(self, run_dir: Path, name: str) -> None:
+        now = time.time()
+        self._path = run_dir / FOLDER / f"{name.replace(' ', '-')}.json"
+        self._now = Beat(name, socket.gethostname(), os.getpid(), now, now, "start", since=now)
+        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._write()
+        self._thread = threading.Thread(target=self._keep_beating, name="heartbeat", daemon=True)
+        self._thread.start()
+
+    def says(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
+        """What the process does from now on, and what it waits for."""
+        with self._lock:
+            known = asdict(self._now) | {"doing": doing, "waits_for": waits_for}
+            if (doing, waits_for) != (self._now.doing, self._now.waits_for):
+                known["since"] = time.time()
+            self._now = Beat(**known | {"version": self._now.version if version is None else version})
+        self._write()
+
+    def close(self, ended: str) -> None:
+        """The last beat: how the process ended. May be called twice; the first call counts."""
+        if self._ended.is_set():
+            return
+        self._ended.set()
+        self._thread.join()
+        with self._lock:
+            self._now = Beat(**asdict(self._now) | {"ended": ended, "waits_for": ""})
+        self._write()
+
+    def _keep_beating(self) -> None:
+        while not self._ended.wait(BEAT_S):
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            self._now = Beat(**asdict(self._now) | {"beat": time.time()})
+            text = json.dumps(asdict(self._now)) + "\n"
+            try:
+                atomic_write(self._path, text.encode())
+            except RollmillError:
+                return
+
+
+def beats(run_dir: Path) -> list[Beat]:
+    """What the processes of a run last said, by name; files that are no beats are left out."""
+    found = []
+    for path in sorted((run_dir / FOLDER).glob("*.json")):
+        try:
+            found.append(Beat(**json.loads(path.read_text())))
+        except (OSError, ValueError, TypeError):
+            continue
+    return found
