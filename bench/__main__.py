@@ -26,6 +26,7 @@ NAMES = (
     "spec",
     "sync",
     "asynchronous",
+    "modes",
     "gpu_check",
 )
 
