@@ -27,7 +27,7 @@ test-slow: setup
 
 # Against a PostgreSQL of its own, in a temporary folder, and in a headless browser.
 test-services: setup postgres-installed chromium-installed
-	$(BIN)/python -m pytest -m service
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m service
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed

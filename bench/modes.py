@@ -92,7 +92,8 @@ def run_file(mode: str, seed: int, steps: int) -> dict[str, Any]:
 
 def start(folder: Path, role: str, mode: str) -> subprocess.Popen[bytes]:
     """One process of a run."""
-    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out", "--set", f"mode={mode}"]
+    command = [sys.executable, "-m", "rollmill", "run", "run.yaml", "--out", "out"]
+    command += [] if mode == "both" else ["--set", f"mode={mode}"]
     with (folder / f"{role}.log").open("wb") as log:
         return subprocess.Popen(command, cwd=folder, stdout=log, stderr=log)
 
