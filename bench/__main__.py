@@ -26,6 +26,7 @@ NAMES = (
     "spec",
     "sync",
     "asynchronous",
+    "ranks",
     "gpu_check",
 )
 

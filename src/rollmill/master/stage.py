@@ -231,7 +231,7 @@ class StageRun:
         for _ in range(_TURNS):  # of the event loop, until the explorer has seen that its completions have ended
             await asyncio.sleep(0)
             batch = batch or supply.known()
-        if batch is None or not isinstance(self._trainer, Trainer):
+        if batch is None or isinstance(self._trainer, ScoreTrainer):
             return
         with self._trace.during("inference"):
             for _ in self._trainer.ahead(batch + others, self.version):
