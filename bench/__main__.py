@@ -27,6 +27,7 @@ NAMES = (
     "sync",
     "asynchronous",
     "modes",
+    "ranks",
     "gpu_check",
 )
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from bench import machine
 from bench.packing import lengths
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -168,3 +169,15 @@ def test_spec_against_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [case] = json.loads((tmp_path / "spec.json").read_text())["cases"]
     assert 0 < case["accepted"] <= 1
     assert all(abs(z) < 5 for z in case["score_z_reuse"] + case["score_z_plain"])
+
+
+@pytest.mark.slow
+def test_two_ranks_against_ddp(tmp_path: Path) -> None:
+    if len(machine.cores()) < 2:
+        pytest.skip("one core")
+    line = bench(str(tmp_path), "ranks", "--models", "tiny", "--sharding", "none", "--rounds", "1")
+    assert (line["unit"], line["case"]) == ("tokens/s", "tiny, 2 ranks, none")
+    assert line["peer_name"].startswith("DDP, 2")
+    cases = json.loads((tmp_path / "ranks.json").read_text())["cases"]
+    assert [case["case"] for case in cases] == ["tiny, 1 rank", "tiny, 2 ranks, none"]
+    assert cases[0]["speedup"] == 1

@@ -37,7 +37,10 @@ def load(folder: Path, **changes: Any) -> Any:
         ),
     ],
 )
-def test_what_does_not_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+def test_what_does_not_work_is_refused(tmp_path: Path, changes: dict[str, Any], message: str, sharding: str) -> None:
+    if changes["trainer"].get("sharding"):
+        changes = changes | {"trainer": changes["trainer"] | {"sharding": sharding}}
     with pytest.raises(ConfigError, match=message):
         load(tmp_path, **changes)
 

@@ -24,11 +24,11 @@ from rollmill.trainer import RankedTrainer
 
 RL: dict[str, Any] = {
     "stages": None,
+    "model": {"new": {"heads": 2, "kv_heads": 2}},
     "algorithm": {"name": "ppo", "kl": 0.05, "critic": {"lr": 1e-3}},
     "steps": 4,
     "checkpoint": {"keep_last": 9},
 }
-FSDP = {"ranks": 2, "sharding": "fsdp"}
 SAME = ("loss", "grad_norm", "value/loss", "value/grad_norm", "kl_ref", "entropy", "reward/mean", "tokens", "lr")
 
 
@@ -77,11 +77,16 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_a_run_does_not_depend_on_its_ranks_nor_on_how_many_go_on_with_it(alone: Path, tmp_path: Path) -> None:
-    pair = started(tmp_path, **FSDP)
+@pytest.mark.parametrize("cut", ["fsdp", "tensor"])
+def test_a_run_does_not_depend_on_its_ranks_nor_on_how_many_go_on_with_it(
+    alone: Path, tmp_path: Path, cut: str
+) -> None:
+    two = {"ranks": 2, "sharding": cut}
+    pair = started(tmp_path, **two)
     assert_same(pair, alone)
+    assert all("seconds/inference" in row for row in read_metrics(pair)[1:])  # while rewards are awaited
     assert (pair / "ranks/rank-1.log").is_file()
-    for run_dir, trainer in ((pair, {}), (alone, FSDP)):
+    for run_dir, trainer in ((pair, {}), (alone, two)):
         again = with_ranks(run_dir, tmp_path / f"again-{len(trainer)}", **trainer)
         resume(again, view=quiet())
         assert_same(again, alone)

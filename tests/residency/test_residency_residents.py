@@ -215,3 +215,39 @@ def test_what_a_thread_uses_is_moved_between_its_work(tmp_path: Path) -> None:
             resident.move("disk")
             sums.append(work.result())
     assert sums == [1000.0] * 20
+
+
+class Full:
+    """Copies on a disk that has no room at first."""
+
+    def __init__(self, inner: Copies) -> None:
+        self.inner, self.full = inner, True
+
+    def put(self, storages: Any) -> None:
+        if self.full:
+            raise ResidencyError("no room")
+        self.inner.put(storages)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+
+def test_what_had_left_when_another_had_no_room_comes_back_with_the_old_phase(tmp_path: Path) -> None:
+    first, second = torch.ones(4), torch.ones(8)
+    full = Full(FileCopies(tmp_path, "second"))
+    residents = [
+        Tensors("policy", lambda: [], {}),
+        on_disk("critic", lambda: [first], tmp_path),
+        Tensors("optimizer", lambda: [second], {"disk": full}),
+    ]
+    there: dict[str, Where] = {each.name: "device" for each in residents}
+    away: dict[str, Where] = there | {"critic": "disk", "optimizer": "disk"}
+    residency = Residency(residents, Plan({"train": there, "rollout": away}, {}), CPU)
+    residency.enter("train")
+    with pytest.raises(ResidencyError):
+        residency.enter("rollout")
+    assert first.untyped_storage().nbytes() == 0
+    residency.enter("train")
+    assert first.tolist() == [1] * 4
+    assert second.tolist() == [1] * 8
+    residency.close()

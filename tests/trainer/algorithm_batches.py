@@ -20,7 +20,7 @@ from rollmill.recipes import RewardModel, known_algorithms
 from rollmill.trainer import ScoreTrainer, Trainer
 from rollmill.trainer import critic as critic_module
 from rollmill.trainer import scoring as scoring_module
-from rollmill.trainer import trainer as trainer_module
+from rollmill.trainer import update as update_module
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.sharding import own_parts
 
@@ -196,7 +196,7 @@ def watch_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
 
         monkeypatch.setattr(where, "clip", clip)
 
-    spy(trainer_module, "policy")
+    spy(update_module, "policy")
     spy(critic_module, "critic")
     spy(scoring_module, "score")
     return seen

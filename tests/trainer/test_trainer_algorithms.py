@@ -16,9 +16,9 @@ from torch import Tensor
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
 from rollmill.recipes import known_algorithms
-from rollmill.trainer import Trainer
-from rollmill.trainer import trainer as trainer_module
+from rollmill.trainer import passes as passes_module
 from rollmill.trainer.batch import micro_batches
+from rollmill.trainer.update import Updates
 
 BUILT_IN = [name for name, section in known_algorithms().items() if section.trains_policy]
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -85,7 +85,7 @@ def _cut_every_way(
     record(model, batch, 3e-4 if name == "gspo" else 0.2)
     found = []
     for share in (True, False):
-        monkeypatch.setattr(trainer_module, "micro_batches", partial(micro_batches, share_prefixes=share))
+        monkeypatch.setattr(passes_module, "micro_batches", partial(micro_batches, share_prefixes=share))
         for budget in (1, 45, 100_000):
             reference = toy("qwen3", seed=5).to(dtype)
             trainer = trainer_of(copy.deepcopy(model), options, reference=reference, micro_batch_tokens=budget)
@@ -121,14 +121,14 @@ def test_a_denominator_per_row_would_be_noticed(
     toy: Any, make_batch: Any, gradients: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Negative control: with the usual mistake the check above fails."""
-    original = Trainer._forward
+    original = Updates.forward
 
-    def wrong(self: Trainer, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrong(self: Updates, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
         share = len(micro.tokens) / len(batch.table.target)
         loss, terms = original(self, batch, micro, *args, **kwargs)
         return loss / share, terms
 
-    monkeypatch.setattr(Trainer, "_forward", wrong)
+    monkeypatch.setattr(Updates, "forward", wrong)
     _cut_every_way(toy, make_batch, monkeypatch, name, torch.float32)
     with pytest.raises(AssertionError):
         _assert_equal([], gradients, 1e-2)

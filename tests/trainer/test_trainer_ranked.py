@@ -24,6 +24,7 @@ from rollmill.core import Experience
 from rollmill.core.errors import DeadlineError, TrainingError
 from rollmill.core.registry import import_file
 from rollmill.models.lora import add_lora
+from rollmill.monitor.heartbeat import beats
 from rollmill.recipes import known_algorithms
 from rollmill.trainer import RankedTrainer
 from rollmill.trainer.build import Plan
@@ -85,24 +86,48 @@ def alone(toy: Any, steps: Any) -> Alone:
     return Alone((metrics, flat(model)), state, model, (late, flat(trainer.model)))
 
 
-@pytest.mark.parametrize("sharding", ["fsdp", pytest.param("none", marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("sharding", ["fsdp", *(pytest.param(name, marks=SLOW) for name in ("none", "tensor"))])
 def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
         held = sum(part.numel() for part in own_parts(list(pair.own.model.parameters())))
-        assert held == pytest.approx(flat(whole).numel() / (2 if sharding == "fsdp" else 1), rel=0.02)
+        assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
+        assert [path.name for path in Path(pair._folder.name).iterdir()] == ["rendezvous"]
+        (beat,) = beats(tmp_path)
+        assert (beat.name, beat.pid, beat.doing, beat.waits_for) == ("trainer rank 1", *pids(pair), "rest", "rank 0")
         resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, Ranks())
         resumed.load_state_dict(pair.state_dict())
         assert_equal(([resumed.step(batch, 2) for batch in steps[2:]], flat(resumed.model)), alone.late)
 
 
 @pytest.mark.slow
-def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", ["fsdp", "tensor"])
+def test_two_ranks_go_on_where_one_was(steps: Any, alone: Alone, tmp_path: Path, sharding: str) -> None:
     model = copy.deepcopy(alone.model)
-    with ranked(model, tmp_path, sharding="fsdp") as pair:
+    with ranked(model, tmp_path, sharding=sharding) as pair:
         pair.load_state_dict(copy.deepcopy(alone.state))
         assert_equal(([pair.step(batch, 2) for batch in steps[2:]], flat(model)), alone.late)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_passes_made_ahead_are_used_by_all_ranks(
+    toy: Any, steps: Any, alone: Alone, tmp_path: Path, sharding: str
+) -> None:
+    """As far as anybody asks for them, and to their end where nobody does."""
+    model, found = toy("qwen3"), []
+    with ranked(model, tmp_path, sharding=sharding) as pair:
+        for step, batch in enumerate(steps[:2]):
+            passes = pair.ahead(batch, 0)
+            for _ in range(3 if step else 100):
+                next(passes, None)
+            del passes
+            found.append(pair.step(batch, 0))
+        assert_equal((found, flat(model)), alone.early)
 
 
 MINE = """

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -18,8 +18,11 @@ import torch.distributed as dist
 from algorithm_batches import batch_for, flat, options_of, record, trainer_of
 from torch import Tensor
 
+from rollmill.core.errors import TrainingError
 from rollmill.trainer import ScoreTrainer, Trainer
-from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.batch import MicroBatch
+from rollmill.trainer.ranks import Ranks, Sharding
+from rollmill.trainer.update import Part, Updates
 
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "token-mean", "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 20}},
@@ -38,13 +41,15 @@ RANKS, DEADLINE_S = 2, 200
 CONFIG: dict[str, Any] = {"updates_per_batch": 2, "micro_batch_tokens": 30, "eps": 1e-4}
 
 
-def _cut(name: str, dtype: str) -> bool:
-    """Whether the models of a job are cut into shards, too."""
-    return (dtype == "fp32" and name in ("grpo", "mix", "distill")) or (dtype == "float64" and name in ("ppo", "sft"))
+def _runs(name: str, dtype: str, sharding: Sharding) -> bool:
+    """Whether the models of a job are cut in this way, too."""
+    cut = {"fsdp": {"fp32": ("grpo", "mix", "distill"), "float64": ("ppo", "sft")}}
+    cut["tensor"] = {"fp32": ("grpo",), "float64": ("ppo",)}
+    return sharding == "none" or name in cut[sharding][dtype]
 
 
-JOBS = [(name, dtype) for name in ALGORITHMS for dtype in DTYPES]
-CASES = [(*job, False) for job in JOBS] + [(*job, True) for job in JOBS if _cut(*job)]
+SHARDINGS = get_args(Sharding)
+CASES = [(n, d, sharding) for n in ALGORITHMS for d in DTYPES for sharding in SHARDINGS if _runs(n, d, sharding)]
 
 Result = tuple[list[dict[str, float]], dict[str, Tensor]]
 
@@ -69,11 +74,26 @@ def _process(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     with _group(rank, folder):
         results = {}
-        for sharded in (False, True):
-            ranks = Ranks(rank, RANKS, sharded)
+        for sharding in SHARDINGS:
+            ranks = Ranks(rank, RANKS, sharding)
             jobs = pickle.loads((folder / "jobs").read_bytes())
-            results |= {(*key, sharded): _learn(job, ranks) for key, job in jobs.items() if not sharded or _cut(*key)}
+            results |= {(*key, sharding): _learn(job, ranks) for key, job in jobs.items() if _runs(*key, sharding)}
+        results["not finite"] = _not_finite(pickle.loads((folder / "jobs").read_bytes())["grpo", "fp32"], rank)
     (folder / f"results-{rank}").write_bytes(pickle.dumps(results))
+
+
+def _not_finite(job: dict[str, Any], rank: int) -> str:
+    """What is said where a loss is infinite on rank 1 only, and its gradient is not."""
+    forward = Updates.forward
+
+    def wrong(self: Updates, part: Part, micro: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+        loss, terms = forward(self, part, micro, *args, **kwargs)
+        return loss, {name: (weight, value + (torch.inf if rank else 0)) for name, (weight, value) in terms.items()}
+
+    Updates.forward = wrong  # type: ignore[method-assign]
+    with pytest.raises(TrainingError) as error:
+        _learn(job, Ranks(rank, RANKS))
+    return str(error.value)
 
 
 @contextmanager
@@ -117,16 +137,22 @@ def results(tmp_path_factory: pytest.TempPathFactory, toy: Any, make_batch: Any)
     return {key: _learn(job) for key, job in jobs.items()}, pair
 
 
-@pytest.mark.parametrize(("name", "dtype", "sharded"), CASES)
-def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str, sharded: bool) -> None:
+@pytest.mark.parametrize(("name", "dtype", "sharding"), CASES)
+def test_two_processes_learn_what_one_learns(results: Any, name: str, dtype: str, sharding: str) -> None:
     alone, pair = results
     metrics, moved = alone[name, dtype]
     assert moved.keys() == {"ppo": {"policy", "critic"}, "reward_model": {"score"}}.get(name, {"policy"})
     for each in pair:
-        for got, expected in zip(each[name, dtype, sharded][0], metrics, strict=True):
+        for got, expected in zip(each[name, dtype, sharding][0], metrics, strict=True):
             assert got == pytest.approx(expected, rel=BOUNDS[dtype], abs=BOUNDS[dtype])
         for model, movement in moved.items():
-            off = (each[name, dtype, sharded][1][model] - movement).norm() / movement.norm()
+            off = (each[name, dtype, sharding][1][model] - movement).norm() / movement.norm()
             assert off < BOUNDS[dtype]
     for model in moved:
-        assert torch.equal(pair[0][name, dtype, sharded][1][model], pair[1][name, dtype, sharded][1][model])
+        assert torch.equal(pair[0][name, dtype, sharding][1][model], pair[1][name, dtype, sharding][1][model])
+
+
+def test_a_loss_that_is_not_finite_on_one_rank_ends_the_step_on_all(results: Any) -> None:
+    said = {each["not finite"] for each in results[1]}
+    assert len(said) == 1
+    assert "loss term 'policy' is inf, in a micro-batch with tasks task-g" in said.pop()

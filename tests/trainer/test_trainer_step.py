@@ -20,7 +20,8 @@ from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
 from rollmill.recipes import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
 from rollmill.trainer import Trainer
-from rollmill.trainer import trainer as trainer_module
+from rollmill.trainer import update as update_module
+from rollmill.trainer.update import Updates
 
 LIMIT = 24
 ALGORITHMS = {
@@ -48,13 +49,13 @@ def _flat(model: Any) -> torch.Tensor:
 def last_gradient(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The flat gradient of every optimizer step, as it was before clipping."""
     seen: list[torch.Tensor] = []
-    original = trainer_module.clip
+    original = update_module.clip
 
     def spy(grads: list[torch.Tensor], norm: float, max_norm: float) -> None:
         seen.append(torch.cat([g.flatten() for g in grads]).clone())
         original(grads, norm, max_norm)
 
-    monkeypatch.setattr(trainer_module, "clip", spy)
+    monkeypatch.setattr(update_module, "clip", spy)
     return seen
 
 
@@ -86,13 +87,13 @@ def test_a_denominator_per_micro_batch_would_be_noticed(
     toy: Any, make_batch: Any, last_gradient: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: with the usual mistake the check above fails."""
-    original = Trainer._forward
+    original = Updates.forward
 
-    def wrong(self: Trainer, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrong(self: Updates, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
         loss, terms = original(self, batch, micro, *args, **kwargs)
         return loss * len(batch.experiences) / len(micro.experiences), terms
 
-    monkeypatch.setattr(Trainer, "_forward", wrong)
+    monkeypatch.setattr(Updates, "forward", wrong)
     for budget in (45, 100_000):
         _step_with(toy, make_batch, "qwen3", "dr_grpo", micro_batch_tokens=budget)
     assert (last_gradient[0] - last_gradient[1]).norm() > 1e-2 * last_gradient[1].norm()
@@ -240,13 +241,13 @@ def test_not_finite_names_the_step_term_and_tasks_and_changes_nothing(toy: Any, 
     else:
         rows = len(batch[0].token_ids) - 1
         trainer.model.lm_head.weight.register_hook(lambda g: g * float("inf") if trainer.rows == rows else g)
-        original = trainer._forward
+        original = trainer._updates.forward
 
         def spy(part: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
             trainer.rows = micro.input_ids.numel()
             return original(part, micro, *args, **kwargs)
 
-        trainer._forward = spy
+        trainer._updates.forward = spy
         message = f"training step 0: the gradient of .* by loss terms policy is not finite.*{batch[0].task_id}"
     before = _flat(trainer.model)
     with pytest.raises(TrainingError, match=message):

@@ -237,7 +237,7 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
         yield ("trainer", "warmup_steps"), text
     if not all(0 <= beta < 1 for beta in trainer.betas):
         yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
-    if trainer.ranks > 1 and trainer.sharding == "fsdp":
+    if trainer.ranks > 1 and trainer.sharding != "none":
         yield from _sharding(algorithm)
 
 
@@ -330,7 +330,7 @@ def model_contradictions(model: ModelConfig, stages: list[StageConfig]) -> Itera
 
 def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Finding]:
     for index, stage in enumerate(stages):
-        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding == "fsdp":
+        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
             at: KeyPath = ("stages", index, "trainer") if len(stages) > 1 else ("trainer",)
             yield (*at, "sharding"), "adapters (model.lora) cannot be sharded yet; use `none`, or train all weights"
 

@@ -43,8 +43,9 @@ class TrainerConfig(Section):
     ranks: int = Field(1, ge=1)
     """Processes that share the passes over a batch, each with `threads` threads or a GPU of its own. The first one is
     the run's own process, which also rolls out."""
-    sharding: Literal["none", "fsdp"] = "none"
+    sharding: Literal["none", "fsdp", "tensor"] = "none"
     """`none`: every rank holds the whole model and optimizer. `fsdp`: its share of weights, gradients and optimizer
-    states; the first rank holds the whole weights, too, for rollouts."""
+    states. `tensor`: its share of each layer's matrices, with which it works on every row. With both the first rank
+    holds the whole weights, too, for rollouts."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Longest wait of a rank for another one within a step."""

@@ -9,8 +9,6 @@ from pathlib import Path
 from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.master.buffers import Buffers
 
-RANKS = "ranks"
-
 
 @dataclass(frozen=True)
 class RunContext:
@@ -24,8 +22,3 @@ class RunContext:
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: files that processes import
     placement: PlacementConfig = field(default_factory=Inline)
-
-    @property
-    def ranks_folder(self) -> Path:
-        """For what ranks in other processes print."""
-        return self.run_dir / RANKS

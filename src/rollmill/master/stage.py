@@ -231,7 +231,7 @@ class StageRun:
         for _ in range(_TURNS):  # of the event loop, until the explorer has seen that its completions have ended
             await asyncio.sleep(0)
             batch = batch or supply.known()
-        if batch is None or not isinstance(self._trainer, Trainer):
+        if batch is None or isinstance(self._trainer, ScoreTrainer):
             return
         with self._trace.during("inference"):
             for _ in self._trainer.ahead(batch + others, self.version):
@@ -298,8 +298,6 @@ class StageRun:
             before_update: waits for what needs the weights as they are besides the step: an evaluation.
         """
         started, tokens = time.perf_counter(), self._rolls_out.tokens_generated
-        drafted = self._engine.counters()
-        started, tokens = time.perf_counter(), self._engine.tokens_generated
         drafted = self._engine.counters()
         experiences = await self.collect(before_update is not None)
         if before_update is not None:

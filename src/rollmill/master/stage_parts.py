@@ -56,7 +56,7 @@ def trainer_of(
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
         teacher = load_teacher(algorithm.teacher, policy)
     if config.trainer.ranks > 1:
-        return RankedTrainer(plan, policy.model, teacher, policy.device, context.ranks_folder)
+        return RankedTrainer(plan, policy.model, teacher, policy.device, context.run_dir)
     return plan.trainer(policy.model, teacher, policy.device, Ranks.of_process())
 
 

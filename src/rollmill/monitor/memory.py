@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 import sys
@@ -38,4 +39,4 @@ def highest_rss() -> int:
 
 
 def _resets() -> bool:
-    return _MARKS.exists()
+    return os.access(_MARKS, os.W_OK)

@@ -36,10 +36,12 @@ class Residency:
         """A phase begins: what it has no use for leaves, then what it needs comes. Whether anything was copied.
 
         Raises:
-            ResidencyError: there is no room where something goes; it is where it was.
+            ResidencyError: there is no room where something goes; it is where it was, and others may have left: what a
+                phase needs comes when one is entered again.
         """
         if phase == self._phase:
             return False
+        self._phase = None
         places = self.plan.places[phase]
         going = [each for each in self._residents if places[each.name] != "device" and each.name != POLICY]
         others = [each for each in self._residents if each not in going]

@@ -97,6 +97,7 @@ class Beginning:
     teacher: nn.Module | None
     device: str
     threads: int
+    run_dir: Path
 
 
 def skeleton(model: nn.Module) -> nn.Module:

@@ -18,15 +18,23 @@ from torch import Tensor, nn
 from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.value import value_loss
 from rollmill.config.algorithm import CriticOptions
-from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import Experience
 from rollmill.models.attention import attending
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.failure import training_failure
-from rollmill.trainer.optimizer import Held, build_optimizer, clip, gradient_norm, gradients, state_tensors
-from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.optimizer import (
+    Held,
+    build_optimizer,
+    clip,
+    gradient_norm,
+    gradients,
+    load_optimizer,
+    optimizer_state,
+    state_tensors,
+)
+from rollmill.trainer.passes import Passes
 from rollmill.trainer.schedule import learning_rate
-from rollmill.trainer.sharding import load_optimizer, load_weights
+from rollmill.trainer.sharding import load_weights
 
 
 class ValueModel(nn.Module):
@@ -65,12 +73,10 @@ class ValueModel(nn.Module):
 class Critic:
     """A value model that learns from the same batches as the policy."""
 
-    def __init__(
-        self, policy: Any, options: CriticOptions, config: TrainerConfig, *, total_steps: int, bf16: bool, ranks: Ranks
-    ) -> None:
+    def __init__(self, policy: Any, options: CriticOptions, passes: Passes, total_steps: int) -> None:
         self.model = ValueModel(policy, own_network=options.network == "own")
-        self.options, self._bf16, self._ranks = options, bf16, ranks
-        self._config = config.model_copy(update={"lr": options.lr})
+        self.options, self._passes, self._ranks = options, passes, passes.ranks
+        self._config = passes.config.model_copy(update={"lr": options.lr})
         self._total_steps = total_steps
 
     @cached_property
@@ -88,7 +94,7 @@ class Critic:
         result = torch.zeros(len(table.target), device=table.target.device)
         for micro in micros:
             with attending(self.model.network, micro.attention):
-                result[micro.tokens] = self.model(micro, bf16=self._bf16).float()
+                result[micro.tokens] = self.model(micro, bf16=self._passes.precision == "bf16").float()
         return self._ranks.add(result)
 
     def update(
@@ -118,14 +124,14 @@ class Critic:
         total = torch.zeros((), dtype=torch.float64, device=table.target.device)
         for micro in micros:
             with attending(self.model.network, micro.attention):
-                values, tokens = self.model(micro, bf16=self._bf16), micro.tokens
+                values, tokens = self.model(micro, bf16=self._passes.precision == "bf16"), micro.tokens
                 losses = value_loss(values, old_values[tokens], returns[tokens], clip=self.options.value_clip)
                 loss = torch.dot(weights[tokens].to(losses.dtype), losses)
                 loss.backward()
             total += loss.detach()
         self._ranks.add_gradients(list(self.model.parameters()))
         grads = gradients(self._optimizer)
-        norm = self._ranks.norm(gradient_norm(grads))
+        norm = gradient_norm(grads)
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
             raise training_failure(step, "the critic's gradient is not finite", task_ids)
@@ -136,12 +142,12 @@ class Critic:
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer."""
-        return {"model": self.model.state_dict(), "optimizer": self._optimizer.state_dict()}
+        return {"model": self.model.state_dict(), "optimizer": optimizer_state(self._optimizer, self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
         load_weights(self.model, state["model"])
-        load_optimizer(self._optimizer, state["optimizer"])
+        load_optimizer(self._optimizer, self.model, state["optimizer"])
 
 
 def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, float]:

@@ -8,47 +8,36 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor, nn
 
-from rollmill.algorithms.recipe import Recipe
-from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import Experience, Source
 from rollmill.trainer.batch import MicroBatch, TokenTable, token_table
 from rollmill.trainer.critic import Critic
 from rollmill.trainer.logprobs import attending_to
 from rollmill.trainer.objective import Scores
-from rollmill.trainer.ranks import Ranks
+from rollmill.trainer.passes import Passes
 from rollmill.trainer.reference import Reference
 from rollmill.trainer.sharding import inside
 
-Rows = Callable[[Sequence[Experience], TokenTable, list[int]], list[MicroBatch]]
-Predict = Callable[[nn.Module, MicroBatch, TokenTable], tuple[Tensor, Tensor]]
-Passes = Generator[None, None, Scores]
+Scoring = Generator[None, None, Scores]
 
 
 class Inference:
     """Old and reference log-probs and values of a batch, as far as a recipe needs them.
 
     Args:
-        rows: cuts chosen experiences into this rank's micro-batches.
-        predict: log-probs and entropies of a micro-batch.
         ready: makes the models ready for one pass.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        recipe: Recipe,
-        config: TrainerConfig,
+        passes: Passes,
         *,
         reference: Reference | None,
         critic: Critic | None,
-        ranks: Ranks,
-        rows: Rows,
-        predict: Predict,
         ready: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self._model, self._recipe, self._config = model, recipe, config
-        self._reference, self._critic, self._ranks = reference, critic, ranks
-        self._rows, self._predict, self._ready = rows, predict, ready
+        self._model, self._passes, self._recipe = model, passes, passes.recipe
+        self._reference, self._critic, self._ready = reference, critic, ready
         self._ahead: tuple[list[tuple[str, bytes]], int, TokenTable, Scores] | None = None
 
     def ahead(self, experiences: Sequence[Experience], version: int, device: torch.device) -> Generator[None]:
@@ -59,7 +48,7 @@ class Inference:
         if self._ahead is not None and self._ahead[:2] == (_names(experiences), version):
             return
         table = token_table(experiences, device)
-        scores = yield from self.passes(experiences, table, version)
+        scores = yield from self._scores(experiences, table, version)
         self._ahead = _names(experiences), version, table, scores
 
     def take(self, experiences: Sequence[Experience], version: int, device: torch.device) -> tuple[TokenTable, Scores]:
@@ -68,11 +57,11 @@ class Inference:
         if ahead is not None and ahead[:2] == (_names(experiences), version):
             return ahead[2:]
         table = token_table(experiences, device)
-        return table, _finished(self.passes(experiences, table, version))
+        return table, _finished(self._scores(experiences, table, version))
 
-    def passes(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Passes:
+    def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Scoring:
         """The scores; yields after every forward pass."""
-        single = self._config.updates_per_batch * self._config.epochs_per_batch == 1
+        single = self._passes.config.updates_per_batch * self._passes.config.epochs_per_batch == 1
         fresh = bool((table.version[table.version >= 0] == version).all())
         own = single and (fresh or self._recipe.proximal != "rollout")
         recompute = self._recipe.proximal == "recompute" and not own
@@ -89,7 +78,7 @@ class Inference:
         if self._critic is not None:
             usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
             with self._ready():
-                values = self._critic.values(self._rows(experiences, table, usual), table)
+                values = self._critic.values(self._passes.rows(experiences, table, usual), table)
             yield
         return Scores(old, reference, values, policy, interpolated=self._recipe.proximal == "interpolate" and not own)
 
@@ -99,7 +88,7 @@ class Inference:
         """Log-probs under a model (None: the reference) of all action tokens but the experts': float32 [A], 0 there."""
         result = torch.zeros_like(table.rollout_logprob)
         judged = [i for i, e in enumerate(experiences) if e.source is not Source.EXPERT]
-        for micro in self._rows(experiences, table, judged):
+        for micro in self._passes.rows(experiences, table, judged):
             with torch.no_grad(), self._ready():
                 if model is not None:
                     result[micro.tokens] = self._logprobs(model, micro, table)
@@ -108,11 +97,11 @@ class Inference:
                     with self._reference.active() as frozen:
                         result[micro.tokens] = self._logprobs(frozen, micro, table)
             yield
-        return self._ranks.add(result)
+        return self._passes.ranks.add(result)
 
     def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
         with attending_to(model, micro):
-            return inside(model, lambda: self._predict(model, micro, table)[0].float())
+            return inside(model, lambda: self._passes.predict(model, micro, table)[0].float())
 
 
 def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
@@ -120,10 +109,10 @@ def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
     return [(each.id, each.token_ids.tobytes()) for each in experiences]
 
 
-def _finished(passes: Passes) -> Scores:
+def _finished(scoring: Scoring) -> Scores:
     while True:
         try:
-            next(passes)
+            next(scoring)
         except StopIteration as end:
             scores: Scores = end.value
             return scores

@@ -1,14 +1,17 @@
-"""AdamW over the trainable parameters, and the norm of their gradient."""
+"""AdamW over the trainable parameters, the norm of their gradient, and its state for checkpoints."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.trainer.sharding import own_parts
+from rollmill.trainer.sharding import cut_like, is_cut, norm_over_ranks, own_parts, whole
 
 Held = Callable[[], Iterable[Tensor]]
 """Tensors that lie in memory, as they are when asked."""
@@ -16,18 +19,19 @@ Held = Callable[[], Iterable[Tensor]]
 
 def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.AdamW:
     """AdamW (arXiv:1711.05101) with decoupled weight decay on matrices only: norms and biases never decay."""
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trainable if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for parameter in _in_order(model):  # one kernel updates either distributed tensors or plain ones
+        groups.setdefault((parameter.ndim >= 2, isinstance(parameter, DTensor)), []).append(parameter)
+    decays = [
+        {"params": parameters, "weight_decay": config.weight_decay if matrices else 0.0}
+        for (matrices, _), parameters in groups.items()
     ]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+    return torch.optim.AdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """The gradients of all parameters that have one; of sharded ones what this rank holds."""
-    return own_parts([p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None])
+    """The gradients of all parameters that have one."""
+    return [p.grad for p in _parameters(optimizer) if p.grad is not None]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
@@ -36,11 +40,63 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def gradient_norm(grads: list[Tensor]) -> float:
-    """Euclidean norm over all gradients."""
-    return float(torch.stack(torch._foreach_norm(grads)).norm())
+    """Euclidean norm over all gradients, whole. Where some are cut, every rank calls this."""
+    plain = own_parts([grad for grad in grads if not is_cut(grad)])
+    cut = own_parts([grad for grad in grads if is_cut(grad)])
+    norms = [_norm(plain)] if plain else []
+    return math.hypot(*norms, *([norm_over_ranks(_norm(cut))] if cut else []))
 
 
 def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale the gradients in place so that their norm is at most `max_norm`."""
     if norm > max_norm:
-        torch._foreach_mul_(grads, max_norm / norm)
+        torch._foreach_mul_(own_parts(grads), max_norm / norm)
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+    """`state_dict` of the optimizer of a model, the same however the model is cut: whole tensors on rank 0, and
+    parameters numbered as on one rank. Where it is cut every rank calls this."""
+    state, numbers = optimizer.state_dict(), _numbers(optimizer, model)
+    parameters = _parameters(optimizer)
+    groups: dict[bool, dict[str, Any]] = {}
+    for group in state["param_groups"]:
+        known = groups.setdefault(parameters[group["params"][0]].ndim >= 2, {**group, "params": []})
+        known["params"] = sorted([*known["params"], *(numbers[i] for i in group["params"])])
+    moments = {numbers[i]: each for i, each in state["state"].items()}
+    found: dict[str, Any] = whole({"state": dict(sorted(moments.items())), "param_groups": [*groups.values()]})
+    return found
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Go on from `optimizer_state`, of a model that may be cut in another way."""
+    numbers, parameters = _numbers(optimizer, model), _parameters(optimizer)
+    options = {number: group for group in state["param_groups"] for number in group["params"]}
+    groups = [
+        {**options[numbers[group["params"][0]]], "params": group["params"]}
+        for group in optimizer.state_dict()["param_groups"]
+    ]
+    moments = {
+        i: {key: cut_like(value, parameters[i]) for key, value in state["state"][number].items()}
+        for i, number in enumerate(numbers)
+        if number in state["state"]
+    }
+    optimizer.load_state_dict({"state": moments, "param_groups": groups})
+
+
+def _in_order(model: nn.Module) -> list[nn.Parameter]:
+    """The trainable parameters in the order of one rank: matrices first."""
+    return sorted((p for p in model.parameters() if p.requires_grad), key=lambda p: p.ndim < 2)
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[int]:
+    """The number of each of the optimizer's parameters on one rank."""
+    places = {id(parameter): number for number, parameter in enumerate(_in_order(model))}
+    return [places[id(parameter)] for parameter in _parameters(optimizer)]
+
+
+def _norm(tensors: list[Tensor]) -> float:
+    return float(torch.stack(torch._foreach_norm(tensors)).norm())

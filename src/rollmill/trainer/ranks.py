@@ -1,5 +1,5 @@
-"""Data-parallel ranks: every rank holds the model, or its shard of it, sees the whole batch, and works on its share of
-the rows.
+"""Ranks: every one sees the whole batch. It holds the model, or its shard of it, and works on its share of the rows; or
+it holds its share of each layer, and works on all rows.
 
 Denominators are those of the whole batch on every rank, so gradients only add up.
 """
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollmill.trainer.sharding import norm_over_ranks
+from rollmill.trainer.buckets import in_buckets
+from rollmill.trainer.tensor_parallel import complete_gradients
 
+Sharding = Literal["none", "fsdp", "tensor"]
 Result = TypeVar("Result")
 
 
@@ -25,7 +27,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    sharded: bool = False  #: models are cut into shards (see sharding.py), rather than whole on every rank
+    sharding: Sharding = "none"  #: whether models are whole on every rank, see sharding.py and tensor_parallel.py
 
     @staticmethod
     def of_process() -> Ranks:
@@ -34,33 +36,41 @@ class Ranks:
             return Ranks()
         return Ranks(dist.get_rank(), dist.get_world_size())
 
+    @property
+    def shares(self) -> int:
+        """How many shares the rows of a batch are dealt into."""
+        return 1 if self.sharding == "tensor" else self.size
+
+    @property
+    def share(self) -> int:
+        """Which of them is this rank's."""
+        return 0 if self.sharding == "tensor" else self.rank
+
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum of `tensor` over the ranks, in place."""
-        if self.size > 1:
+        """The sum of `tensor` over the shares, in place."""
+        if self.shares > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def add_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Sum gradients over the ranks, unless that was done in the backward pass; what has none on any rank keeps
+        """Sum gradients over the shares, unless that was done in the backward pass; what has none on any rank keeps
         none."""
-        if self.size == 1 or self.sharded:
+        if self.sharding == "tensor":
+            complete_gradients(parameters)
+        if self.shares == 1 or self.sharding == "fsdp":
             return
         trainable = [p for p in parameters if p.requires_grad]
         device = trainable[0].device
         present = self.add(torch.tensor([float(p.grad is not None) for p in trainable], device=device))
-        for parameter, count in zip(trainable, present.tolist(), strict=True):
-            if count:
-                if parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-
-    def norm(self, norm: float) -> float:
-        """Euclidean norm of a gradient, from that of what this rank holds of it."""
-        return norm_over_ranks(norm) if self.sharded else norm
+        shared = [parameter for parameter, count in zip(trainable, present.tolist(), strict=True) if count]
+        for parameter in shared:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+        in_buckets([parameter.grad for parameter in shared if parameter.grad is not None], dist.all_reduce)
 
     def merged(self, numbers: dict[str, float]) -> dict[str, float]:
-        """Sums by name over the ranks; a name may be missing on some."""
-        if self.size == 1:
+        """Sums by name over the shares; a name may be missing on some."""
+        if self.shares == 1:
             return numbers
         gathered: list[dict[str, float]] = [{}] * self.size
         dist.all_gather_object(gathered, numbers)
@@ -71,16 +81,16 @@ class Ranks:
         return total
 
     def first(self, value: Result | None) -> Result | None:
-        """The first of the ranks' values that is not None."""
-        if self.size == 1:
+        """The first of the shares' values that is not None."""
+        if self.shares == 1:
             return value
         gathered: list[Result | None] = [None] * self.size
         dist.all_gather_object(gathered, value)
         return next((each for each in gathered if each is not None), None)
 
     def greatest(self, number: float) -> float:
-        """The greatest of the ranks' numbers."""
-        if self.size == 1:
+        """The greatest of the shares' numbers."""
+        if self.shares == 1:
             return number
         numbers: list[float] = [number] * self.size
         dist.all_gather_object(numbers, number)

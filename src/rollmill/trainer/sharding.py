@@ -56,6 +56,11 @@ def own_parts(tensors: Sequence[Tensor]) -> list[Tensor]:
     return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
 
 
+def is_cut(tensor: Tensor) -> bool:
+    """Whether this rank holds but a part of it."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
 def norm_over_ranks(norm: float) -> float:
     """Euclidean norm of what all ranks hold, from that of what this one holds."""
     norms: list[float] = [0.0] * dist.get_world_size()
@@ -91,26 +96,16 @@ def whole(state: Any) -> Any:
 def load_weights(model: nn.Module, state: dict[str, Any]) -> None:
     """`load_state_dict` of whole tensors into a model that may be sharded."""
     own = model.state_dict()
-    model.load_state_dict({name: _like(value, own.get(name)) for name, value in state.items()})
+    model.load_state_dict({name: cut_like(value, own.get(name)) for name, value in state.items()})
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """`load_state_dict` of whole tensors into an optimizer whose parameters may be sharded."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    moments = {
-        index: {key: _like(value, parameters[index]) for key, value in each.items()}
-        for index, each in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": moments})
+def cut_like(value: Any, target: Tensor | None) -> Any:
+    """A whole tensor cut as `target` is, where that is distributed and has the same shape; else what it is."""
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
 
 
 def _full(tensor: Tensor) -> Tensor:
     full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full
-
-
-def _like(value: Any, target: Tensor | None) -> Any:
-    """A whole tensor cut as `target` is, where that is a shard of the same shape."""
-    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
-        return value
-    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)

@@ -2,39 +2,34 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import Experience, Source
 from rollmill.models.norms import Replacements, find_norms, replaced
-from rollmill.trainer.batch import MicroBatch, TokenTable, micro_batches
 from rollmill.trainer.calibrate import choose_precision
-from rollmill.trainer.critic import Critic, usual_experiences, value_metrics
-from rollmill.trainer.divergences import token_divergences
-from rollmill.trainer.failure import training_failure
+from rollmill.trainer.critic import Critic, ValueModel, usual_experiences, value_metrics
 from rollmill.trainer.inference import Inference
-from rollmill.trainer.logprobs import attending_to, hidden_states, predict
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.objective import Judgement, Objective, Scores, judge
-from rollmill.trainer.optimizer import Held, build_optimizer, clip, gradient_norm, gradients, state_tensors
+from rollmill.trainer.optimizer import Held, build_optimizer, load_optimizer, optimizer_state, state_tensors
 from rollmill.trainer.parts import cut
+from rollmill.trainer.passes import Passes
 from rollmill.trainer.preparation import checkpoint_activations, evaluation_mode, master_weights
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.reference import Reference
 from rollmill.trainer.schedule import learning_rate
-from rollmill.trainer.sharding import inside, load_optimizer, shard, whole
-
-Terms = dict[str, tuple[float, Tensor]]
+from rollmill.trainer.sharding import shard, whole
+from rollmill.trainer.tensor_parallel import cut_layers, styles_of
+from rollmill.trainer.update import Part, Updates
 
 
 class Trainer:
@@ -73,43 +68,45 @@ class Trainer:
         self.device = torch.device(device)
         self.model = master_weights(model.to(self.device))
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
-        self.precision = choose_precision(model, device) if config.precision == "auto" else config.precision
+        precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
         self._ranks = ranks or Ranks.of_process()
+        self._passes = Passes(recipe, config, precision, self.device, self._ranks)
         self._generator = torch.Generator().manual_seed(seed)
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None
         self._teacher = None if teacher is None else teacher.to(self.device).requires_grad_(False).eval()
         self._critic: Critic | None = None
         if recipe.critic is not None:
-            bf16 = self.precision == "bf16"
-            self._critic = Critic(
-                self.model, recipe.critic, config, total_steps=total_steps, bf16=bf16, ranks=self._ranks
-            )
+            self._critic = Critic(self.model, recipe.critic, self._passes, total_steps)
         self._kl: AdaptiveKL | None = None
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
-        self._norms = self._find_norms()
-        if self._ranks.sharded:
-            self._shard()
+        self._norms: Replacements = find_norms(*self._models()) if self.device.type == "cpu" else []
+        self._cut_models()
         self._optimizer = build_optimizer(self.model, config)
         self._inference = Inference(
-            self.model,
-            recipe,
-            config,
-            reference=self._reference,
-            critic=self._critic,
-            ranks=self._ranks,
-            rows=self._rows,
-            predict=self._predict,
-            ready=self._ready,
+            self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
         )
+        self._updates = Updates(self.model, self._optimizer, self._passes, self._teacher)
         self._refreshed: int | None = None
+
+    @property
+    def precision(self) -> str:
+        """fp32 or bf16."""
+        return self._passes.precision
 
     @property
     def kl_coefficient(self) -> float:
         """Weight of the KL penalty now."""
         return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
+
+    @property
+    def infers(self) -> bool:
+        """Whether a step may need passes that `ahead` can make."""
+        recipe = self.recipe
+        compares = self._reference is not None or self._critic is not None
+        return compares or recipe.kl_in_reward or recipe.proximal == "recompute"
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
@@ -156,9 +153,9 @@ class Trainer:
                         version=version,
                         kl_coefficient=self.kl_coefficient,
                     )
-                    batch = _Part(experiences, table, objective, part)
+                    batch = Part(experiences, table, objective, part, self.steps, version)
                     if not self._critic_only:
-                        totals.add(self._update(batch, metrics, version, first_pass=epoch == 0))
+                        totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     totals.add(self._update_critic(batch, judgement, scores))
                     updates += 1
         if scores.values is not None and judgement.returns is not None:
@@ -190,7 +187,7 @@ class Trainer:
         With shards all ranks call this together, and rank 0 gets it.
         """
         state = {
-            "optimizer": self._optimizer.state_dict(),
+            "optimizer": optimizer_state(self._optimizer, self.model),
             "steps": self.steps,
             "generator": self._generator.get_state(),
             "precision": self.precision,
@@ -203,8 +200,8 @@ class Trainer:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
-        load_optimizer(self._optimizer, state["optimizer"])
-        self.steps, self.precision = state["steps"], state["precision"]
+        load_optimizer(self._optimizer, self.model, state["optimizer"])
+        self.steps, self._passes.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
         if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
@@ -231,52 +228,22 @@ class Trainer:
     def _critic_only(self) -> bool:
         return self._critic is not None and self.steps < self._critic.options.warmup_steps
 
-    def _shard(self) -> None:
+    def _models(self) -> list[Any]:
+        """All that learn or are compared with."""
         critic = None if self._critic is None else self._critic.model
         reference = None if self._reference is None else self._reference.model
-        for model in (self.model, reference, critic):
-            if model is not None:
+        return [model for model in (self.model, reference, critic) if model is not None]
+
+    def _cut_models(self) -> None:
+        if self._ranks.sharding == "fsdp":
+            for model in self._models():
                 shard(model)
+        elif self._ranks.sharding == "tensor":
+            styles = styles_of(self.model, self._ranks.size)
+            for model in self._models():
+                cut_layers(model.network if isinstance(model, ValueModel) else model.base_model, styles)
 
-    def _find_norms(self) -> Replacements:
-        if self.device.type != "cpu":
-            return []
-        critic = None if self._critic is None else self._critic.model
-        reference = None if self._reference is None else self._reference.model
-        return find_norms(*(model for model in (self.model, reference, critic) if model is not None))
-
-    def _update(self, batch: _Part, metrics: TokenMetrics, version: int, *, first_pass: bool) -> dict[str, float]:
-        """One optimizer step over a part of the batch."""
-        learned = set(batch.objective.learned)
-        if first_pass:
-            silent = [i for i in batch.chosen if i not in learned and batch.experiences[i].source is Source.USUAL]
-            with torch.no_grad():
-                for micro in self._rows(batch.experiences, batch.table, silent):
-                    self._forward(batch, micro, metrics, version, first_pass=True)
-        if not learned:
-            return {"skipped": 1.0}
-        self._optimizer.zero_grad(set_to_none=True)
-        micros = self._rows(batch.experiences, batch.table, batch.objective.learned)
-        totals = {"loss": 0.0}
-        for micro in micros:
-            with attending_to(self.model, micro):
-                loss, terms = self._forward(batch, micro, metrics, version, first_pass=first_pass)
-                self._check_loss(batch, micro, terms)
-                loss.backward()
-            totals["loss"] += loss.item()
-            for name, (_, value) in terms.items():
-                totals[f"loss/{name}"] = totals.get(f"loss/{name}", 0.0) + value.item()
-        self._ranks.add_gradients(list(self.model.parameters()))
-        grads = gradients(self._optimizer)
-        norm = self._ranks.norm(gradient_norm(grads))
-        if not math.isfinite(norm):
-            self._blame_gradient(batch, micros)
-        clip(grads, norm, self.config.max_grad_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
-        return {**self._ranks.merged(totals), "grad_norm": norm}
-
-    def _update_critic(self, batch: _Part, judgement: Judgement, scores: Scores) -> dict[str, float]:
+    def _update_critic(self, batch: Part, judgement: Judgement, scores: Scores) -> dict[str, float]:
         if self._critic is None:
             return {}
         assert scores.values is not None
@@ -286,120 +253,9 @@ class Trainer:
             return {}
         counted = torch.zeros_like(judgement.counted)
         counted[chosen] = True
-        micros = self._rows(batch.experiences, batch.table, chosen)
+        micros = self._passes.rows(batch.experiences, batch.table, chosen)
         tasks = [batch.experiences[i].task_id for i in chosen]
         return self._critic.update(micros, batch.table, counted, judgement.returns, scores.values, self.steps, tasks)
-
-    def _forward(
-        self, batch: _Part, micro: MicroBatch, metrics: TokenMetrics | None, version: int, *, first_pass: bool
-    ) -> tuple[Tensor, Terms]:
-        """The loss of one micro-batch; weight and share of every term."""
-        logprob, entropy, divergence = inside(self.model, lambda: self._predicted(micro, batch.table))
-        terms: Terms = {}
-        for source in Source:
-            inputs, tokens = batch.objective.inputs(micro, logprob, entropy, source, divergence)
-            if not len(tokens):
-                continue
-            terms |= batch.objective.terms(inputs, tokens, source)
-            if metrics is not None and source is Source.USUAL:
-                metrics.usual(inputs, batch.table.version[tokens] == version, first_pass=first_pass)
-            elif metrics is not None and first_pass:
-                metrics.demonstrated(inputs)
-        return _total(terms) if terms else logprob.sum(), terms
-
-    def _predicted(self, micro: MicroBatch, table: TokenTable) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and divergences from the teacher of a micro-batch's tokens."""
-        with attending_to(self.model, micro):
-            hidden_Td = hidden_states(self.model, micro, bf16=self.precision == "bf16")
-            logprob, entropy = self._predict(self.model, micro, table, hidden_Td)
-        return logprob, entropy, self._divergence(hidden_Td, micro, table)
-
-    def _divergence(self, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable) -> Tensor | None:
-        """From the teacher, of a micro-batch's tokens."""
-        if self.recipe.distill is None:
-            return None
-        assert self._teacher is not None, "a recipe that distils needs a teacher"
-        with torch.no_grad(), attending_to(self._teacher, micro):
-            teacher_Td = hidden_states(self._teacher, micro, bf16=self.precision == "bf16")
-        target_M = table.target[micro.tokens]
-        return token_divergences(
-            self.model,
-            self._teacher,
-            hidden_Td,
-            teacher_Td,
-            micro.rows,
-            target_M,
-            self.recipe.distill,
-            chunk=self.config.logprob_chunk,
-        )
-
-    def _predict(
-        self, model: nn.Module, micro: MicroBatch, table: TokenTable, hidden_Td: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        return predict(
-            model,
-            micro,
-            table,
-            hidden_Td=hidden_Td,
-            chunk=self.config.logprob_chunk,
-            entropy_gradient=self.recipe.uses_entropy,
-            bf16=self.precision == "bf16",
-        )
-
-    def _rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
-        """This rank's share of the chosen experiences."""
-        return micro_batches(
-            experiences,
-            table,
-            chosen,
-            self.config.micro_batch_tokens,
-            self.device,
-            keep_groups=self.recipe.keeps_groups,
-            ranks=self._ranks.size,
-            rank=self._ranks.rank,
-            even=self._ranks.sharded,
-        )
-
-    def _check_loss(self, batch: _Part, micro: MicroBatch, terms: Terms) -> None:
-        for name, (_, value) in terms.items():
-            if self._ranks.size == 1 and not math.isfinite(value.item()):
-                self._fail(batch, micro.experiences, f"loss term {name!r} is {value.item()}")
-
-    def _blame_gradient(self, batch: _Part, micros: list[MicroBatch]) -> None:
-        """Find the first micro-batch whose gradient is not finite, and report it on all ranks. (With shards every rank
-        has to make every pass, so none looks for it.)"""
-        found = self._ranks.first(None if self._ranks.sharded else self._culprit(batch, micros))
-        if found is None:
-            last = micros[-1].experiences if micros and self._ranks.size == 1 else batch.chosen
-            found = "the sum of the micro-batches' gradients is not finite", last
-        self._fail(batch, found[1], found[0])
-
-    def _culprit(self, batch: _Part, micros: list[MicroBatch]) -> tuple[str, list[int]] | None:
-        """What is wrong with one of this rank's micro-batches, and its experiences."""
-        for micro in micros:
-            self._optimizer.zero_grad(set_to_none=True)
-            with attending_to(self.model, micro):
-                loss, terms = self._forward(batch, micro, None, 0, first_pass=False)
-                loss.backward()
-            for name, parameter in self.model.named_parameters():
-                if parameter.grad is not None and not bool(parameter.grad.isfinite().all()):
-                    what = f"the gradient of {name} by loss terms {', '.join(terms)} is not finite"
-                    return what, micro.experiences
-        return None
-
-    def _fail(self, batch: _Part, members: list[int], what: str) -> None:
-        self._optimizer.zero_grad(set_to_none=True)
-        raise training_failure(self.steps, what, [batch.experiences[i].task_id for i in members])
-
-
-@dataclass(frozen=True)
-class _Part:
-    """The share of a batch that one optimizer step learns from."""
-
-    experiences: Sequence[Experience]
-    table: TokenTable
-    objective: Objective
-    chosen: list[int]
 
 
 class _Totals:
@@ -417,7 +273,3 @@ class _Totals:
 
     def means(self, updates: int) -> dict[str, float]:
         return {name: value / max(updates, 1) for name, value in self._sums.items()}
-
-
-def _total(terms: Terms) -> Tensor:
-    return torch.stack([weight * value for weight, value in terms.values()]).sum()
