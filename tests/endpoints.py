@@ -100,10 +100,12 @@ def running(
     template: str | None = None,
     host: str = "127.0.0.1",
     repetition: RepetitionConfig | None = None,
+    made: tuple[NativeEngine, Any] | None = None,
     **model: Any,
 ) -> Iterator[Running]:
-    """A server over a toy model that first says the texts of `says`."""
-    engine, tokenizer = toy_engine(**model)
+    """A server over a toy model that first says the texts of `says`; or over an engine that is `made`, and its
+    tokenizer."""
+    engine, tokenizer = made or toy_engine(**model)
     if template is not None:
         tokenizer.chat_template = template
     if says:
@@ -123,13 +125,13 @@ def running(
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()
-    made = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, kept, loop, server)
+    server_of = Running(f"http://127.0.0.1:{listener.getsockname()[1]}", service, kept, loop, server)
     try:
-        made.call(server.start())
-        yield made
+        server_of.call(server.start())
+        yield server_of
     finally:
-        made.call(server.stop(abort=True))
-        made.call(engine.close())
+        server_of.call(server.stop(abort=True))
+        server_of.call(engine.close())
         loop.call_soon_threadsafe(loop.stop)
         thread.join()
         loop.close()

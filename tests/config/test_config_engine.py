@@ -19,6 +19,10 @@ EVALUATION = "evaluation: {taskset: {path: tasks.jsonl}, sampling: {%s}}\n"
 
 CASES = {
     "an engine that there is not": (GOOD + "engine: sglang", "run.yaml:4: engine"),
+    "a server without tokens": (
+        GOOD + "engine: openai",
+        "run.yaml:4: engine: a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be",
+    ),
     "a key of another engine": (GOOD + "engine: {name: native, python: python3}", "engine.python"),
     "an option that is a key": (
         GOOD + "engine: {name: vllm, options: {max_num_seqs: 4}}",

@@ -22,6 +22,12 @@ from rollmill.core import registry
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 
 RUN_ELSEWHERE = {
+    "rollmill bench runs/minimal teacher.yaml": (
+        "tests/master/test_master_bench_served.py::test_our_own_server_says_what_the_checkpoint_says"
+    ),
+    "rollmill tasks answer examples/minimal.yaml --by teacher.yaml --samples 4 --out solved.jsonl": (
+        "tests/master/test_master_answering.py::test_what_a_teacher_solves_is_imitated"
+    ),
     "make setup": ".ci/run",
     "make lint": ".ci/run",
     "make test": ".ci/run",

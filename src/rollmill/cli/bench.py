@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def command(
-    models: Annotated[list[Path], typer.Argument(metavar="RUN|MODEL...", help="Run directories and model folders.")],
+    models: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN|MODEL|FILE...", help="Run directories, model folders, and files with an endpoint."),
+    ],
     config: Annotated[
         Path | None,
         typer.Option("--config", help="File whose `evaluation` says what is measured (default: the first run's)."),

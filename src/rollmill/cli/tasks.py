@@ -1,4 +1,4 @@
-"""`rollmill tasks`: what a run's tasks are after their pipeline, and how difficult they are."""
+"""`rollmill tasks`: what a run's tasks are after their pipeline, how difficult they are, and a teacher's answers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rollmill.config.rewards import JudgeReward
     from rollmill.tasks import Taskset
 
-HELP = "Look at a run's tasks, and rate how difficult they are."
+HELP = "Look at a run's tasks, rate how difficult they are, and have them answered."
 _BARS, _WIDTH, _SAMPLES = 10, 40, 8
 
 Config = Annotated[Path, typer.Argument(metavar="RUN.yaml", help="The run file.")]
@@ -67,6 +67,35 @@ def score(
         names = ", ".join(found.without[:5]) + (" ..." if len(found.without) > 5 else "")
         advice = "run the command again to rate them, or see why no reward applies"
         print(f"no verdict for {len(found.without)} tasks ({names}); {advice}")
+
+
+def answer(
+    config: Config,
+    by: Annotated[Path, typer.Option("--by", help="File (.yaml) with the endpoint of the model that answers.")],
+    out: Annotated[Path, typer.Option("--out", help="JSONL file of the answered tasks; rows in it are kept.")],
+    samples: Annotated[int, typer.Option(min=1, help="Answers per task.")] = 4,
+    stage: Stage = None,
+    overrides: Overrides = None,
+) -> None:
+    """Have a served model answer every task of a run, and write the tasks with its best right answer as `response`.
+
+    The run's rewards say what is right. Stages that imitate take the file as a taskset. Started again with the same
+    file, it goes on where it ended.
+    """
+    from rollmill.config.loader import load_run
+    from rollmill.master.answering import answer as answered
+    from rollmill.master.scoring import stage_of
+
+    loaded = load_run(config, overrides or [])
+
+    def progress(done: int, tasks: int) -> None:
+        print(f"{done} of {tasks} tasks answered", file=sys.stderr)
+
+    found, solved = answered(loaded, stage_of(loaded, stage), by, out, samples, progress)
+    print(f"{out}: {found.rated} of {found.tasks} tasks answered, {solved} of them right")
+    if found.without:
+        names = ", ".join(found.without[:5]) + (" ..." if len(found.without) > 5 else "")
+        print(f"no answer to {len(found.without)} tasks ({names}); run the command again to ask for them")
 
 
 def show(
@@ -156,4 +185,4 @@ def _print_histogram(shown: dict[str, Any]) -> None:
         print(f"  {low:6.3g} to {high:6.3g}  {count:7}  {line}".rstrip())
 
 
-COMMANDS = {"score": score, "show": show}
+COMMANDS = {"score": score, "answer": answer, "show": show}

@@ -58,6 +58,17 @@ class VLLMEngineConfig(Part):
         return options
 
 
+def _gives_tokens(section: Any) -> Any:
+    if isinstance(section, dict) and section.get("name") == "openai":
+        raise ValueError(
+            "a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be trained with it; "
+            "compare it by `rollmill bench RUN FILE.yaml`, or imitate it by `rollmill tasks answer`"
+        )
+    return section
+
+
 EngineConfig = Annotated[
-    Annotated[NativeEngineConfig | VLLMEngineConfig, Field(discriminator="name")], BeforeValidator(name_alone)
+    Annotated[NativeEngineConfig | VLLMEngineConfig, Field(discriminator="name")],
+    BeforeValidator(_gives_tokens),
+    BeforeValidator(name_alone),
 ]

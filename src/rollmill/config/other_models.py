@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from rollmill.config.base import Section
 
-_OF_ENDPOINTS = ("model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+_OF_ENDPOINTS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
 
 
 class OtherModelConfig(Section):
@@ -25,6 +25,8 @@ class OtherModelConfig(Section):
     """The model's name at the endpoint."""
     api_key_env: str | None = None
     """Name of the environment variable that holds the endpoint's key. The key itself stands in no file and no log."""
+    completes: bool = False
+    """The endpoint goes on from texts, too (`/completions`), and has a `complete`. Otherwise it only chats."""
     temperature: float = Field(1.0, ge=0)
     """How its replies are sampled, unless the workflow says otherwise."""
     max_new_tokens: int = Field(256, ge=1)

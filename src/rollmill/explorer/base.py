@@ -12,11 +12,8 @@ Generated = Callable[[list[Experience]], None]
 """Is handed a group when its tokens are there; its rewards may come later, into the same objects."""
 
 
-class Explores(Protocol):
-    """An explorer, in this process or in another one."""
-
-    elsewhere: bool
-    """It has weights of its own and goes on while the trainer trains."""
+class Answers(Protocol):
+    """All that an evaluation needs of an explorer."""
 
     async def rollout(
         self,
@@ -30,6 +27,13 @@ class Explores(Protocol):
     ) -> list[Experience]:
         """The judged experiences of n rollouts of one task."""
         ...
+
+
+class Explores(Answers, Protocol):
+    """An explorer, in this process or in another one."""
+
+    elsewhere: bool
+    """It has weights of its own and goes on while the trainer trains."""
 
     async def rollout_with_greedy(
         self,

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,6 +29,9 @@ from rollmill.models.load import Policy as Model
 from rollmill.models.load import load_policy
 from rollmill.rewards.judges.chat import LENGTH, NoReplyError, Sampling
 
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.endpoint import Endpoint
+
 _STREAM = 0x07E5  # keeps the randomness of other models apart from the policy's
 
 
@@ -48,7 +51,7 @@ class OtherModels:
     ) -> None:
         self._rollout, self._dtype = rollout, torch.bfloat16 if precision == "bf16" else torch.float32
         self._engines: list[NativeEngine] = []
-        self._endpoints: list[Any] = []
+        self._endpoints: list[Endpoint] = []
         self._initial: torch.nn.Module | None = None
         self.sources: dict[str, Source] = {
             name: self._source(name, number, section, policy) for number, (name, section) in enumerate(sections.items())
@@ -96,24 +99,17 @@ class OtherModels:
         return replace(policy, model=self._initial)
 
     def _endpoint(self, name: str, section: OtherModelConfig) -> EndpointModel:
-        keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
-        try:
-            from rollmill.rewards.judges.endpoint import Endpoint
-
-            options = JudgeReward(name="judge", **{key: getattr(section, key) for key in keys})
-            endpoint = Endpoint(options, called=f"models.{name}: the model")
-        except ConfigError as error:
-            raise ConfigError(f"models.{name}: {str(error).removeprefix('rewards: ')}") from error
+        endpoint = connected(f"models.{name}", section)
         self._endpoints.append(endpoint)
         return EndpointModel(name, endpoint, section)
 
 
 @dataclass(frozen=True, slots=True)
 class EndpointModel:
-    """A chat model behind an endpoint, with the policy's interface as far as an endpoint has it."""
+    """A model behind an endpoint, with the policy's interface as far as an endpoint has it."""
 
     name: str
-    endpoint: Any
+    endpoint: Endpoint
     config: OtherModelConfig
     seed: int = 0
     asked: Iterator[int] = field(default_factory=count)
@@ -130,6 +126,22 @@ class EndpointModel:
 
     async def chat_n(self, messages: Sequence[ChatMessage], n: int, **sampling: Any) -> list[Reply]:
         """Several independent next turns, see `chat`."""
+        return await self._ask([dict(each) for each in messages], n, sampling)
+
+    async def complete(self, prompt: str | Sequence[int], **sampling: Any) -> Reply:
+        """What follows a text; see `chat`. Raises WorkflowError for tokens, and where the endpoint only chats."""
+        [reply] = await self.complete_n(prompt, 1, **sampling)
+        return reply
+
+    async def complete_n(self, prompt: str | Sequence[int], n: int, **sampling: Any) -> list[Reply]:
+        """Several independent completions, see `complete`."""
+        if not self.config.completes:
+            raise WorkflowError(f"models.{self.name}: an endpoint has no `complete`, unless it has `completes: true`")
+        if not isinstance(prompt, str):
+            raise WorkflowError(f"models.{self.name}: an endpoint completes texts; its tokens are not known")
+        return await self._ask(prompt, n, sampling)
+
+    async def _ask(self, asked: Any, n: int, sampling: dict[str, Any]) -> list[Reply]:
         unknown = sorted(sampling.keys() - {"temperature", "max_new_tokens"})
         if unknown:
             raise WorkflowError(f"models.{self.name}: an endpoint takes temperature and max_new_tokens, not {unknown}")
@@ -138,16 +150,23 @@ class EndpointModel:
             sampling.get("max_new_tokens", self.config.max_new_tokens),
             fold(self.seed, next(self.asked)),
         )
-        asked = [dict(each) for each in messages]
         try:
             found = await self.endpoint.loop.run(self.endpoint.chat(asked, settings, range(n)))
         except NoReplyError as error:
             raise WorkflowError(f"{error}; there is no reply ({error.outcome})") from error
         return [_reply(each.text, each.finish == LENGTH) for each in found]
 
-    async def complete(self, prompt: Any, **sampling: Any) -> Reply:
-        """Raises WorkflowError: an endpoint chats only."""
-        raise WorkflowError(f"models.{self.name}: an endpoint has no `complete`; use `chat`")
+
+def connected(name: str, section: OtherModelConfig) -> Endpoint:
+    """The connection to the endpoint of a section. Raises ConfigError: the key is not set, or the library missing."""
+    keys = ("endpoint", "model", "api_key_env", "options", "max_in_flight", "tries", "try_s", "deadline_s")
+    try:
+        from rollmill.rewards.judges.endpoint import Endpoint
+
+        options = JudgeReward(name="judge", **{key: getattr(section, key) for key in keys})
+        return Endpoint(options, called=f"{name}: the model")
+    except ConfigError as error:
+        raise ConfigError(f"{name}: {str(error).removeprefix('rewards: ')}") from error
 
 
 def _reply(text: str, cut: bool) -> Reply:

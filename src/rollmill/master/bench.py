@@ -1,4 +1,4 @@
-"""Checkpoints x sets of held-out tasks: every cell is evaluated once and stored, and not again."""
+"""Models x sets of held-out tasks: every cell is evaluated once and stored, and not again."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import gc
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from rollmill.config.loader import LoadedRun, load_evaluation
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
+from rollmill.explorer.other_models import connected
+from rollmill.explorer.served import Served, ServedExplorers, require_askable
 from rollmill.master.bench_results import Cell, Results
 from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.evaluation import Evaluator
@@ -26,7 +28,7 @@ from rollmill.master.examiner import SetResult
 from rollmill.master.explorers import Explorers
 from rollmill.master.launch import MACHINE, device_of, of_stage, require_models
 from rollmill.master.selection import select_held_out
-from rollmill.master.subjects import RUN_FILE, Subject
+from rollmill.master.subjects import RUN_FILE, AnySubject, ServedSubject, Subject
 from rollmill.models.load import Policy
 from rollmill.monitor.files import atomic_write, plain
 from rollmill.rewards import build_judge
@@ -38,7 +40,7 @@ Progress = Callable[[str], None]
 
 
 def settings_of(
-    config: Path | None, chosen: Sequence[Subject], overrides: Sequence[str], samples: int | None, k: Sequence[int]
+    config: Path | None, chosen: Sequence[AnySubject], overrides: Sequence[str], samples: int | None, k: Sequence[int]
 ) -> tuple[LoadedRun, StageConfig]:
     """The file that says what is evaluated (default: that of the first run), and its last stage with an evaluation.
 
@@ -88,7 +90,9 @@ def _with_samples(evaluation: EvaluationConfig, samples: int | None, k: Sequence
     return changed
 
 
-def bench(loaded: LoadedRun, stage: StageConfig, chosen: Sequence[Subject], out: Path, progress: Progress) -> Results:
+def bench(
+    loaded: LoadedRun, stage: StageConfig, chosen: Sequence[AnySubject], out: Path, progress: Progress
+) -> Results:
     """Evaluate every subject on every set; what `out` holds of the same weights and settings is taken from there.
 
     Raises RollmillError like an evaluation.
@@ -107,14 +111,17 @@ def bench(loaded: LoadedRun, stage: StageConfig, chosen: Sequence[Subject], out:
         todo = [name for name, found in stored.items() if found is None]
         if todo:
             progress(f"{subject.label}: {', '.join(name or 'held-out tasks' for name in todo)}")
-            policy = subject.load(loaded.config.seed, device_of(loaded.config.device))
-            if precision is None:  # one for all, since a measurement may come out differently
-                precision = choose_precision(policy.model, policy.device)
-            asked = {name: tasksets[name] for name in todo}
-            found = _evaluate(loaded, _of_sets(stage, todo), subject, policy, precision, asked, examples, out, marks)
-            for result in asyncio.run(found):
-                stored[result.name] = result
-            del policy, found
+            asked, left = {name: tasksets[name] for name in todo}, _of_sets(stage, todo)
+            if isinstance(subject, ServedSubject):
+                evaluated = asyncio.run(_evaluate_served(loaded, left, subject, asked, out, marks, progress))
+            else:
+                policy = subject.load(loaded.config.seed, device_of(loaded.config.device))
+                if precision is None:  # one for all, since a measurement may come out differently
+                    precision = choose_precision(policy.model, policy.device)
+                found = _evaluate(loaded, left, subject, policy, precision, asked, examples, out, marks)
+                evaluated = asyncio.run(found)
+                del policy, found
+            stored |= {result.name: result for result in evaluated}
             gc.collect()  # the next model needs the memory
         cells += [Cell(subject, found) for found in stored.values() if found is not None]
     return Results(cells)
@@ -148,19 +155,65 @@ async def _evaluate(
         make_judge=make_judge,
         seed=loaded.config.seed,
     )
-    results: list[SetResult] = []
     try:
-        for name in tasksets:
-            [found] = (await evaluator.evaluate([name])).sets
-            content = {"subject": subject.label, "mark": marks[name], **found.to_json()}
-            atomic_write(_file(out, subject, name), (json.dumps(plain(content), allow_nan=False) + "\n").encode())
-            results.append(found)
+        return await _all_sets(evaluator, tasksets, subject, out, marks)
     finally:
         await evaluator.close()
         await explorers.close()
         await engine.close()
         sync.close()
         judge.close()
+
+
+async def _evaluate_served(
+    loaded: LoadedRun,
+    stage: StageConfig,
+    subject: ServedSubject,
+    tasksets: Mapping[str, Taskset],
+    out: Path,
+    marks: Mapping[str, str],
+    progress: Progress,
+) -> list[SetResult]:
+    """As `_evaluate`. What gets no reply earned nothing, and is told of."""
+    assert stage.evaluation is not None
+
+    sets = stage.evaluation.all_sets()
+    for each in sets.values():
+        require_askable(stage.examined(each), str(subject.folder))
+
+    def make_judge(rewards: Any) -> Any:
+        return build_judge(rewards, stage.judging, device=str(device_of(loaded.config.device)))
+
+    model = Served(
+        str(subject.folder), connected(str(subject.folder), subject.model), completes=subject.model.completes
+    )
+    judge = make_judge(stage.rewards)
+    held_out = {name: tasksets[name].tasks[: each.limit] for name, each in sets.items()}
+    explorers = ServedExplorers(model, judge)
+    seed = loaded.config.seed
+    evaluator = Evaluator(stage, held_out, judge=judge, explorers=explorers, make_judge=make_judge, seed=seed)
+    try:
+        results = await _all_sets(evaluator, tasksets, subject, out, marks)
+    finally:
+        await evaluator.close()
+        model.close()
+        judge.close()
+    if model.unanswered:
+        first = model.unanswered[0]
+        progress(f"{subject.label}: {len(model.unanswered)} completions never came and earned nothing; {first}")
+    return results
+
+
+async def _all_sets(
+    evaluator: Evaluator, names: Iterable[str], subject: AnySubject, out: Path, marks: Mapping[str, str]
+) -> list[SetResult]:
+    """One set after the other; each is written when it is there."""
+    results: list[SetResult] = []
+    for name in names:
+        [found] = (await evaluator.evaluate([name])).sets
+        content = {"subject": subject.label, "mark": marks[name], **found.to_json()}
+        atomic_write(_file(out, subject, name), (json.dumps(plain(content), allow_nan=False) + "\n").encode())
+        results.append(found)
     return results
 
 
@@ -173,14 +226,14 @@ def _of_sets(stage: StageConfig, names: Sequence[str]) -> StageConfig:
     return stage.model_copy(update={"evaluation": evaluation.model_copy(update=changes)})
 
 
-def _file(out: Path, subject: Subject, name: str) -> Path:
+def _file(out: Path, subject: AnySubject, name: str) -> Path:
     """One file per cell; a digest tells labels apart that are the same once they are plain."""
     plainly = re.sub(r"[^\w.@-]+", "-", subject.label).strip("-")
     digest = hashlib.sha256(subject.label.encode()).hexdigest()[:6]
     return out / CELLS / f"{plainly}-{digest}" / f"{name or 'held-out'}{'.set' if name else ''}.json"
 
 
-def _mark(loaded: LoadedRun, stage: StageConfig, name: str, tasks: str, subject: Subject) -> str:
+def _mark(loaded: LoadedRun, stage: StageConfig, name: str, tasks: str, subject: AnySubject) -> str:
     """A digest of all that a cell's numbers depend on; `tasks` is one of the tasks themselves."""
     assert stage.evaluation is not None
     section = stage.evaluation.all_sets()[name]
@@ -202,7 +255,7 @@ def _digest(texts: Sequence[str]) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
-def _stored(out: Path, subject: Subject, name: str, section: EvaluationSet, mark: str) -> SetResult | None:
+def _stored(out: Path, subject: AnySubject, name: str, section: EvaluationSet, mark: str) -> SetResult | None:
     path = _file(out, subject, name)
     if not path.is_file():
         return None

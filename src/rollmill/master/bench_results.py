@@ -11,7 +11,7 @@ from itertools import combinations
 from typing import Any
 
 from rollmill.master.examiner import SetResult
-from rollmill.master.subjects import Subject
+from rollmill.master.subjects import AnySubject
 from rollmill.monitor.estimates import Difference, Estimate, paired_difference
 
 COLUMNS = ("subject", "run", "step", "set", "measure", "value", "low", "high", "tasks", "samples")
@@ -21,7 +21,7 @@ COLUMNS = ("subject", "run", "step", "set", "measure", "value", "low", "high", "
 class Cell:
     """One subject on one set."""
 
-    subject: Subject
+    subject: AnySubject
     result: SetResult
 
 

@@ -19,6 +19,7 @@ from rollmill.core.types import Experience, Task
 from rollmill.explorer.base import Generated
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.context import RunContext
+from rollmill.master.engine import shared_checksum
 from rollmill.master.explorer_actor import Asked, ExplorerActor, Reply, Setup, moved, trained
 from rollmill.master.measures import summed
 from rollmill.models.load import Policy
@@ -48,7 +49,7 @@ class RemoteExplorers:
         require_cores(placement.explorers, placement.cpus)
         count = placement.explorers
         self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
-        place, self._sender = _transport(placement, context, policy)
+        place, self._sender = _transport(placement, context, policy, config)
         ray = ray_module()
         setup = ray.put(
             Setup(
@@ -195,10 +196,10 @@ class RemoteExplorer:
         return dict(counts)
 
 
-def _transport(placement: OnRay, context: RunContext, policy: Policy) -> tuple[Path, WeightSender]:
+def _transport(placement: OnRay, context: RunContext, policy: Policy, config: StageConfig) -> tuple[Path, WeightSender]:
     dtype = torch.bfloat16 if context.precision == "bf16" else None
     if placement.weights == "memory":
         place = shared_folder() / f"rollmill-{context.run_id}"
-        return place, SharedSender(place, trained(policy), dtype=dtype)
+        return place, SharedSender(place, trained(policy), dtype=dtype, checksum=shared_checksum(config))
     place = Path(placement.weights_folder or context.run_dir / "weights").absolute()
     return place, FolderSender(place, trained(policy), dtype=dtype)

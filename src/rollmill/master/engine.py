@@ -19,18 +19,21 @@ from rollmill.engines.vllm.process import Launch, look_at, this_python
 from rollmill.models.load import Policy
 from rollmill.models.lora import merged_weights
 from rollmill.sync import InPlace, Publisher, SharedSender, WeightPublisher, shared_folder
-from rollmill.sync.layout import CRC32, XXH3
+from rollmill.sync.checksum import CRC32, XXH3
 
 
-def make_engine(policy: Policy, config: StageConfig, precision: str) -> RolloutEngine:
+def make_engine(policy: Policy, config: StageConfig, precision: str, weights: Path | None = None) -> RolloutEngine:
     """The engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
+
+    Args:
+        weights: where vLLM's process finds shared weights that somebody else sends; None: `make_publisher` sends them.
 
     Raises:
         ConfigError: engine.python is no Python with vLLM.
         ModelError: vLLM cannot be given this model's weights.
     """
     if isinstance(config.engine, VLLMEngineConfig) and generates(config):
-        return vllm_engine(policy, config.engine, config.rollout, precision)
+        return vllm_engine(policy, config.engine, config.rollout, precision, weights)
     return native_engine(policy, config.rollout, precision)
 
 
@@ -61,7 +64,16 @@ def native_engine(policy: Policy, rollout: RolloutConfig, precision: str) -> Nat
     )
 
 
-def vllm_engine(policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str) -> VLLMEngine:
+def shared_checksum(config: StageConfig) -> str:
+    """What shared weights are verified by that this stage's engine may read itself."""
+    if not isinstance(config.engine, VLLMEngineConfig) or not generates(config):
+        return XXH3
+    return _checksum(look_at(config.engine.python or this_python()))
+
+
+def vllm_engine(
+    policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str, weights: Path | None = None
+) -> VLLMEngine:
     """vLLM, whose process starts with the first request."""
     if any(weight.ndim > 2 for weight in policy.model.parameters()):
         raise ModelError(
@@ -76,12 +88,15 @@ def vllm_engine(policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig
     settings.architectures = [type(policy.model).__name__]
     settings.save_pretrained(model)
     gpu = policy.device.type == "cuda"
+    at_once = rollout.prefill_tokens + rollout.max_sequences
     arguments = {
         "model": str(model),
         "dtype": "bfloat16" if precision == "bf16" else "float32",
         "max_model_len": policy.context,
         "max_num_seqs": rollout.max_sequences,
-        "max_num_batched_tokens": rollout.prefill_tokens + rollout.max_sequences,
+        # a prompt in parts has a sampled token discarded, and its generator set back, which CPUs' cannot be: vLLM dies
+        "enable_chunked_prefill": gpu,
+        "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),
         "enforce_eager": not (gpu if engine.compile == "auto" else engine.compile),
         **engine.options,
@@ -89,7 +104,7 @@ def vllm_engine(policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig
     launch = Launch(
         python,
         folder,
-        {"arguments": arguments, "weights": str(folder / "weights"), "folder": str(folder)},
+        {"arguments": arguments, "weights": str(weights or folder / "weights"), "folder": str(folder)},
         threads=torch.get_num_threads(),
         deadline_s=engine.deadline_s,
     )
@@ -99,8 +114,12 @@ def vllm_engine(policy: Policy, engine: VLLMEngineConfig, rollout: RolloutConfig
         eos_ids=policy.eos_ids,
         context=policy.context,
         restarts=engine.restarts,
-        checksum=XXH3 if found["xxhash"] else CRC32,
+        checksum=_checksum(found),
     )
+
+
+def _checksum(found: dict[str, bool]) -> str:
+    return XXH3 if found["xxhash"] else CRC32
 
 
 def _type(precision: str) -> torch.dtype:

@@ -16,6 +16,7 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
+from rollmill.explorer.served import ServedExplorers
 from rollmill.master.elsewhere import OtherwiseRemote, RemoteExplorers
 from rollmill.master.examiner import Examiner, SetResult, merged_metrics, numbers
 from rollmill.master.explorers import Explorers
@@ -109,21 +110,21 @@ class Evaluator:
         held_out: HeldOut,
         *,
         judge: Judge,
-        explorers: Explorers | RemoteExplorers,
+        explorers: Explorers | RemoteExplorers | ServedExplorers,
         make_judge: MakeJudge,
         seed: int,
     ) -> None:
         assert config.evaluation is not None
         self._deadline_s = config.rollout.deadline_s
         self._judges: list[Judge] = []
-        self._explorers: list[Explorers | OtherwiseRemote] = []
+        self._explorers: list[Explorers | OtherwiseRemote | ServedExplorers] = []
         self.examiners: list[Examiner] = []
         for name, section in config.evaluation.all_sets().items():
             asked, own = config.examined(section), judge
             if asked.rewards != config.rewards:
                 own = make_judge(asked.rewards)
                 self._judges.append(own)
-            used: Explorers | RemoteExplorers | OtherwiseRemote = explorers
+            used: Explorers | RemoteExplorers | OtherwiseRemote | ServedExplorers = explorers
             if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
                 others = explorers.otherwise(asked, own)
                 used = others

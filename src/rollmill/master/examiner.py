@@ -13,7 +13,8 @@ from rollmill.config.evaluation import EvaluationSet, metric
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
-from rollmill.explorer.base import Explores
+from rollmill.explorer.base import Answers
+from rollmill.explorer.served import TOKENS
 from rollmill.monitor.estimates import Estimate, maj_at_k, mean_over_tasks, pass_at_k
 from rollmill.rewards.votes import vote_of
 
@@ -140,7 +141,7 @@ class Examiner:
     def __init__(
         self,
         name: str,
-        explorer: Explores,
+        explorer: Answers,
         tasks: Sequence[Task],
         section: EvaluationSet,
         sampling: SamplingConfig,
@@ -193,7 +194,7 @@ class Examiner:
         made = [
             Attempt(
                 each[-1].reward,
-                sum(one.action_tokens for one in each),
+                sum(one.info.get(TOKENS, one.action_tokens) for one in each),
                 None if place is None else vote_of(each[-1].response, place),
             )
             for each in rollouts.values()

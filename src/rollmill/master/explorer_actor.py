@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollmill.config.engine import VLLMEngineConfig
+from rollmill.config.engine_checks import generates
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.registry import import_file
@@ -21,8 +23,9 @@ from rollmill.master.explorers import Explorers
 from rollmill.master.measures import summed
 from rollmill.master.stage_parts import judge_of
 from rollmill.models.load import Policy
+from rollmill.models.lora import has_lora
 from rollmill.monitor.trace import Span, Trace
-from rollmill.sync import FolderReceiver, SharedReceiver, WeightReceiver
+from rollmill.sync import FolderReceiver, InPlace, SharedReceiver, WeightPublisher, WeightReceiver
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,17 @@ class ExplorerActor:
         for plugin in setup.plugins:
             import_file(plugin)
         self._setup, self._policy = setup, setup.policy
-        self._engine = make_engine(setup.policy, self._stage_of(setup.stage), setup.precision)
+        stage = self._stage_of(setup.stage)
+        self._reads_itself = reads_itself(stage, setup)
+        place = setup.place if self._reads_itself else None
+        self._engine = make_engine(setup.policy, stage, setup.precision, place)
         self._engine.version = -1  # no weights have come
-        self._publisher = make_publisher(setup.policy, self._engine, setup.precision)
+        self._publisher: WeightPublisher
+        if self._reads_itself:
+            self._publisher = InPlace(self._engine)
+            setup.policy.model.to("meta")  # nobody here computes with it
+        else:
+            self._publisher = make_publisher(setup.policy, self._engine, setup.precision)
         self._trace = Trace()
         self._receiver: WeightReceiver
         self._receiver = (SharedReceiver if setup.weights == "memory" else FolderReceiver)(setup.place)
@@ -96,7 +107,8 @@ class ExplorerActor:
     async def update(self, version: int) -> None:
         """Go on with weights of at least this version; those under way go on with them, too."""
         if self._engine.version < version:
-            self._publisher.publish(self._receiver.receive(trained(self._policy)))
+            here = version if self._reads_itself else self._receiver.receive(trained(self._policy))
+            self._publisher.publish(here)
 
     async def rollout(self, asked: Asked) -> Reply:
         """Roll out a group and judge it. Raises like Explorer.rollout, SyncError and DeadlineError."""
@@ -146,6 +158,13 @@ class ExplorerActor:
 def moved(spans: list[Span], by: float) -> list[Span]:
     """Spans on another clock."""
     return [Span(each.kind, each.asked + by, each.started + by, each.ended + by) for each in spans]
+
+
+def reads_itself(stage: StageConfig, setup: Setup) -> bool:
+    """Whether the explorer's engine reads what the trainer has sent: vLLM's process reads shared memory, where no
+    adapters have to be merged before."""
+    shared = setup.weights == "memory" and not has_lora(setup.policy.model)
+    return shared and isinstance(stage.engine, VLLMEngineConfig) and generates(stage)
 
 
 def trained(policy: Policy) -> dict[str, Tensor]:

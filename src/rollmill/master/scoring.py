@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,7 +48,7 @@ class Scored:
     without: list[str]
 
 
-class _Tally:
+class Tally:
     """Writes ratings, wave by wave, and says how many tasks are rated."""
 
     def __init__(self, file: ScoreFile, tasks: int, rated: int, progress: Progress) -> None:
@@ -94,7 +94,7 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
         )
     if not stage.rewards:
         raise ConfigError(f"stage {stage.name} has no rewards, so nothing tells success from failure; add `rewards`")
-    threshold = 1.0 if stage.evaluation is None else stage.evaluation.threshold
+    threshold = threshold_of(stage)
     file = ScoreFile(out, _how(loaded, stage, samples, threshold))
     torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
     device = device_of(loaded.config.device)
@@ -102,20 +102,26 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
     alone = stage.model_copy(update={"evaluation": None})
     tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), {}).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]
-    tally = _Tally(file, len(tasks), len(tasks) - len(todo), progress)
+    tally = Tally(file, len(tasks), len(tasks) - len(todo), progress)
     asyncio.run(_roll_out(loaded, stage, policy, todo, samples, threshold, tally))
     return tally.scored()
 
 
+def threshold_of(stage: StageConfig) -> float:
+    """The reward from which a completion is a success."""
+    return 1.0 if stage.evaluation is None else stage.evaluation.threshold
+
+
 def _how(loaded: LoadedRun, stage: StageConfig, samples: int, threshold: float) -> dict[str, Any]:
     """What success rates depend on."""
+    by = {"by": "policy", "model": str(loaded.config.model.path), "samples": samples}
+    return {**by, "threshold": threshold, "seed": loaded.config.seed, **settings_of(stage)}
+
+
+def settings_of(stage: StageConfig) -> dict[str, Any]:
+    """What success rates depend on, whoever answers."""
     rewards = json.dumps([each.model_dump(mode="json") for each in stage.rewards])
     return {
-        "by": "policy",
-        "model": str(loaded.config.model.path),
-        "samples": samples,
-        "threshold": threshold,
-        "seed": loaded.config.seed,
         "rewards": hashlib.sha256(rewards.encode()).hexdigest()[:8],
         **stage.rollout.model_dump(mode="json", include=set(SamplingConfig.model_fields)),
     }
@@ -141,19 +147,38 @@ def score_by_judge(stage: StageConfig, judge: JudgeSection | None, out: Path, pr
     resources = Resources(stage.judging.workers)
     try:
         rater = DifficultyJudge(config, resources)
-        tally = _Tally(file, len(tasks), len(tasks) - len(todo), progress)
+        tally = Tally(file, len(tasks), len(tasks) - len(todo), progress)
         asyncio.run(_rate(rater, todo, tally))
     finally:
         resources.close()
     return tally.scored()
 
 
-async def _rate(rater: DifficultyJudge, tasks: Sequence[Task], tally: _Tally) -> None:
+async def _rate(rater: DifficultyJudge, tasks: Sequence[Task], tally: Tally) -> None:
     for start in range(0, len(tasks), _AT_ONCE):
         wave = tasks[start : start + _AT_ONCE]
         found = await asyncio.gather(*(rater.rate(task) for task in wave))
         ratings = [None if value is None else {"difficulty": value} for value in found]
         tally.add(list(zip(wave, ratings, strict=True)))
+
+
+async def in_waves(
+    tasks: Sequence[tuple[int, Task]],
+    size: int,
+    rate: Callable[[int, Task], Awaitable[Rating | None]],
+    deadline_s: float,
+    tally: Tally,
+) -> None:
+    """Rate so many tasks at a time. Raises DeadlineError where a wave takes longer."""
+    for start in range(0, len(tasks), size):
+        wave = tasks[start : start + size]
+        try:
+            async with asyncio.timeout(deadline_s):
+                found = await asyncio.gather(*(rate(number, task) for number, task in wave))
+        except TimeoutError:
+            advice = "Raise rollout.deadline_s, or lower --samples or rollout.max_new_tokens."
+            raise DeadlineError("scoring", f"{len(wave)} tasks' completions", deadline_s, advice) from None
+        tally.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
 
 
 async def _roll_out(
@@ -163,7 +188,7 @@ async def _roll_out(
     tasks: Sequence[tuple[int, Task]],
     samples: int,
     threshold: float,
-    tally: _Tally,
+    tally: Tally,
 ) -> None:
     rollout, seed = stage.rollout, loaded.config.seed
     precision = stage.trainer.precision
@@ -187,15 +212,7 @@ async def _roll_out(
         return {"success_rate": rate, "difficulty": 1 - rate, "mean_reward": sum(rewards) / len(rewards)}
 
     try:
-        for start in range(0, len(tasks), size):
-            wave = tasks[start : start + size]
-            try:
-                async with asyncio.timeout(rollout.deadline_s):
-                    found = await asyncio.gather(*(rating(number, task) for number, task in wave))
-            except TimeoutError:
-                advice = "Raise rollout.deadline_s, or lower --samples or rollout.max_new_tokens."
-                raise DeadlineError("scoring", f"{len(wave)} tasks' completions", rollout.deadline_s, advice) from None
-            tally.add([(task, each) for (_, task), each in zip(wave, found, strict=True)])
+        await in_waves(tasks, size, rating, rollout.deadline_s, tally)
     finally:
         await explorers.close()
         await engine.close()

@@ -1,4 +1,4 @@
-"""What `rollmill bench` compares: checkpoints of runs, and folders of models."""
+"""What `rollmill bench` compares: checkpoints of runs, folders of models, and models that others serve."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import torch
 
 from rollmill.config.loader import load_run
 from rollmill.config.model import ModelConfig
+from rollmill.config.other_models import OtherModelConfig
+from rollmill.config.served import load_served
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.master.checkpoint import STATE, Checkpoints
 from rollmill.models.load import Policy, load_policy
@@ -19,6 +21,7 @@ from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.monitor.summary import read_summary
 
 RUN_FILE = "config.yaml"
+_FILES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +60,26 @@ class Subject:
         return "|".join([str(self.folder.resolve()), *(str(each.stat().st_mtime_ns) for each in weights)])
 
 
-def subjects(paths: Sequence[Path], steps: str = "last") -> list[Subject]:
-    """The checkpoints of run directories, chosen by `steps`, and the model folders among `paths`.
+@dataclass(frozen=True, slots=True)
+class ServedSubject:
+    """A model behind an OpenAI-compatible endpoint, described in a file."""
+
+    label: str
+    folder: Path  #: the file
+    model: OtherModelConfig
+    run: None = None
+    step: None = None
+
+    def identity(self) -> str:
+        """What is asked. Whether the server changes its weights is not known."""
+        return self.model.model_dump_json(include={"endpoint", "model", "completes", "options"})
+
+
+AnySubject = Subject | ServedSubject
+
+
+def subjects(paths: Sequence[Path], steps: str = "last") -> list[AnySubject]:
+    """The checkpoints of run directories, chosen by `steps`, and the model folders and served models among `paths`.
 
     Args:
         steps: `last`, `all`, `best` (of the run's own evaluations), or numbers with commas between them.
@@ -76,17 +97,20 @@ def subjects(paths: Sequence[Path], steps: str = "last") -> list[Subject]:
     return found
 
 
-def _of_path(path: Path, steps: str) -> list[Subject]:
+def _of_path(path: Path, steps: str) -> list[AnySubject]:
     if (path / RUN_FILE).is_file():
         name = path.resolve().name
         return [Subject(f"{name}@{step}", Checkpoints(path).path(step), path, step) for step in _chosen(path, steps)]
     if (path / "config.json").is_file():
         return [Subject(path.resolve().name, path)]
+    if path.suffix in _FILES and path.is_file():
+        return [ServedSubject(path.stem, path, load_served(path))]
     what = "holds neither" if path.is_dir() else "is no folder with"
-    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json); give a run directory or a model")
+    advice = "give a run directory, a model, or a file (.yaml) with an endpoint"
+    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json); {advice}")
 
 
-def _full(subject: Subject) -> str:
+def _full(subject: AnySubject) -> str:
     return str(subject.folder) if subject.run is None else f"{subject.run}@{subject.step}"
 
 

@@ -21,8 +21,9 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rollmill.core.errors import DeadlineError, SyncError
+from rollmill.sync.checksum import pack, weigh
 from rollmill.sync.delta import apply, difference
-from rollmill.sync.layout import Layout, pack, weigh
+from rollmill.sync.layout import Layout
 
 _NAME = re.compile(r"(\d{6,})\.(whole|delta)\.safetensors")
 _POLL_S = 0.02

@@ -1,10 +1,9 @@
-"""Where each tensor of a set lies in one block of bytes, and what the whole weighs."""
+"""Where each tensor of a set lies in one block of bytes."""
 
 from __future__ import annotations
 
 import json
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,10 +13,6 @@ from torch import Tensor
 from rollmill.core.errors import SyncError
 
 ALIGNMENT = 64
-PIECE = 1 << 20
-"""Bytes that are copied and hashed together: a piece is hashed while it is still in the processor's cache."""
-XXH3, CRC32 = "xxh3", "crc32"
-"""Checksums: the fast one, and the one that every Python has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,65 +90,3 @@ class Layout:
 def aligned(size: int) -> int:
     """The next multiple of 64."""
     return -(-size // ALIGNMENT) * ALIGNMENT
-
-
-class Checksum:
-    """xxh3 (or crc32) of bytes that come in pieces."""
-
-    def __init__(self, kind: str = XXH3) -> None:
-        self._crc, self._hash = 0, None
-        if kind == XXH3:
-            import xxhash  # the environment of an engine in another process may lack it
-
-            self._hash = xxhash.xxh3_64()
-
-    def add(self, data: Tensor) -> None:
-        """Count a contiguous uint8 tensor in host memory."""
-        if self._hash is None:
-            self._crc = zlib.crc32(data.numpy().data, self._crc)
-        else:
-            self._hash.update(data.numpy().data)
-
-    @property
-    def value(self) -> int:
-        """Of all bytes so far."""
-        return self._crc if self._hash is None else self._hash.intdigest()
-
-
-def raw(tensor: Tensor) -> Tensor:
-    """The bytes of a contiguous tensor, as a view."""
-    return tensor.detach().view(-1).view(torch.uint8)
-
-
-def pieces(size: int) -> Iterator[slice]:
-    """Slices that cover `size` bytes."""
-    for start in range(0, size, PIECE):
-        yield slice(start, min(start + PIECE, size))
-
-
-@torch.no_grad()
-def pack(tensors: Mapping[str, Tensor], layout: Layout, block: Tensor, checksum: str = XXH3) -> int:
-    """Copy tensors into a block in host memory, casting where the layout says so; the block's checksum.
-
-    The gaps between tensors are left as they are, and are not counted.
-    """
-    sum_ = Checksum(checksum)
-    for name, view in layout.tensors(block).items():
-        source, target = tensors[name].detach(), raw(view)
-        if source.dtype == view.dtype and source.device.type == "cpu" and source.is_contiguous():
-            data = raw(source)
-            for piece in pieces(len(data)):
-                target[piece].copy_(data[piece])
-                sum_.add(target[piece])
-        else:
-            view.copy_(source)
-            sum_.add(target)
-    return sum_.value
-
-
-def weigh(layout: Layout, block: Tensor, checksum: str = XXH3) -> int:
-    """The checksum of a block as `pack` counts it."""
-    sum_ = Checksum(checksum)
-    for place in layout.places.values():
-        sum_.add(block[place.start : place.start + place.bytes])
-    return sum_.value

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from rollmill.core.errors import DeadlineError, SyncError
-from rollmill.sync.layout import XXH3, Layout, pack, weigh
+from rollmill.sync.checksum import XXH3, pack, weigh
+from rollmill.sync.layout import Layout
 
 _MAGIC = b"rollmill weights"
 _HEADER = struct.Struct("<16sQqQ")

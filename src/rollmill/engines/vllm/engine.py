@@ -59,6 +59,7 @@ class VLLMEngine:
         self._starting: asyncio.Task[None] | None = None
         self._paused = False
         self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: list[asyncio.Task[None]] = []  # what is done about processes that have died
         self._failure: RollmillError | None = None
         self._counts: Counter[str] = Counter()
 
@@ -133,6 +134,7 @@ class VLLMEngine:
         process, self._process = self._process, None
         if process is not None:
             await process.close()
+        await asyncio.gather(*self._ended)
         self._fail(EngineError("the engine was closed while the request was running"))
         self._removed()
 
@@ -204,6 +206,7 @@ class VLLMEngine:
         process, self._process = self._process, None
         if process is None:
             return  # it was being started: who does that is told
+        self._ended.append(asyncio.ensure_future(process.close()))
         error = process.gone()
         if self._failure is not None or self._restarts_left == 0:
             self._give_up(error)

@@ -24,6 +24,8 @@ _PROGRAM = "rollmill.engines.vllm.worker"
 _LOG = "vllm.log"
 _SHOWN = 3000
 _LEAVING_S, _LOOK_S = 10.0, 0.05
+_LAST_WORDS_S = 2.0
+"""For a process that has closed its socket: it is about to end, and tells by its exit code why."""
 _GRACE_S = 1.0
 """After a deadline: a training step may have kept this process from reading the answer."""
 _ASKED = """
@@ -160,16 +162,14 @@ class VLLMProcess:
         """End it, gently at first; may be called twice."""
         self._closing = True
         self._writer.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_LEAVING_S):
-                await self._process.wait()
-        self.kill()
         await asyncio.gather(self._watching, self._listening, return_exceptions=True)
 
     def kill(self) -> None:
-        """End it at once."""
-        with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+        """End it at once. Not by the method of asyncio's process, which looks whether it has ended by itself, and so
+        takes the exit code from who waits for it."""
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
 
     def gone(self) -> EngineError:
         """The error that says that it has ended, and why."""
@@ -209,6 +209,9 @@ class VLLMProcess:
                     self._take(json.loads(line))
                     await asyncio.sleep(0)  # many lines may have come at once, and others have their turn
         finally:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LEAVING_S if self._closing else _LAST_WORDS_S):
+                    await self._process.wait()
             self.kill()
             await self._process.wait()
             for future in self._awaited.values():

@@ -1,4 +1,4 @@
-"""A chat model behind an OpenAI-compatible endpoint: vLLM's server, or an external one."""
+"""A model behind an OpenAI-compatible endpoint: vLLM's server, or an external one."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import math
 import os
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
@@ -30,7 +30,11 @@ from rollmill.rewards.judges.trouble import Cure, Trouble, diagnosed
 
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
 _IMAGE_TOKENS = 1000
-_PING: list[ChatMessage] = [{"role": "user", "content": "Say yes."}]
+_PING_TEXT = "Say yes."
+_PING: list[ChatMessage] = [{"role": "user", "content": _PING_TEXT}]
+
+Asked = str | Sequence[ChatMessage]
+"""A text that is to be completed, or a chat."""
 
 
 class Endpoint:
@@ -59,17 +63,29 @@ class Endpoint:
         self._broken: RewardError | None = None
         self._jitter = random.Random()
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
-        """See ChatModel."""
-        return await together(self._one(messages, sampling, index) for index in indices)
+    async def chat(self, messages: Asked, sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+        """See ChatModel; a text in place of messages is completed."""
+        return await together(self.ask(messages, self._body(sampling, index)) for index in indices)
+
+    async def ask(self, asked: Asked, body: Mapping[str, Any]) -> Reply:
+        """The reply to one request. Called in `loop`.
+
+        Args:
+            asked: messages, or a text that is to be completed.
+            body: further fields of the request, `max_tokens` among them; `options` go over them, and None removes one.
+
+        Raises like ChatModel.chat.
+        """
+        size = _estimated_tokens(asked) + body["max_tokens"]
+        return await self._ask(
+            asked, {k: v for k, v in {**body, **self._config.options}.items() if v is not None}, size
+        )
 
     def close(self) -> None:
         """Close the connections. Requests under way fail."""
         self.loop.close()
 
-    async def _one(self, messages: Sequence[ChatMessage], sampling: Sampling, index: int) -> Reply:
-        body = self._body(sampling, index)
-        size = _estimated_tokens(messages) + sampling.max_tokens
+    async def _ask(self, asked: Asked, body: dict[str, Any], size: int) -> Reply:
         async with self._places:
             left, tried, troubled = self._config.deadline_s, 0, math.inf
             while True:
@@ -77,7 +93,7 @@ class Endpoint:
                 if self._broken is not None:
                     raise self._broken
                 started = time.monotonic()
-                found = await self._try(messages, body, min(self._config.try_s, left))
+                found = await self._try(asked, body, min(self._config.try_s, left))
                 tried += 1
                 left -= time.monotonic() - started
                 if isinstance(found, Reply):
@@ -88,32 +104,36 @@ class Endpoint:
                 spent = tried >= self._config.tries and not found.crowded
                 if found.cure is not Cure.WAIT or spent or pause >= left:
                     if found.cure is Cure.WAIT and self._answered <= troubled:
-                        await self._ping(body, sampling.max_tokens)
+                        await self._ping(_PING_TEXT if isinstance(asked, str) else _PING, body, size)
                     self._end(found, self._answered > troubled, tried)
                 left -= pause
                 await asyncio.sleep(pause)
 
-    async def _try(self, messages: Sequence[ChatMessage], body: dict[str, Any], seconds: float) -> Reply | Trouble:
+    async def _try(self, asked: Asked, body: dict[str, Any], seconds: float) -> Reply | Trouble:
+        client, model = self._connected(), self._config.model or ""
+        found: Any
         try:
             async with asyncio.timeout(seconds):
-                found = await self._connected().chat.completions.create(
-                    model=self._config.model or "",
-                    messages=messages,  # type: ignore[arg-type]
-                    extra_body=body,
-                )
+                if isinstance(asked, str):
+                    found = await client.completions.create(model=model, prompt=asked, extra_body=body)
+                else:
+                    messages: Any = asked
+                    found = await client.chat.completions.create(model=model, messages=messages, extra_body=body)
         except (TimeoutError, openai.APITimeoutError):
             return Trouble(Cure.WAIT, f"no answer in {seconds:.0f} s")
         except (openai.OpenAIError, ValueError) as error:
             return diagnosed(error)
         try:
-            return _reply(found)
+            choice = found.choices[0]
+            return _reply(choice.text if isinstance(asked, str) else choice.message.content, choice, found.usage)
         except (AttributeError, TypeError, ValueError, LookupError):  # the library takes any JSON for an answer
-            return Trouble(Cure.WAIT, f"an answer that is no chat completion ({str(found)[:100]!r})")
+            what = "completion" if isinstance(asked, str) else "chat completion"
+            return Trouble(Cure.WAIT, f"an answer that is no {what} ({str(found)[:100]!r})")
 
-    async def _ping(self, body: dict[str, Any], max_tokens: int) -> None:
+    async def _ping(self, asked: Asked, body: dict[str, Any], size: int) -> None:
         """Ask for a word: whatever comes back is an answer."""
-        await self._limits.enter(1, _estimated_tokens(_PING) + max_tokens)
-        if isinstance(await self._try(_PING, body, self._config.try_s), Reply):
+        await self._limits.enter(1, size)
+        if isinstance(await self._try(asked, body, self._config.try_s), Reply):
             self._answered = time.monotonic()
 
     def _pause(self, tried: int) -> float:
@@ -144,7 +164,7 @@ class Endpoint:
         if sampling.schema is not None:
             schema = {"name": "verdict", "strict": True, "schema": sampling.schema}
             body["response_format"] = {"type": "json_schema", "json_schema": schema}
-        return {key: value for key, value in (body | self._config.options).items() if value is not None}
+        return body
 
     def _connected(self) -> openai.AsyncOpenAI:
         if self._client is None:  # an explicit key: without one the library would take OPENAI_API_KEY
@@ -175,18 +195,17 @@ def _seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4]) >> 1
 
 
-def _estimated_tokens(messages: Sequence[ChatMessage]) -> int:
+def _estimated_tokens(asked: Asked) -> int:
     total = 0
-    for message in messages:
+    for message in [{"content": asked}] if isinstance(asked, str) else asked:
         content = message["content"]
         for part in [{"text": content}] if isinstance(content, str) else content:
             total += len(part["text"].encode()) // 3 + 1 if "text" in part else _IMAGE_TOKENS
     return total
 
 
-def _reply(found: Any) -> Reply:
-    choice, usage = found.choices[0], found.usage
-    text = "" if choice.message.content is None else choice.message.content + ""
+def _reply(said: str | None, choice: Any, usage: Any) -> Reply:
+    text = "" if said is None else said + ""
     return Reply(
         text.encode("utf-8", "replace").decode(),  # JSON can hold lone surrogates, a cache cannot
         choice.finish_reason or STOP,
