@@ -26,6 +26,8 @@ NAMES = (
     "spec",
     "sync",
     "asynchronous",
+    "simulate",
+    "plan",
     "gpu_check",
 )
 
