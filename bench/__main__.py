@@ -28,6 +28,8 @@ NAMES = (
     "asynchronous",
     "modes",
     "ranks",
+    "simulate",
+    "plan",
     "gpu_check",
 )
 

@@ -47,6 +47,10 @@ RUN_ELSEWHERE = {
         "rollmill grade --reward judge --input answers.jsonl "
         "--option endpoint=http://localhost:8000/v1 --option model=Qwen/Qwen3-8B"
     ): "tests/rewards/test_rewards_judges_endpoint.py::test_grade_asks_an_endpoint",
+    "rollmill plan examples/minimal.yaml": "tests/planning/test_planning_plan.py::test_the_command",
+    "rollmill plan examples/minimal.yaml --cores 8 --memory-gb 16 --json": (
+        "tests/planning/test_planning_plan.py::test_the_command"
+    ),
     "rollmill sandbox check": "tests/cli/test_cli_sandbox.py::test_check_says_what_each_backend_is_worth",
     (
         "rollmill grade --reward ranking --input answers.jsonl "

@@ -90,7 +90,7 @@ def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) ->
 
 
 def test_large_capacities_waste_at_most_a_third() -> None:
-    capacities = [cache._capacity(length) for length in range(1, 5000)]
+    capacities = [cache.capacity_of(length) for length in range(1, 5000)]
     assert sorted(set(capacities))[:9] == [32, 64, 96, 128, 192, 256, 384, 512, 768]
     assert all(length <= capacity <= max(64, 1.5 * length) for length, capacity in enumerate(capacities, 1))
 

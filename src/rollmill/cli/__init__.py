@@ -24,6 +24,8 @@ COMMANDS = {
     "eval": "rollmill.cli.evaluate",
     "bench": "rollmill.cli.bench",
     "audit": "rollmill.cli.audit",
+    "plan": "rollmill.cli.plan",
+    "status": "rollmill.cli.status",
     "show": "rollmill.cli.show",
     "grade": "rollmill.cli.grade",
     "testcases": "rollmill.cli.testcases",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.master.buffers import Buffers
+from rollmill.monitor.heartbeat import Heartbeat
 
 
 @dataclass(frozen=True)
@@ -22,3 +23,9 @@ class RunContext:
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: files that processes import
     placement: PlacementConfig = field(default_factory=Inline)
+    heartbeat: Heartbeat | None = None  #: of this process, where it works on a run
+
+    def says(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
+        """What this process does from now on, and what it waits for; see `rollmill status`."""
+        if self.heartbeat is not None:
+            self.heartbeat.says(doing, waits_for, version=version)

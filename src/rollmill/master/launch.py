@@ -7,7 +7,7 @@ import json
 import re
 import uuid
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
+from rollmill.monitor.heartbeat import TRAINER, Heartbeat, beating
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.view import View, make_view
@@ -150,6 +151,13 @@ def execute(
     loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool, serving: Serving | None = None
 ) -> dict[str, Any]:
     """Run what is left of a run and return the summary; see `run`."""
+    with beating(run_dir, TRAINER) as heartbeat:
+        return _execute(loaded, run_dir, view, heartbeat, resumed=resumed, serving=serving)
+
+
+def _execute(
+    loaded: LoadedRun, run_dir: Path, view: View | None, heartbeat: Heartbeat, *, resumed: bool, serving: Serving | None
+) -> dict[str, Any]:
     if serving is None and any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
@@ -166,7 +174,7 @@ def execute(
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
     buffers = Buffers(run_dir, setup.run_id)
-    context = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+    context = replace(setup.context(loaded, run_dir, buffers, loaded.config.placement), heartbeat=heartbeat)
     master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving)
     try:
         buffers.open_all(loaded.stages)
@@ -187,6 +195,15 @@ def execute(
         buffers.close()
     monitor.close(summary)
     return summary
+
+
+def prepare(loaded: LoadedRun, folder: Path) -> tuple[Policy, list[StageTasks], RunContext]:
+    """What the stages of a run are made of, in one process and without a run, for measurements; writes into `folder`
+    what a run keeps of its machine. Raises like `run`.
+    """
+    setup = _set_up(loaded, folder, None)
+    buffers = Buffers(folder, setup.run_id, read_only=True)
+    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers, Inline())
 
 
 @dataclass(frozen=True)

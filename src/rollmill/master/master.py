@@ -173,7 +173,7 @@ class Master:
 
         async def note() -> None:
             nonlocal noted
-            with stage.during("eval"):
+            with stage.during("eval", "rewards of the evaluation"):
                 found = await evaluation.result()
             self._note(config, stage, found)
             self._monitor.evaluation({"step": self.state.step, **found.metrics})
@@ -182,7 +182,7 @@ class Master:
                 await self._timed_checkpoint(stage)
 
         async def before_update() -> None:
-            with stage.during("eval"):
+            with stage.during("eval", "completions of the evaluation"):
                 await evaluation.generated()
             if self._config.checkpoint.keep_best or stage.awaits_all_rewards:
                 await note()
@@ -261,6 +261,7 @@ class Master:
         self._write(stage.trainer_state(), stage)
 
     def _write(self, trainer: dict[str, Any], stage: StageRun) -> None:
+        self._context.says(f"write the checkpoint of step {self.state.step}")
         stage.gather()
         model, tokenizer = self._policy.model, self._policy.tokenizer
         self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rollmill.config.residency import Phase
@@ -15,18 +15,24 @@ _PHASES: dict[str, Phase] = {"rollout": "rollout", "eval": "rollout", "inference
 
 
 class Phases(Trace):
-    """A trace whose kinds of work are phases, too, where there is a residency. An evaluation needs what rollouts do."""
+    """A trace whose kinds of work are phases, too, where there is a residency. An evaluation needs what rollouts do.
 
-    def __init__(self) -> None:
+    Args:
+        says: is told the kind of what begins, and what it waits for.
+    """
+
+    def __init__(self, says: Callable[[str, str], None]) -> None:
         super().__init__()
+        self._says = says
         self.residency: Residency | None = None
 
     @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
+    def during(self, kind: str, waits_for: str = "") -> Iterator[None]:
         """See Trace. Raises ResidencyError where what has to leave has no room."""
+        self._says(kind, waits_for)
         if kind in _PHASES:
             self.enter(_PHASES[kind])
-        with super().during(kind):
+        with super().during(kind, waits_for):
             yield
 
     def enter(self, phase: Phase) -> None:

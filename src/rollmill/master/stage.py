@@ -68,6 +68,7 @@ from rollmill.sync import WeightPublisher
 from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
 
 _TURNS = 5
+_DOING = {"rollout": "roll out", "reward": "reward", "inference": "inference", "train": "train", "eval": "evaluate"}
 FROZEN, DRAFTS = "frozen", "drafts"
 """Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
 
@@ -104,7 +105,7 @@ class StageRun:
         self._context = context
         self._seed = fold(context.seed, index)
         self._first_version = first_version
-        self._trace = Phases()
+        self._trace = Phases(self._says)
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
@@ -215,7 +216,8 @@ class StageRun:
         if supply is None:
             assert isinstance(algorithm, DemonstrationOptions)
             return self._demonstrations(algorithm.batch)
-        with self._trace.during("rollout"):
+        whom = "the engine" if self._remote is None else self._remote.where
+        with self._trace.during("rollout", f"{whom} to finish its completions"):
             await supply.roll_out(self.version, deadlines=2 if beside else 1)
         others = supply.again(self.version)
         if isinstance(algorithm, Mixed):
@@ -336,15 +338,22 @@ class StageRun:
         """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
         assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
         self._trace.enter("rollout")
+        self._says("eval", "completions of held-out tasks, and their rewards")
         return await self.evaluator.evaluate()
 
     def gather(self) -> None:
         """The policy is where it can be written, and what is trained, too."""
         self._trace.enter("train")
 
-    def during(self, phase: str) -> AbstractContextManager[None]:
+    def during(self, phase: str, waits_for: str = "") -> AbstractContextManager[None]:
         """Counts what happens inside as seconds of a phase of the step."""
-        return self._trace.during(phase)
+        return self._trace.during(phase, waits_for)
+
+    def _says(self, kind: str, waits_for: str) -> None:
+        step = f"step {self.state.step + 1} of {self.config.steps}"
+        where = f"after step {self.state.step}" if kind == "eval" else step
+        doing = f"{_DOING[kind]}, {where}, stage {self.config.name}"
+        self._context.says(doing, waits_for, version=self.version)
 
     def _happened(self) -> dict[str, float]:
         """What has happened in environments and tools since the step before, evaluations included."""

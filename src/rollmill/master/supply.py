@@ -126,9 +126,9 @@ class Supply:
         rollout, wasted = self._config.rollout, 0
         while (missing := rollout.batch - self._waiting(version)) > 0:
             if not self._rollouts.ready(missing):
-                with self._trace.during("rollout"):
+                with self._trace.during("rollout", f"completions of {missing} groups"):
                     await self.roll_out(version)
-            with self._trace.during("reward"):
+            with self._trace.during("reward", f"rewards of {missing} groups"):
                 for experiences in await self._queue.get(missing, rollout.deadline_s):
                     wasted += not await self._admit(experiences, version)
             if wasted > rollout.refills * rollout.batch:

@@ -7,13 +7,15 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollmill.core.errors import RollmillError
 from rollmill.monitor.files import atomic_write
 
-FOLDER = "processes"
+FOLDER, TRAINER = "processes", "trainer"
 BEAT_S = 2.0
 
 
@@ -80,6 +82,21 @@ class Heartbeat:
                 atomic_write(self._path, text.encode())
             except RollmillError:
                 return
+
+
+@contextmanager
+def beating(run_dir: Path, name: str) -> Iterator[Heartbeat]:
+    """A process that says what it does inside, and how that ended."""
+    heartbeat = Heartbeat(run_dir, name)
+    try:
+        yield heartbeat
+    except KeyboardInterrupt:
+        heartbeat.close("interrupted")
+        raise
+    except BaseException as error:
+        heartbeat.close(f"failed: {error or type(error).__name__}")
+        raise
+    heartbeat.close("done")
 
 
 def beats(run_dir: Path) -> list[Beat]:

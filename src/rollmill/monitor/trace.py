@@ -32,8 +32,8 @@ class Trace:
         self._spans.append(Span(kind, asked, started, ended))
 
     @contextmanager
-    def during(self, kind: str) -> Iterator[None]:
-        """Note what happens inside."""
+    def during(self, kind: str, waits_for: str = "") -> Iterator[None]:
+        """Note what happens inside; `waits_for` is for those who watch."""
         started = time.perf_counter()
         try:
             yield

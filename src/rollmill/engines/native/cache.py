@@ -165,11 +165,11 @@ class Cache:
 
     @staticmethod
     def _bucket(buckets: dict[int, Bucket], length: int) -> Bucket:
-        capacity = _capacity(length)
+        capacity = capacity_of(length)
         return buckets.setdefault(capacity, Bucket(capacity))
 
 
-def _capacity(length: int) -> int:
+def capacity_of(length: int) -> int:
     """The smallest of 32, 64, 96, 128, 192, 256, 384, ... that holds `length` tokens."""
     capacity = SMALLEST
     while capacity < length:

@@ -160,6 +160,11 @@ class NativeEngine:
         """How many prompts and completions have keys and values in the cache."""
         return self._cache.entries()
 
+    def load(self) -> tuple[int, int]:
+        """How many tokens the completions under way attend to together, and how many prompt tokens are to be read."""
+        attended = sum(row.entry.offset + row.entry.length for row in self._rows if row.entry is not None)
+        return attended, sum(len(group.request.prompt_ids) - group.prefilled for group in self._queue)
+
     # -- requests ----------------------------------------------------------------------------------------------
 
     def _submit(self, request: Request) -> Group:

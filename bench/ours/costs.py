@@ -1,0 +1,145 @@
+"""Worker: what the parts of a step cost, measured in one process: decode passes, training, sending weights.
+
+With `--beside` a second process does the same work meanwhile, as it does where trainer and explorer share a machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from bench.models import prompts
+from bench.ours.step import build_stage
+from bench.worker import Channel, versions
+
+FEWER = 4
+"""A second measurement has a batch that many times smaller, so that what depends on the batch can be told."""
+
+
+async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The costs of a simulation, as JSON; training by the number of groups."""
+    from rollmill.planning.calibration import transfer, watched
+    from rollmill.planning.rollouts import PassCosts
+
+    train: dict[int, list[float]] = {}
+    around, judge, passes = [], [], []
+    for batch in (max(1, args.prompts // FEWER), args.prompts):
+        options = argparse.Namespace(**vars(args) | {"prompts": batch})
+        stage, precision = build_stage(options, "bench.ours.step:even_ids", run_dir=folder)
+        stage.begin({})
+        await stage.step()
+        for _ in range(args.steps):
+            with watched(stage.engine) as found:
+                seconds = (await stage.step()).seconds
+            passes += found
+            train.setdefault(batch, []).append(seconds["total"] - seconds["rollout"] - seconds["reward"])
+            around.append((seconds["rollout"] - sum(each.seconds for each in found)) / batch)
+            judge.append(seconds["reward"])
+        if batch == args.prompts:
+            passes += await many_rows(stage.engine, args)
+            again = await recomputed(stage.engine, args)
+            publish_s, take_s = transfer(stage.policy, precision)
+        await stage.close()
+    return {
+        "passes": asdict(PassCosts.fitted(passes)),
+        "train_s": {str(batch): times for batch, times in train.items()},
+        "group_s": max(statistics.median(around), 0.0),
+        "judge_s": statistics.median(judge),
+        "publish_s": publish_s,
+        "take_s": take_s,
+        "again_s": again,
+    }
+
+
+async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
+    """Passes with as many completions as the engine decodes together."""
+    from rollmill.planning.calibration import watched
+
+    with watched(engine) as passes:
+        await asyncio.gather(*asked(engine, args, 256 // args.group))
+    return passes
+
+
+async def recomputed(engine: Any, args: argparse.Namespace) -> float:
+    """Seconds, for every completion that is half done, that the first pass with new weights takes more."""
+    work = [asyncio.ensure_future(each) for each in asked(engine, args, args.prompts)]
+    while engine.load()[0] < args.prompts * args.group * args.new_tokens // 2:
+        await asyncio.sleep(0)
+    began = time.perf_counter()
+    engine.step()
+    usual = time.perf_counter() - began
+    engine.weights_updated(engine.version)
+    began = time.perf_counter()
+    engine.step()
+    more = time.perf_counter() - began - usual
+    await asyncio.gather(*work)
+    return float(max(more, 0.0) / (args.prompts * args.group))
+
+
+def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
+    """Requests for groups."""
+    from rollmill.config.rollout import SamplingConfig
+    from rollmill.engines.base import Request
+
+    sampling = SamplingConfig(max_new_tokens=args.new_tokens)
+    for ids in prompts(args.model, count, 20):
+        yield engine.generate(Request(prompt_ids=ids, sampling=sampling, n=args.group, seed=1))
+
+
+@contextmanager
+def company(args: argparse.Namespace) -> Iterator[None]:
+    """Another process that does the same work, over and over."""
+    options = [
+        f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "prompts", "group", "new_tokens")
+    ]
+    child = subprocess.Popen([sys.executable, "-m", "bench.ours.costs", "--endless", *options])
+    try:
+        time.sleep(args.settle)
+        yield
+    finally:
+        child.kill()
+        child.wait()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--beside", action="store_true")
+    parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--settle", type=float, default=12.0)
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--model", default="m3")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=96)
+    parser.add_argument("--dtype", default="auto")
+    parser.set_defaults(device="cpu")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(prefix="bench-costs-") as folder:
+        parent = os.getppid()
+        while args.endless and os.getppid() == parent:  # it does not outlive whoever wanted company
+            asyncio.run(measure(args, Path(folder)))
+        if args.endless:
+            return
+        channel = Channel()
+        channel.say(versions=versions("torch", "transformers"))
+        for _ in channel.commands():
+            if args.beside:
+                with company(args):
+                    channel.say(**asyncio.run(measure(args, Path(folder))))
+            else:
+                channel.say(**asyncio.run(measure(args, Path(folder))))
+
+
+if __name__ == "__main__":
+    main()

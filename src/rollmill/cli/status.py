@@ -1,0 +1,77 @@
+"""`rollmill status RUN`: who works on a run, what each process does and waits for, and where the run is."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollmill.cli.printing import print_json, print_line, print_table
+
+if TYPE_CHECKING:
+    from rollmill.monitor.heartbeat import Beat
+    from rollmill.monitor.status import Status
+
+HEADER = ("process", "host", "pid", "does", "waits for", "since", "version", "last heartbeat", "state")
+
+
+def command(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Show who works on a run, what each process does and waits for, and where the run is."""
+    from rollmill.monitor.status import read_status
+
+    status = read_status(run)
+    if as_json:
+        print_json(_as_json(run, status))
+        return
+    print_line(f"run {run}: {status.state}")
+    print_line(_where(status))
+    if not status.processes:
+        print_line("no process has said anything: none has started yet, or an older version made the run")
+        return
+    print_table("", HEADER, [_row(beat, state, status.now) for beat, state in status.processes])
+
+
+def _where(status: Status) -> str:
+    at = status.position
+    parts = [f"stage {at.stage}, step {at.step} of {at.stage_steps}"]
+    if at.total_steps != at.stage_steps:
+        parts.append(f"{at.total} of {at.total_steps} in all")
+    if at.seconds_per_step is not None:
+        parts.append(f"{at.seconds_per_step:.3g} s a step")
+    if at.reward is not None:
+        parts.append(f"reward {at.reward:.3f}")
+    if status.state == "running" and status.seconds_left is not None:
+        parts.append(f"about {duration(status.seconds_left)} left")
+    return ", ".join(parts)
+
+
+def _row(beat: Beat, state: str, now: float) -> list[object]:
+    marks = {"alive": "alive", "late": "LATE: silent", "gone": "GONE: no such process", "ended": beat.ended}
+    silent = f"{duration(now - beat.beat)} ago"
+    version = None if beat.version < 0 else beat.version
+    doing = f"last: {beat.doing}" if state in ("gone", "ended") else beat.doing
+    since = f"{duration(now - beat.since)} ago"
+    return [beat.name, beat.host, beat.pid, doing, beat.waits_for or None, since, version, silent, marks[state]]
+
+
+def duration(seconds: float) -> str:
+    """Such as `4 s`, `3 min` or `2.5 h`."""
+    seconds = max(seconds, 0.0)
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+def _as_json(run: Path, status: Status) -> dict[str, object]:
+    return {
+        "run": str(run),
+        "state": status.state,
+        **asdict(status.position),
+        "seconds_left": status.seconds_left,
+        "processes": [asdict(beat) | {"state": state} for beat, state in status.processes],
+    }

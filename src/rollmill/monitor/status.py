@@ -1,0 +1,128 @@
+"""Who works on a run, and where the run is, read from its directory."""
+
+from __future__ import annotations
+
+import socket
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import yaml
+
+from rollmill.core.errors import ConfigError
+from rollmill.monitor.heartbeat import BEAT_S, Beat, beats
+from rollmill.monitor.metrics import read_metrics
+from rollmill.monitor.summary import read_summary
+
+CONFIG = "config.yaml"
+LATE_BEATS = 3
+"""A process that was silent for more beats is late."""
+_RECENT = 5
+_SAME_PROCESS_S = 5.0  # a process that began so much later than the first beat has only the same id
+
+State = Literal["alive", "late", "gone", "ended"]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where a run is. Seconds are means of the last steps; None before the first."""
+
+    stage: str
+    step: int  #: steps done in the stage
+    stage_steps: int
+    total: int  #: steps done in the run
+    total_steps: int
+    seconds_per_step: float | None
+    reward: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What is known of a run. `state` is running, late, done, interrupted, failed, killed, or unknown."""
+
+    state: str
+    position: Position
+    processes: list[tuple[Beat, State]]
+    now: float  #: seconds since the epoch, when this was read
+
+    @property
+    def seconds_left(self) -> float | None:
+        """How long the other steps take, if they take as long as the last ones; without evaluations and checkpoints."""
+        each, left = self.position.seconds_per_step, self.position.total_steps - self.position.total
+        return None if each is None else each * left
+
+
+def read_status(run_dir: Path) -> Status:
+    """The status of a run.
+
+    Raises:
+        ConfigError: the folder holds no run.
+    """
+    config = run_dir / CONFIG
+    if not config.is_file():
+        raise ConfigError(f"{run_dir} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
+    now = time.time()
+    processes = [(beat, state_of(beat, now)) for beat in beats(run_dir)]
+    position = _position(_planned(yaml.safe_load(config.read_text())), read_metrics(run_dir))
+    return Status(_run_state(processes, read_summary(run_dir)), position, processes, now)
+
+
+def state_of(beat: Beat, now: float) -> State:
+    """Whether a process lives: known of this host's at once, of others' by their silence."""
+    if beat.ended:
+        return "ended"
+    if beat.host == socket.gethostname() and not _lives(beat):
+        return "gone"
+    return "late" if now - beat.beat > LATE_BEATS * BEAT_S else "alive"
+
+
+def _lives(beat: Beat) -> bool:
+    try:
+        process = psutil.Process(beat.pid)
+        return process.status() != psutil.STATUS_ZOMBIE and process.create_time() < beat.began + _SAME_PROCESS_S
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _run_state(processes: Sequence[tuple[Beat, State]], summary: dict[str, Any]) -> str:
+    states = {state for _, state in processes}
+    if "alive" in states:
+        return "running"
+    if "late" in states:
+        return "late"
+    endings = [beat.ended for beat, state in processes if state == "ended"]
+    if "gone" in states:
+        return "killed"
+    if any(ended.startswith("failed") for ended in endings):
+        return "failed"
+    return str(summary.get("status", endings[0] if endings else "unknown"))
+
+
+def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
+    """Names and steps of a resolved run file's stages."""
+    stages = config.get("stages") or [config | {"name": "train"}]
+    return [(stage["name"], stage["steps"]) for stage in stages]
+
+
+def _position(planned: list[tuple[str, int]], rows: list[dict[str, Any]]) -> Position:
+    done = [row for row in rows if row.get("seconds/total") is not None]  # others have an evaluation alone
+    total_steps = sum(steps for _, steps in planned)
+    if not done:
+        name, steps = planned[0]
+        return Position(name, 0, steps, 0, total_steps, None, None)
+    last = done[-1]
+    own = [row for row in done if row["stage"] == last["stage"]]
+    recent = [row["seconds/total"] for row in own[-_RECENT:]]
+    return Position(
+        last["stage"],
+        len(own),
+        dict(planned)[last["stage"]],
+        last["step"],
+        total_steps,
+        statistics.mean(recent),
+        last.get("reward/mean"),
+    )

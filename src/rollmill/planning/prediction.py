@@ -1,0 +1,145 @@
+"""What a step of a stage takes in one process: seconds by phase and tokens a second, from what was measured."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from rollmill.config.workflows import SingleTurn
+from rollmill.planning.calibration import Calibration, Sample, batch_of
+from rollmill.planning.fits import line
+from rollmill.planning.rollouts import Group, PassCosts, draw_groups
+
+_DRAWS = 8
+_PHASES = ("rollout", "inference", "reward", "train", "move")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One stage, as its run file has it. Seconds are means of a step; `other` is what is in no phase."""
+
+    groups: int
+    completions: int
+    mean_tokens: float  #: new tokens of a completion
+    max_tokens: int
+    cut: float  #: share of measured completions that only the calibration ended
+    seconds: dict[str, float]  #: by phase, with `other` and `total`
+    full_train_s: float  #: training, if every group teaches something
+    learned: float  #: share of measured completions that did
+    generated: float  #: new tokens of a step
+    trained: float  #: tokens of the trainer's rows
+    acted: float  #: tokens that are learned from
+
+    @property
+    def tokens_per_second(self) -> float:
+        """As in metrics.jsonl: new tokens, or those learned from, over the whole step."""
+        return (self.generated or self.acted) / self.seconds["total"]
+
+    @property
+    def decode_tokens_per_second(self) -> float | None:
+        """New tokens over the rollout phase."""
+        return self.generated / self.seconds["rollout"] if self.generated else None
+
+
+class Model:
+    """What was fitted to a stage's samples; says what any number of groups takes."""
+
+    def __init__(self, found: Calibration) -> None:
+        self.found = found
+        self.sizes = sorted({sample.groups for sample in found.samples})
+        self.samples = [sample for size in self.sizes for sample in _faster_half(found.samples, size)]
+        self.alone = isinstance(found.stage.workflow, SingleTurn)
+        self.passes: PassCosts | None = None
+        if found.rolls_out and self.alone:
+            self.passes = PassCosts.fitted([each for sample in self.samples for each in sample.passes])
+        self.refill = _refill(found.samples)
+
+    def by_groups(self, value: Callable[[Sample], float], groups: float) -> float:
+        """A quantity that grows with the number of groups: a line through the medians of each measured number."""
+        constant, slope = line(self.sizes, [self._median(value, size) for size in self.sizes])
+        return constant + slope * groups
+
+    def _median(self, value: Callable[[Sample], float], size: int) -> float:
+        return statistics.median(value(sample) for sample in self.samples if sample.groups == size)
+
+    def rollout_s(self, groups: Sequence[Group]) -> float:
+        """Seconds of the rollout phase."""
+        if self.passes is None:
+            return self.by_groups(lambda sample: sample.seconds["rollout"], len(groups))
+        decoding = self.passes.seconds(groups, self.found.stage.rollout.max_sequences)
+        return self.refill * decoding + self.around_s(len(groups))
+
+    def around_s(self, groups: float) -> float:
+        """Seconds of the rollout phase that the engine's steps do not take."""
+        return self.by_groups(_around_passes, groups)
+
+    def phase_s(self, phase: str, groups: float) -> float:
+        """Seconds of another phase."""
+        if phase == "move":
+            return statistics.median(sample.seconds.get("move", 0.0) for sample in self.samples)
+        return self.by_groups(lambda sample: sample.seconds.get(phase, 0.0), groups)
+
+    def other_s(self, groups: float) -> float:
+        """Seconds in no phase."""
+        return self.by_groups(in_no_phase, groups)
+
+
+def predict(model: Model) -> Prediction:
+    """What a step of the stage takes."""
+    found = model.found
+    stage, groups = found.stage, batch_of(found.stage)
+    seconds, drawn = {}, []
+    if found.rolls_out:
+        drawn = [draw_groups(found, groups, seed) for seed in range(_DRAWS)]
+        seconds["rollout"] = statistics.mean(model.rollout_s(each) for each in drawn)
+        seconds["inference"] = model.phase_s("inference", groups)
+        seconds["reward"] = model.phase_s("reward", groups)
+    elif any("inference" in sample.seconds for sample in found.samples):
+        seconds["inference"] = model.phase_s("inference", groups)
+    seconds["train"] = model.phase_s("train", groups)
+    if stage.residency is not None:
+        seconds["move"] = model.phase_s("move", groups)
+    seconds["other"] = model.other_s(groups)
+    seconds["total"] = sum(seconds.values())
+    lengths = [length for each in drawn for group in each for length in group.lengths]
+    measured = sum(len(group) for sample in found.samples for group in sample.lengths)
+    return Prediction(
+        groups,
+        len(lengths) // _DRAWS,
+        float(np.mean(lengths)) if lengths else 0.0,
+        max(lengths, default=0),
+        sum(sample.cut for sample in found.samples) / measured
+        if measured and found.longest < stage.rollout.max_new_tokens
+        else 0.0,
+        seconds,
+        model.by_groups(lambda sample: sample.full_s, groups),
+        statistics.mean(sample.learned for sample in found.samples),
+        model.refill * sum(lengths) / _DRAWS,
+        model.by_groups(lambda sample: sample.trained, groups),
+        model.by_groups(lambda sample: sample.acted, groups),
+    )
+
+
+def _faster_half(samples: Sequence[Sample], size: int) -> list[Sample]:
+    """Of the steps with so many groups: in the first ones, kernels are compiled for new shapes and memory is taken."""
+    own = sorted((sample for sample in samples if sample.groups == size), key=lambda sample: sample.seconds["total"])
+    return own[: (len(own) + 1) // 2]
+
+
+def _around_passes(sample: Sample) -> float:
+    """Of the rollout phase, what the engine's steps do not take."""
+    return max(sample.seconds["rollout"] - sum(each.seconds for each in sample.passes), 0.0)
+
+
+def in_no_phase(sample: Sample) -> float:
+    """Seconds of a step that are in no phase."""
+    return max(sample.seconds["total"] - sum(sample.seconds.get(phase, 0.0) for phase in _PHASES), 0.0)
+
+
+def _refill(samples: Sequence[Sample]) -> float:
+    """New tokens over those that were learned from: pipelines and workflows drop some."""
+    kept = sum(sum(lengths) for sample in samples for lengths in sample.lengths)
+    return max(1.0, sum(sample.generated for sample in samples) / kept) if kept else 1.0

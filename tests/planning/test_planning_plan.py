@@ -1,0 +1,161 @@
+"""Plans of real run files against runs of them. Memory is compared; time is not (`python -m bench plan` does that)."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_run
+
+from rollmill.cli import main
+from rollmill.config.loader import load_run
+from rollmill.monitor import read_metrics
+from rollmill.planning.advice import too_large
+from rollmill.planning.calibration import Calibration, calibrate
+from rollmill.planning.memory import Memory
+from rollmill.planning.plan import Machine, plan_stage
+from rollmill.planning.prediction import Model, predict
+from rollmill.planning.rollouts import draw_groups
+from rollmill.planning.splits import best_split
+
+GRPO: dict[str, Any] = {
+    "stages": None,
+    "algorithm": {"name": "grpo", "kl": 0.1},
+    "steps": 4,
+    "evaluation": None,
+    "rollout": {"batch": 8, "max_new_tokens": 24},
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Calibration:
+    folder = tmp_path_factory.mktemp("plan")
+    [calibration] = calibrate(load_run(tiny_run(folder, **GRPO)), folder, max_tokens=16)
+    return calibration
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    elif isinstance(value, int | float):
+        yield value
+
+
+def test_what_is_measured(found: Calibration) -> None:
+    assert {sample.groups for sample in found.samples} == {1, 2, 4}
+    assert found.longest == 16
+    for sample in found.samples:
+        assert len(sample.lengths) == sample.groups == len(sample.prompts)
+        assert sum(map(sum, sample.lengths)) == sample.generated == sum(each.tokens for each in sample.passes)
+        assert sample.trained == sum(sample.prompts) + sample.generated
+        assert set(sample.memory) == {"rollout", "inference", "train"}
+
+
+def test_predictions_are_finite_and_sensible(found: Calibration) -> None:
+    plan = plan_stage(found, Machine(4, 64e9))
+    assert all(math.isfinite(each) and each >= 0 for each in numbers(plan.to_json()))
+    step = plan.prediction
+    assert (step.groups, step.completions) == (8, 32)
+    assert 0 < step.mean_tokens <= step.max_tokens <= 24
+    assert step.seconds["total"] == pytest.approx(sum(step.seconds.values()) - step.seconds["total"])
+    assert step.tokens_per_second < (step.decode_tokens_per_second or 0)
+    half = replace(found, stage=found.stage.model_copy(deep=True))
+    half.stage.rollout.batch = 4
+    less = predict(Model(half))
+    assert less.seconds["rollout"] <= step.seconds["rollout"]
+    assert less.seconds["train"] <= step.seconds["train"]
+    for phase, memory in plan.memory.items():
+        assert plan.least[phase].total <= memory.total
+    assert plan.too_large == []
+
+
+def test_memory_by_rank_and_process(found: Calibration) -> None:
+    plan, whole = plan_stage(found, Machine(4, 64e9)), found.sizes["policy"]
+    ranks = plan.ranks
+    first, other = (ranks[f"2 ranks, sharding fsdp, {which}"].parts for which in ("first", "others"))
+    assert (first["policy"], other["policy"]) == (1.5 * whole, 0.5 * whole)
+    assert other["optimizer"] == found.sizes["optimizer"] / 2
+    assert ranks["2 ranks, sharding none, others"].parts["policy"] == whole
+    assert "optimizer" not in plan.processes["explorer"].parts
+    assert "cache" not in plan.processes["trainer"].parts
+
+
+def test_splits(found: Calibration) -> None:
+    plan = plan_stage(found, Machine(4, 64e9))
+    assert {split.explorers for split in plan.splits} == {0, 1, 2, 3}
+    at = {(split.explorers, split.max_staleness): split.step_s for split in plan.splits}
+    assert at[3, 0] <= 1.05 * at[1, 0]
+    assert at[1, 1] <= 1.05 * at[1, 0]
+    least = min(split.step_s for split in plan.splits if split.max_staleness <= 1)
+    assert plan.best.step_s <= 1.02 * least
+    assert best_split(plan.splits, 0).max_staleness == 0
+    assert {split.explorers for split in plan_stage(found, Machine(1, 64e9)).splits} == {0}
+    assert {split.explorers for split in plan_stage(found, Machine(4, 1e9)).splits} == {0}  # no room for two
+
+
+def test_completions_that_were_cut_go_on(found: Calibration) -> None:
+    lengths = [length for group in draw_groups(found, 200, 0) for length in group.lengths]
+    assert max(lengths) <= 24
+    assert any(length > 16 for length in lengths)
+    assert sum(length < 16 for length in lengths) > 0
+
+
+def test_what_does_not_fit_names_keys(found: Calibration) -> None:
+    stage = found.stage
+    memory = {
+        "rollout": Memory({"policy": 1e9, "cache": 8e9, "process": 1e9}),
+        "train": Memory({"policy": 1e9, "optimizer": 4e9, "reference": 3e9, "work": 1e9, "process": 1e9}),
+    }
+    least = {"rollout": memory["rollout"], "train": Memory({"policy": 1e9, "optimizer": 4e9, "work": 1e9})}
+    rollout, train = too_large(stage, memory, least, 7e9)
+    assert "phase `rollout` takes 10 GB of 7 GB (cache 8" in rollout
+    assert "rollout.max_sequences (256)" in rollout
+    assert "residency: {budget_gb: 7} leaves 6 GB" in train
+    assert "trainer.sharding: fsdp" in train
+    assert list(too_large(stage, memory, least, 11e9)) == []
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tiny_run(tmp_path, **GRPO | {"steps": 2, "rollout": {"batch": 2}}))
+    assert main(["plan", path, "--json", "--cores", "2"]) == 0
+    [stage] = json.loads(capsys.readouterr().out)["stages"]
+    assert stage["step"]["completions"] == 8
+    assert {"rollout", "inference", "train"} == set(stage["memory"])
+    assert main(["plan", path, "--memory-gb", "0.1"]) == 0
+    printed = capsys.readouterr().out
+    assert "s a step" in printed
+    assert "does not fit: stage train: phase `rollout` takes" in printed
+    assert main(["plan", path, "--set", "engine=vllm"]) == 2
+    assert "--set engine=native" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"steps": 8},
+        {"steps": 8, "algorithm": {"name": "ppo", "kl": 0.1}, "rollout": {"batch": 16, "max_new_tokens": 24}},
+        {"steps": 8, "model": {"new": {"hidden_size": 512, "layers": 4, "intermediate_size": 2048, "heads": 8}}},
+    ],
+    ids=["grpo", "ppo", "larger"],
+)
+def test_memory_is_that_of_a_run(tmp_path: Path, changes: dict[str, Any]) -> None:
+    path = tiny_run(tmp_path, **GRPO | changes | {"residency": {"budget_gb": 1000}})
+    command = [sys.executable, "-m", "rollmill"]  # processes of their own, whose memory nobody else has used
+    subprocess.run([*command, "run", path, "--out", tmp_path / "out", "--json"], check=True, capture_output=True)
+    planned = subprocess.run([*command, "plan", path, "--json"], check=True, capture_output=True)
+    [stage] = json.loads(planned.stdout)["stages"]
+    rows = read_metrics(tmp_path / "out")[2:]
+    for phase, memory in stage["memory"].items():
+        measured = max(row[f"memory/{phase}"] for row in rows)
+        assert memory["total"] / 1e9 == pytest.approx(measured, rel=0.25), phase

@@ -1,0 +1,106 @@
+"""The simulated run against closed forms, and what is true of all of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollmill.master.pacing import Pacing
+from rollmill.planning.simulate import Costs, simulate
+
+ROWS, TOKENS, BATCH = 4, 50, 8
+
+
+def costs(train_s: float, **others: float) -> Costs:
+    """No variance: a pass takes a millisecond a row, so a group takes .2 s of its explorer."""
+    return Costs(groups=[[TOKENS] * ROWS], train_s=[train_s], **{"pass_s": 0.0, "row_s": 1e-3} | others)
+
+
+def step_s(measured: Costs, explorers: int, *, staleness: int, steps: int = 400, **options: Any) -> float:
+    """In a stage without an end."""
+    return simulate(measured, Pacing(BATCH, staleness, 10**6), explorers, steps=steps, **options).step_s()
+
+
+GROUP_S = ROWS * TOKENS * 1e-3
+
+
+@pytest.mark.parametrize("explorers", [1, 2, 4, 8])
+@pytest.mark.parametrize("train_s", [0.1, 0.5, 3.0])
+def test_without_staleness_a_step_is_the_sum(explorers: int, train_s: float) -> None:
+    found = simulate(costs(train_s), Pacing(BATCH, 0, 20), explorers)
+    assert found.step_s() == pytest.approx(BATCH * GROUP_S / explorers + train_s)
+    assert set(found.staleness) == {0}
+
+
+@pytest.mark.parametrize("explorers", [1, 2, 4, 8])
+@pytest.mark.parametrize("train_s", [0.1, 0.5, 3.0])
+def test_with_much_staleness_a_step_is_the_longer_part(explorers: int, train_s: float) -> None:
+    found = step_s(costs(train_s), explorers, staleness=8, steps=2000)
+    assert found == pytest.approx(max(BATCH * GROUP_S / explorers, train_s), rel=1e-2)
+
+
+def test_in_one_process_nothing_overlaps() -> None:
+    for staleness in (0, 1, 4):
+        found = step_s(costs(0.5), 1, staleness=staleness, beside=False)
+        assert found == pytest.approx(BATCH * GROUP_S + 0.5)
+
+
+def test_work_besides_decoding_counts() -> None:
+    found = simulate(costs(0.5, publish_s=0.1, take_s=0.2, group_s=0.01, judge_s=0.3), Pacing(BATCH, 0, 20), 1)
+    assert found.step_s() == pytest.approx(BATCH * GROUP_S + 0.5 + 0.1 + 0.2 + BATCH * 0.01 + 0.3)
+
+
+def test_passes_are_shared_by_what_is_decoded_together() -> None:
+    found = simulate(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1)
+    assert found.step_s() == pytest.approx(TOKENS * 1e-2 + 0.5)
+    found = simulate(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1, max_sequences=BATCH * ROWS // 2)
+    assert found.step_s() == pytest.approx(2 * TOKENS * 1e-2 + 0.5)
+
+
+LENGTHS = st.lists(st.lists(st.integers(1, 60), min_size=1, max_size=4), min_size=1, max_size=5)
+SECONDS = st.floats(0.01, 2.0)
+
+
+@given(
+    groups=LENGTHS,
+    train_s=st.lists(SECONDS, min_size=1, max_size=4),
+    batch=st.integers(1, 6),
+    staleness=st.integers(0, 5),
+    explorers=st.integers(1, 5),
+    beside=st.booleans(),
+    others=st.tuples(*[st.floats(0.0, 0.5)] * 5),
+    seed=st.integers(0, 3),
+)
+def test_the_bound_on_staleness_and_on_time_holds(
+    groups: list[list[int]],
+    train_s: list[float],
+    batch: int,
+    staleness: int,
+    explorers: int,
+    beside: bool,
+    others: tuple[float, ...],
+    seed: int,
+) -> None:
+    pass_s, group_s, judge_s, publish_s, take_s = others
+    measured = Costs(groups, train_s, pass_s, 1e-3, group_s, judge_s, publish_s, take_s)
+    found = simulate(measured, Pacing(batch, staleness, 12), explorers, seed=seed, beside=beside)
+    assert all(0 <= each <= staleness for each in found.staleness)
+    assert found.ends[-1] >= sum(found.trained) + 12 * publish_s - 1e-9
+    assert all(each >= 0 for each in found.waited)
+    assert found.ends == sorted(found.ends)
+    elapsed = sum(found.waited) + sum(found.trained) + 12 * publish_s
+    assert found.ends[-1] == pytest.approx(elapsed)
+
+
+@settings(max_examples=25)
+@given(explorers=st.integers(1, 8), staleness=st.integers(0, 4), train_s=SECONDS, pass_s=st.floats(0.0, 0.05))
+def test_more_explorers_and_more_staleness_are_never_slower(
+    explorers: int, staleness: int, train_s: float, pass_s: float
+) -> None:
+    measured = costs(train_s, pass_s=pass_s)
+    found = step_s(measured, explorers, staleness=staleness)
+    assert step_s(measured, 2 * explorers, staleness=staleness) <= 1.05 * found
+    assert step_s(measured, explorers, staleness=staleness + 1) <= 1.05 * found
