@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollmill.cluster.pool import ActorPool
 from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.master.buffers import Buffers
 
@@ -24,6 +25,7 @@ class RunContext:
     buffers: Buffers
     plugins: Sequence[Path] = ()  #: files that processes import
     placement: PlacementConfig = field(default_factory=Inline)
+    explorers: ActorPool | None = None  #: those of the run, on Ray; without, a stage starts its own
 
     @property
     def ranks_folder(self) -> Path:
