@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray kills for what other programs take
 
 import torch
 from forks import Forks, forks

@@ -107,7 +107,7 @@ def test_what_a_reward_raises_elsewhere_is_raised_here(tmp_path: Path) -> None:
 
 
 def test_more_explorers_than_cores(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"placement\.explorers: 2 explorers of 999 cores each, and Ray has \d+"):
+    with pytest.raises(ConfigError, match=r"explorers and trainer reserve 1998 cores, and Ray has \d+"):
         ran(tmp_path, "run", placement={"name": "ray", "explorers": 2, "cpus": 999}, stages=None)
 
 

@@ -1,9 +1,9 @@
-"""Equal actors that share work: each piece goes to the least busy one, and what dies or hangs is replaced."""
+"""Equal actors that share work: each piece goes to the least busy one, and what dies or hangs begins anew."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,83 +11,118 @@ from typing import Any
 from rollmill.cluster.ray_session import ray_module
 from rollmill.core.errors import DeadlineError, EngineError
 
+_AGAIN_S = 0.2
+
+
+class NotBegunError(Exception):
+    """Raised by an actor that was started again and has not been told what it works on."""
+
 
 @dataclass(eq=False)
 class Worker:
-    """An actor. `name` is never given to another."""
+    """An actor, in one of its lives."""
 
     name: str
     actor: Any
     busy: int = 0
-    started: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    life: int = 0  #: how often it was started again
+    begun: asyncio.Task[None] | None = None  #: it is told what it works on
+    gone: asyncio.Event = field(default_factory=asyncio.Event)  #: it hung, and is killed
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has begun."""
+        return self.begun is not None and self.begun.done() and not _failed(self.begun)
 
 
 class ActorPool:
-    """Actors of one kind.
+    """Actors of one kind, which Ray starts again when their process ends (`max_restarts`).
+
+    They have the methods `ready`; `begin`, which tells them what they work on; and `end`, which ends that. One that was
+    started again and has not begun raises NotBegunError.
 
     Args:
         what: what one is, for messages.
-        make: starts one, by its name.
+        actors: by name.
         health_s: one that does not answer `ready` for so long is killed.
-        replacements: how many may be replaced between two calls of `forgive`.
+        start_s: how long one may take to start and to begin.
+        replacements: how many may be started again between two calls of `forgive`.
     """
 
-    def __init__(self, what: str, make: Callable[[str], Any], size: int, *, health_s: float, replacements: int) -> None:
-        self._what, self._make, self._health_s = what, make, health_s
-        self._allowed, self._left, self._made = replacements, replacements, 0
+    def __init__(
+        self, what: str, actors: dict[str, Any], *, health_s: float, start_s: float, replacements: int
+    ) -> None:
+        self._what, self._health_s, self._start_s = what, health_s, start_s
+        self._allowed, self._left = replacements, replacements
+        self._argument: Sequence[Any] = ()
         self.replaced = 0
-        self.workers = [self._new() for _ in range(size)]
+        self.workers = [Worker(name, actor) for name, actor in actors.items()]
         self._watch: asyncio.Task[None] | None = None
-        self._start_s = health_s
 
-    async def ready(self, deadline_s: float) -> None:
-        """Wait until all have started. Raises what one raised while it started, and DeadlineError."""
-        self._start_s = deadline_s
-        try:
-            async with asyncio.timeout(deadline_s):
-                await asyncio.gather(*map(self._start, self.workers))
-        except TimeoutError:
-            advice = "Are there enough free cores and GPUs for them (placement.cpus, placement.gpus)?"
-            owner = f"{len(self.workers)} {self._what}s to start"
-            raise DeadlineError("the master", owner, deadline_s, advice) from None
-        except _GoneError as gone:
-            raise EngineError(f"an {self._what} died while it started: {gone}") from None
+    async def begin(self, *argument: Any) -> None:
+        """Tell all what they work on, also those that are started again later, and wait until they have begun.
+
+        Raises:
+            EngineError: too many died, or one cannot be started.
+            DeadlineError: one took too long.
+        """
+        self._argument = argument
+        for worker in self.workers:
+            self._renew(worker)
+        while not all(each.ready for each in self.workers):
+            begun = [each.begun for each in self.workers if each.begun is not None and not each.ready]
+            await asyncio.wait(begun, return_when=asyncio.FIRST_COMPLETED)
+            self._look_after()
         self._watch = asyncio.ensure_future(self._keep_watch())
 
     def forgive(self) -> None:
-        """As many as at the start may be replaced from now on."""
+        """As many as at first may be started again from now on."""
         self._left = self._allowed
 
-    async def ask(self, method: str, *arguments: Any) -> tuple[str, Any]:
-        """What `method` of the least busy one returns, and its name. If that one dies, another one is asked.
+    async def ask(self, method: str, *arguments: Any) -> tuple[tuple[str, int], Any]:
+        """What `method` of the least busy one returns, and which one in which life it was. If that one dies, another
+        one is asked.
 
         Raises:
             EngineError: too many have died.
+            DeadlineError: one that died did not come back.
         """
         while True:
-            worker = min(self.workers, key=lambda each: each.busy)
+            self._look_after()
+            worker = min(self.workers, key=lambda each: (not each.ready, each.busy))
+            life = worker.life
             worker.busy += 1
             try:
-                return worker.name, await self._call(worker, method, *arguments)
+                if not worker.ready and worker.begun is not None:
+                    await asyncio.wait([worker.begun])
+                    continue
+                return (worker.name, life), await self._call(worker, method, *arguments)
             except _GoneError as gone:
-                self._replace(worker, str(gone))
+                self._replace(worker, life, str(gone))
             finally:
                 worker.busy -= 1
 
     def tell(self, method: str, *arguments: Any) -> None:
-        """Call a method of all; what they answer is not looked at."""
+        """Call a method of all that have begun; what they answer is not looked at."""
         for worker in self.workers:
-            getattr(worker.actor, method).remote(*arguments)
+            if worker.ready:
+                getattr(worker.actor, method).remote(*arguments)
 
-    async def close(self, method: str, deadline_s: float = 10.0) -> None:
-        """Call `method` of all, and end them."""
+    async def end(self, *arguments: Any, deadline_s: float = 10.0) -> None:
+        """What they work on has ended; may be called twice."""
         if self._watch is not None:
             self._watch.cancel()
-        calls = [self._call(each, method) for each in self.workers]
+        calls = [self._call(each, "end", *arguments) for each in self.workers if each.ready]
+        for worker in self.workers:
+            if worker.begun is not None:
+                worker.begun.cancel()
+                worker.begun = None
         with suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
                 await asyncio.gather(*calls, return_exceptions=True)
+
+    def kill(self) -> None:
+        """End the actors."""
         for worker in self.workers:
             ray_module().kill(worker.actor)
         self.workers = []
@@ -104,9 +139,13 @@ class ActorPool:
                 raise _GoneError("it did not answer")
             return answer.result()
         except ray.exceptions.RayActorError as error:
-            raise _GoneError(str(error).strip().splitlines()[-1]) from error
+            forever = isinstance(error, ray.exceptions.ActorDiedError)
+            raise _GoneError(str(error).strip().splitlines()[-1], forever=forever) from error
         except ray.exceptions.RayTaskError as error:
-            raise getattr(error, "cause", None) or error from None
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, NotBegunError):
+                raise _GoneError("its process ended") from error
+            raise cause from None
         except asyncio.CancelledError:
             ray.cancel(reference)
             raise
@@ -114,13 +153,9 @@ class ActorPool:
             gone.cancel()
             answer.cancel()
 
-    def _new(self) -> Worker:
-        name = f"{self._what} {self._made}"
-        self._made += 1
-        return Worker(name, self._make(name))
-
-    def _replace(self, worker: Worker, why: str) -> None:
-        if worker not in self.workers:
+    def _replace(self, worker: Worker, life: int, why: str) -> None:
+        """Ray starts it again; it begins anew. Calls of the same life that end later say nothing new."""
+        if worker.life != life:
             return
         if self._left == 0:
             text = f"{self._allowed + 1} {self._what}s died within one step, the last one ({worker.name}): {why}"
@@ -128,31 +163,71 @@ class ActorPool:
             raise EngineError(f"{text}; {advice}")
         self._left -= 1
         self.replaced += 1
-        self.workers[self.workers.index(worker)] = self._new()
+        self._renew(worker)
+
+    def _renew(self, worker: Worker) -> None:
+        worker.life += 1
+        worker.gone = asyncio.Event()
+        worker.begun = asyncio.ensure_future(self._begin(worker))
+
+    async def _begin(self, worker: Worker) -> None:
+        try:
+            async with asyncio.timeout(self._start_s):
+                await self._until_there(worker)
+                await self._call(worker, "begin", *self._argument)
+        except TimeoutError:
+            advice = "Are there enough free cores and GPUs for it (placement.cpus, placement.gpus)?"
+            raise DeadlineError("the master", f"{worker.name} to start", self._start_s, advice) from None
+
+    async def _until_there(self, worker: Worker) -> None:
+        """Wait until its process answers. Raises EngineError where Ray will not start it (again)."""
+        while True:
+            try:
+                await self._call(worker, "ready")
+                return
+            except _GoneError as gone:
+                if gone.forever:
+                    raise EngineError(f"{worker.name} cannot be started: {gone}") from gone
+            await asyncio.sleep(_AGAIN_S)
+
+    def _look_after(self) -> None:
+        """Begin again with those that died while they began. Raises what else one raised then."""
+        for worker in self.workers:
+            if worker.begun is not None and (error := _failed(worker.begun)) is not None:
+                if not isinstance(error, _GoneError):
+                    raise error
+                self._replace(worker, worker.life, str(error))
 
     async def _keep_watch(self) -> None:
         """Kill workers that do not answer."""
         while True:
             await asyncio.sleep(self._health_s / 4)
-            await asyncio.gather(*(self._check(each) for each in list(self.workers)))
-
-    async def _start(self, worker: Worker) -> None:
-        await self._call(worker, "ready")
-        worker.started = True
+            await asyncio.gather(*(self._check(each) for each in self.workers if each.ready))
 
     async def _check(self, worker: Worker) -> None:
+        life = worker.life
         try:
-            async with asyncio.timeout(self._health_s if worker.started else self._start_s):
-                await self._start(worker)
+            async with asyncio.timeout(self._health_s):
+                await self._call(worker, "ready")
         except TimeoutError:
-            worker.gone.set()
-            ray_module().kill(worker.actor)
-        except _GoneError:
-            pass  # who is waiting for it replaces it
+            if worker.life == life:
+                ray_module().kill(worker.actor, no_restart=False)
+                worker.gone.set()
+        except _GoneError as gone:
+            with suppress(EngineError):  # who asks next says so
+                self._replace(worker, life, str(gone))
 
 
 class _GoneError(Exception):
-    """An actor is no longer there."""
+    """An actor is no longer there; `forever`: Ray will not start it again."""
+
+    def __init__(self, why: str, *, forever: bool = False) -> None:
+        super().__init__(why)
+        self.forever = forever
+
+
+def _failed(task: asyncio.Task[None]) -> BaseException | None:
+    return None if not task.done() or task.cancelled() else task.exception()
 
 
 async def _awaited(reference: Any) -> Any:

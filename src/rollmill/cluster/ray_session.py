@@ -29,6 +29,7 @@ def join(address: str | None) -> str:
     if ray.is_initialized():
         return str(ray.get_runtime_context().gcs_address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    os.environ.setdefault("RAY_worker_niceness", "0")  # actors are the run itself
     if address is not None:
         _require_reachable(address)
     options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -39,14 +40,6 @@ def join(address: str | None) -> str:
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(f"placement.address: no Ray at {address}: {error}; start one with `ray start`") from error
     return str(found.address_info["gcs_address"])
-
-
-def require_cores(explorers: int, cpus: float) -> None:
-    """Raises ConfigError where there are fewer: actors would wait for them."""
-    have = ray_module().cluster_resources().get("CPU", 0.0)
-    if explorers * cpus > have:
-        text = f"placement.explorers: {explorers} explorers of {cpus:g} cores each, and Ray has {have:g} cores"
-        raise ConfigError(f"{text}; lower placement.explorers or placement.cpus")
 
 
 def _require_reachable(address: str) -> None:

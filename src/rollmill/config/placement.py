@@ -17,8 +17,8 @@ class Inline(Section):
 
 
 class OnRay(Section):
-    """Explorers are Ray actors, each with an engine, rewards and environments of its own; the trainer stays in the
-    process of `rollmill run`. With max_staleness 1 or more they roll out while it trains.
+    """Explorers are Ray actors, each with an engine, rewards and environments of its own. Master, trainer and buffer
+    are another one; `rollmill run` watches over all. With max_staleness 1 or more explorers roll out while it trains.
     """
 
     name: Literal["ray"] = "ray"
@@ -30,14 +30,20 @@ class OnRay(Section):
     """Cores that Ray reserves for each."""
     gpus: float = Field(0.0, ge=0)
     """GPUs that Ray reserves for each."""
+    trainer_cpus: float = Field(0.0, ge=0)
+    """Cores that Ray reserves for the trainer; 0: it takes what explorers leave."""
+    trainer_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray reserves for the trainer; 0: it sees all of its host."""
     weights: Literal["memory", "folder"] = "memory"
     """How new weights reach explorers: by shared memory, where all are on this host, or by a folder that all see."""
     weights_folder: str | None = None
     """That folder; default RUN/weights."""
     health_s: float = Field(60.0, gt=0)
-    """An explorer that does not answer for so long is replaced."""
+    """An explorer or trainer that does not answer for so long is started again."""
     replacements: int = Field(3, ge=0)
     """How many explorers may be replaced between two steps before the run gives up."""
+    restarts: int = Field(3, ge=0)
+    """How often the trainer may be started again, from its newest checkpoint, before it gets further than ever."""
 
 
 PlacementConfig = Annotated[

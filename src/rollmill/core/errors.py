@@ -47,6 +47,10 @@ class TrainingError(RollmillError):
     """Training cannot go on, for example because the loss is not finite."""
 
 
+class RankLostError(TrainingError):
+    """A process of the trainer has ended. Going on from the newest checkpoint may be all that it takes."""
+
+
 class StoreError(RollmillError):
     """A buffer's database cannot be reached, read or written."""
 
@@ -76,4 +80,8 @@ class DeadlineError(RollmillError):
 
     def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
         super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}, which did not answer. {advice}")
-        self.waiter, self.owner, self.seconds = waiter, owner, seconds
+        self.waiter, self.owner, self.seconds, self.advice = waiter, owner, seconds, advice
+
+    def __reduce__(self) -> tuple[type[DeadlineError], tuple[str, str, float, str]]:
+        """It may be raised in another process than it is caught in."""
+        return type(self), (self.waiter, self.owner, self.seconds, self.advice)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollmill.cluster.pool import ActorPool
 from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.master.buffers import Buffers
 from rollmill.monitor.heartbeat import Heartbeat
@@ -24,6 +25,7 @@ class RunContext:
     plugins: Sequence[Path] = ()  #: files that processes import
     placement: PlacementConfig = field(default_factory=Inline)
     heartbeat: Heartbeat | None = None  #: of this process, where it works on a run
+    explorers: ActorPool | None = None  #: those of the run, on Ray; without, a stage starts its own
 
     def says(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
         """What this process does from now on, and what it waits for; see `rollmill status`."""

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import time
+import uuid
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from rollmill.cluster.pool import ActorPool
-from rollmill.cluster.ray_session import join, ray_module, require_cores
+from rollmill.cluster.ray_session import join, ray_module
+from rollmill.cluster.room import Need, Room
 from rollmill.config.placement import OnRay
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
@@ -20,7 +24,8 @@ from rollmill.explorer.base import Generated
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.context import RunContext
 from rollmill.master.engine import shared_checksum
-from rollmill.master.explorer_actor import Asked, ExplorerActor, Reply, Setup, moved, trained
+from rollmill.master.explorer_actor import Asked, Reply, Setup, moved, trained
+from rollmill.master.explorer_process import start_explorer
 from rollmill.master.measures import summed
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Trace
@@ -32,7 +37,7 @@ START_S = 300.0
 
 
 class RemoteExplorers:
-    """The explorers of one stage, as Ray actors; they get the trainer's weights with every `publish`.
+    """The run's explorers, Ray actors, at work on one stage; they get the trainer's weights with every `publish`.
 
     Args:
         policy: what is trained; explorers begin with a copy.
@@ -44,14 +49,15 @@ class RemoteExplorers:
         self._policy, placement = policy, context.placement
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
-        self._counters: dict[str, dict[str, float]] = {}  # by explorer, also those that have died
+        self._counters: dict[tuple[str, int], dict[str, float]] = {}  # by explorer and life, also those that have died
         address = join(placement.address)
-        require_cores(placement.explorers, placement.cpus)
-        count = placement.explorers
+        self._room: Room | None = None  # where the explorers are this stage's own
+        self._pool = context.explorers or self._own(placement, context)
+        count = len(self._pool.workers)
         self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
-        place, self._sender = _transport(placement, context, policy, config)
-        ray = ray_module()
-        setup = ray.put(
+        self._name = uuid.uuid4().hex  # of this use of the explorers: what others have asked them for is dropped
+        place, self._sender = _transport(config, context, policy, self._name)
+        self._setup = ray_module().put(
             Setup(
                 config.model_dump_json(),
                 policy,
@@ -63,17 +69,12 @@ class RemoteExplorers:
                 place,
             )
         )
-        made = ray.remote(ExplorerActor).options(
-            num_cpus=placement.cpus, num_gpus=placement.gpus, max_restarts=0, max_concurrency=10_000
-        )
-        self._pool = ActorPool(
-            "explorer",
-            lambda name: made.remote(setup),
-            placement.explorers,
-            health_s=placement.health_s,
-            replacements=placement.replacements,
-        )
         self._started: asyncio.Task[None] | None = None
+
+    def _own(self, placement: OnRay, context: RunContext) -> ActorPool:
+        """Explorers that end with the stage."""
+        self._room = Room([Need(placement.cpus, placement.gpus)] * placement.explorers, one_host=False)
+        return explorer_pool(placement, start_explorers(placement, self._room, context.run_dir))
 
     def publish(self, version: int) -> None:
         """See InPlace: the trainer's parameters are now those of `version`."""
@@ -81,7 +82,7 @@ class RemoteExplorers:
         self.version = version
         self._pool.forgive()
         if self._started is not None:
-            self._pool.tell("update", version)
+            self._pool.tell("update", self._name, version)
 
     def training(self, trace: Trace | None = None, drafts: DraftShelf | None = None) -> RemoteExplorer:
         """One that rolls out as the stage's `workflow` says."""
@@ -94,9 +95,9 @@ class RemoteExplorers:
     async def ask(self, asked: Asked) -> Reply:
         """Have a group rolled out. Raises like Explorer.rollout; EngineError where explorers die again and again."""
         if self._started is None:
-            self._started = asyncio.ensure_future(self._pool.ready(START_S))
+            self._started = asyncio.ensure_future(self._pool.begin(self._name, self._setup))
         await asyncio.shield(self._started)
-        name, reply = await self._pool.ask("rollout", asked)
+        name, reply = await self._pool.ask("rollout", self._name, asked)
         assert isinstance(reply, Reply)
         self.tokens_generated += reply.tokens
         self._metrics += reply.metrics
@@ -120,10 +121,13 @@ class RemoteExplorers:
         """Continue where `state_dict` was taken."""
 
     async def close(self) -> None:
-        """End the explorers; may be called twice."""
+        """The stage has ended; may be called twice."""
         if self._started is not None:
             self._started.cancel()
-        await self._pool.close("close")
+        await self._pool.end(self._name)
+        if self._room is not None:
+            self._pool.kill()
+            self._room.close()
         self._sender.close()
 
 
@@ -196,10 +200,27 @@ class RemoteExplorer:
         return dict(counts)
 
 
-def _transport(placement: OnRay, context: RunContext, policy: Policy, config: StageConfig) -> tuple[Path, WeightSender]:
-    dtype = torch.bfloat16 if context.precision == "bf16" else None
+def start_explorers(placement: OnRay, room: Room, run_dir: Path) -> dict[str, Any]:
+    """The actors, by name; they have the first places of the room."""
+    names = [f"explorer {number}" for number in range(placement.explorers)]
+    return {name: start_explorer(run_dir, name, room.options(number)) for number, name in enumerate(names)}
+
+
+def explorer_pool(placement: OnRay, actors: dict[str, Any]) -> ActorPool:
+    """What shares work among them."""
+    health, replacements = placement.health_s, placement.replacements
+    return ActorPool("explorer", actors, health_s=health, start_s=START_S, replacements=replacements)
+
+
+def _transport(config: StageConfig, context: RunContext, policy: Policy, name: str) -> tuple[Path, WeightSender]:
+    """A fresh place for weights, and what writes there; what a trainer that died has left is removed."""
+    placement, dtype = context.placement, torch.bfloat16 if context.precision == "bf16" else None
+    assert isinstance(placement, OnRay)
     if placement.weights == "memory":
-        place = shared_folder() / f"rollmill-{context.run_id}"
+        for left in shared_folder().glob(f"rollmill-{context.run_id}-*"):
+            left.unlink(missing_ok=True)
+        place = shared_folder() / f"rollmill-{context.run_id}-{name}"
         return place, SharedSender(place, trained(policy), dtype=dtype, checksum=shared_checksum(config))
-    place = Path(placement.weights_folder or context.run_dir / "weights").absolute()
-    return place, FolderSender(place, trained(policy), dtype=dtype)
+    folder = Path(placement.weights_folder or context.run_dir / "weights").absolute() / context.run_id
+    shutil.rmtree(folder, ignore_errors=True)
+    return folder / name, FolderSender(folder / name, trained(policy), dtype=dtype)

@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Awaitable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import TypeVar
 
@@ -21,16 +21,17 @@ class Interrupted(Exception):  # noqa: N818  not an error
 
 
 class Interrupts:
-    """Turns signals into an Interrupted at the next wait or step boundary."""
+    """Turns signals, or requests of other threads, into an Interrupted at the next wait or step boundary."""
 
     def __init__(self) -> None:
         self.requested = False
         self._event = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Handle SIGINT and SIGTERM inside; does nothing off the main thread, where Python takes no signals."""
+        """Handle SIGINT and SIGTERM inside; off the main thread, where Python takes no signals, only requests."""
+        self._loop = asyncio.get_running_loop()
         if threading.current_thread() is not threading.main_thread():
             yield
             return
@@ -44,9 +45,21 @@ class Interrupts:
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
         os.write(2, _ENDING)  # a signal may come in the middle of a print, which cannot be entered twice
-        self._loop.call_soon_threadsafe(self._event.set)
+        self.request()
+
+    def request(self) -> bool:
+        """Ask for a clean end, from any thread; False if nothing has begun that could end so."""
+        self.requested = True
+        if self._loop is None:
+            return False
+        with suppress(RuntimeError):  # the loop has ended by itself
+            self._loop.call_soon_threadsafe(self._event.set)
+        return True
+
+    async def wait(self) -> None:
+        """Until a signal or a request comes."""
+        await self._event.wait()
 
     def check(self) -> None:
         """Raises Interrupted if a signal came."""

@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
+from rollmill.cluster.pool import ActorPool
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.model import ModelConfig
-from rollmill.config.placement import Inline, PlacementConfig
+from rollmill.config.placement import Inline, OnRay, PlacementConfig
 from rollmill.config.resolve import STAGE_KEYS
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
@@ -26,7 +27,7 @@ from rollmill.core.types import Task
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.context import RunContext
-from rollmill.master.interrupt import Interrupted
+from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.master import Master, Serving
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
@@ -148,15 +149,48 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
 
 
 def execute(
-    loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool, serving: Serving | None = None
+    loaded: LoadedRun,
+    run_dir: Path,
+    view: View | None,
+    *,
+    resumed: bool,
+    serving: Serving | None = None,
+    explorers: ActorPool | None = None,
+    interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
-    """Run what is left of a run and return the summary; see `run`."""
+    """Run what is left of a run and return the summary; see `run`.
+
+    Args:
+        explorers: those of a run on Ray, in the process that trains; without, that process is started.
+        interrupts: what may be asked to end the run besides signals.
+    """
+    if isinstance(loaded.config.placement, OnRay) and explorers is None:
+        from rollmill.master.supervisor import supervise  # which has this function called
+
+        return supervise(loaded, run_dir, view, resumed=resumed)
     with beating(run_dir, TRAINER) as heartbeat:
-        return _execute(loaded, run_dir, view, heartbeat, resumed=resumed, serving=serving)
+        return _execute(
+            loaded,
+            run_dir,
+            view,
+            heartbeat,
+            resumed=resumed,
+            serving=serving,
+            explorers=explorers,
+            interrupts=interrupts,
+        )
 
 
 def _execute(
-    loaded: LoadedRun, run_dir: Path, view: View | None, heartbeat: Heartbeat, *, resumed: bool, serving: Serving | None
+    loaded: LoadedRun,
+    run_dir: Path,
+    view: View | None,
+    heartbeat: Heartbeat,
+    *,
+    resumed: bool,
+    serving: Serving | None,
+    explorers: ActorPool | None,
+    interrupts: Interrupts | None,
 ) -> dict[str, Any]:
     if serving is None and any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
         raise ConfigError(
@@ -174,8 +208,9 @@ def _execute(
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
     buffers = Buffers(run_dir, setup.run_id)
-    context = replace(setup.context(loaded, run_dir, buffers, loaded.config.placement), heartbeat=heartbeat)
-    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving)
+    shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+    context = replace(shared, explorers=explorers, heartbeat=heartbeat)
+    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving, interrupts)
     try:
         buffers.open_all(loaded.stages)
         monitor.message(setup.describe(run_dir))

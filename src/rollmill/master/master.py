@@ -46,6 +46,7 @@ class Master:
         tasks: list[StageTasks],
         monitor: Monitor,
         serving: Serving | None = None,
+        interrupts: Interrupts | None = None,
     ) -> None:
         self._context = context
         self._config = config
@@ -56,7 +57,7 @@ class Master:
         self._serving = serving
         self._checkpoints = Checkpoints(context.run_dir)
         self._evaluations = RolloutStore(context.run_dir / EVALUATIONS)
-        self._interrupts: Interrupts
+        self._interrupts = interrupts or Interrupts()
         self._checkpoint_seconds = 0.0
         self.state = RunState()
 
@@ -67,7 +68,6 @@ class Master:
             Interrupted: the user asked to end; a checkpoint of the last step is written.
             RollmillError: whatever stopped the run.
         """
-        self._interrupts = Interrupts()
         self._warned: set[tuple[str, str]] = set()
         trainer: dict[str, Any] = {}
         if resumed is not None:

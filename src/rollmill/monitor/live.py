@@ -53,7 +53,8 @@ class LiveView:
         self._redraw()
 
     def resume(self, history: Sequence[Metrics]) -> None:
-        """Show the curves as far as they had come."""
+        """Show the curves as far as they had come; a trainer that was started again goes back."""
+        self._rewards, self._accuracies = [], []
         for metrics in history:
             self._take(metrics)
         self.message(f"resumed after step {self._progress.step}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from rollmill.core.errors import DeadlineError, RollmillError, TrainingError
+from rollmill.core.errors import DeadlineError, RankLostError, RollmillError, TrainingError
 
 _TAIL = 2000
 _END_S = 5.0
@@ -90,7 +90,8 @@ class RankProcess:
             return DeadlineError("rank 0", f"{who}, told to `{command}`", deadline_s, advice)
         how = {"ended": outcome.text, "done": "lost rank 0"}.get(outcome.kind, f"failed: {outcome.text}")
         again = "Go on from the last checkpoint with `rollmill resume`."
-        return TrainingError(f"{who}, told to `{command}`, {how}. {again} {self._end_of_log()}")
+        kind = RankLostError if outcome.kind == "ended" else TrainingError
+        return kind(f"{who}, told to `{command}`, {how}. {again} {self._end_of_log()}")
 
     def end(self) -> None:
         """Kill it, and wait until it is gone."""

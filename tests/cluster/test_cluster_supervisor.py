@@ -1,0 +1,63 @@
+"""What supervisor and trainer tell each other, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import pickle
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from tiny import tiny_run
+
+import rollmill
+from rollmill.core.errors import ConfigError, DeadlineError, RankLostError
+from rollmill.master.interrupt import Interrupted, Interrupts
+from rollmill.master.trainer_actor import _portable
+
+
+def test_without_ray(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    path = tiny_run(tmp_path, placement="ray")
+    with pytest.raises(ConfigError, match=r"placement: ray needs the library: pip install 'rollmill\[ray\]'"):
+        rollmill.run(path, out=tmp_path / "out")
+
+
+@pytest.mark.parametrize("error", [DeadlineError("a", "b", 3.0, "Wait."), RankLostError("rank 1"), ConfigError("no")])
+def test_errors_for_users_travel_as_they_are(error: Exception) -> None:
+    found = pickle.loads(pickle.dumps(_portable(error)))
+    assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+
+
+class Stubborn(Exception):  # noqa: N818
+    def __init__(self, one: int, two: int) -> None:
+        super().__init__(f"{one} and {two}")
+
+
+@pytest.mark.parametrize("error", [ValueError("7"), Stubborn(7, 8)])
+def test_other_errors_travel_with_their_traceback(error: Exception) -> None:
+    try:
+        raise error
+    except Exception as raised:
+        found = pickle.loads(pickle.dumps(_portable(raised)))
+    text = "\n".join([str(found), *getattr(found, "__notes__", [])])
+    assert "raise error" in text
+    assert "7" in text
+
+
+def test_a_request_of_another_thread_interrupts() -> None:
+    interrupts = Interrupts()
+    assert not interrupts.request(), "nothing has begun"
+
+    async def work() -> None:
+        interrupts.requested = False
+        with interrupts.installed():
+            threading.Timer(0.05, lambda: answers.append(interrupts.request())).start()
+            await interrupts.guard(asyncio.sleep(60))
+
+    answers: list[bool] = []
+    with pytest.raises(Interrupted):
+        asyncio.run(work())
+    assert answers == [True]
+    assert interrupts.request(), "it has ended by itself"
