@@ -30,9 +30,10 @@ from rollmill.master.interrupt import Interrupted
 from rollmill.master.master import Master, Serving
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
-from rollmill.master.stage import StageRun
+from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
+from rollmill.master.training import making_stages
 from rollmill.models.classifier import require_classifier
 from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
@@ -68,6 +69,8 @@ def run(
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
+    if loaded.config.mode not in ("both", "train"):
+        raise ConfigError(f"{source}: mode `{loaded.config.mode}` is for the command `rollmill run`")
     return start(loaded, out, view)
 
 
@@ -77,7 +80,8 @@ def start(
     """Run what was loaded, in a directory of its own; see `run`."""
     run_dir = _fresh(Path(out)) if out is not None else numbered(loaded.out)
     atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
-    return execute(loaded, run_dir, view, resumed=False, serving=serving)
+    with making_stages(loaded.config, run_dir, resumed=False) as make_stage:
+        return execute(loaded, run_dir, view, resumed=False, serving=serving, make_stage=make_stage)
 
 
 def resume(run_dir: str | Path, view: View | None = None, serving: Serving | None = None) -> dict[str, Any]:
@@ -85,7 +89,9 @@ def resume(run_dir: str | Path, view: View | None = None, serving: Serving | Non
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
-    return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+    loaded = load_run(folder / CONFIG, out=folder)
+    with making_stages(loaded.config, folder, resumed=True) as make_stage:
+        return execute(loaded, folder, view, resumed=True, serving=serving, make_stage=make_stage)
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -112,7 +118,7 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
     require_models(loaded.stages[indices[-1]])
-    setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    setup = set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 
@@ -131,7 +137,7 @@ def of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[st
     return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
 
 
-async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int, step: int) -> dict[str, float]:
+async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: Setup, index: int, step: int) -> dict[str, float]:
     stage = StageRun(
         loaded.stages[index],
         setup.policy,
@@ -147,7 +153,13 @@ async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int,
 
 
 def execute(
-    loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool, serving: Serving | None = None
+    loaded: LoadedRun,
+    run_dir: Path,
+    view: View | None,
+    *,
+    resumed: bool,
+    serving: Serving | None = None,
+    make_stage: MakeStage = StageRun,
 ) -> dict[str, Any]:
     """Run what is left of a run and return the summary; see `run`."""
     if serving is None and any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
@@ -161,13 +173,13 @@ def execute(
     if steps:
         start = checkpoints.read(steps[-1])
     checkpoints.sweep()
-    setup = _set_up(loaded, run_dir, steps[-1] if steps else None)
+    setup = set_up(loaded, run_dir, steps[-1] if steps else None)
     plan = [(stage.name, stage.steps) for stage in loaded.stages]
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
-    buffers = Buffers(run_dir, setup.run_id)
+    buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
     context = setup.context(loaded, run_dir, buffers, loaded.config.placement)
-    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving)
+    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving, make_stage)
     try:
         buffers.open_all(loaded.stages)
         monitor.message(setup.describe(run_dir))
@@ -190,7 +202,7 @@ def execute(
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     policy: Policy
     tasks: list[StageTasks]
     precision: str
@@ -220,8 +232,12 @@ class _Setup:
         )
 
 
-def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
-    """Data, model and machine settings; the model is the checkpoint's where there is one."""
+def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> Setup:
+    """Data, model and machine settings; the model is the checkpoint's where there is one.
+
+    Args:
+        joined: another process of the run has written what is the run's own.
+    """
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
@@ -247,12 +263,15 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
         require_classifier(policy.model)
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
+    if joined and config.threads != "auto":
+        machine["threads"] = config.threads
     torch.set_num_threads(machine["threads"])
     for stage in loaded.stages:
         if stage.residency is not None:
             plan_of(stage, policy, machine["precision"])  # what does not fit shows before the first stage has run
-    save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
-    return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+    if not joined:
+        save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
+    return Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
