@@ -74,6 +74,25 @@ RUN_ELSEWHERE = {
     "rollmill buffer ls runs/mine --shelf usual --reward-at-most 0.2 --limit 5": (
         "tests/cli/test_cli_buffer.py::test_ls_filters"
     ),
+    "rollmill run run.yaml --set mode=train --out runs/sums": (
+        "tests/master/test_master_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
+    ),
+    "rollmill run run.yaml --set mode=explore --out runs/sums": (
+        "tests/master/test_master_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
+    ),
+    "rollmill resume runs/sums": "tests/master/test_master_split.py::test_whoever_is_killed_goes_on",
+    "rollmill run run.yaml --set mode=train --set max_staleness=1000 --out runs/offline": (
+        "tests/master/test_master_split.py::test_training_alone_on_what_the_buffer_holds"
+    ),
+    "rollmill buffer import runs/offline mine.parquet": (
+        "tests/master/test_master_split.py::test_training_alone_on_what_the_buffer_holds"
+    ),
+    "rollmill run run.yaml --set mode=bench --set model.path=runs/sums/checkpoints/step-000100": (
+        "tests/cli/test_cli_modes.py::test_bench_measures_the_run_files_model"
+    ),
+    "rollmill run run.yaml --set mode=serve --set model.path=runs/sums/checkpoints/step-000100": (
+        "tests/cli/test_cli_modes.py::test_serve_serves_the_run_files_model"
+    ),
     "rollmill buffer show runs/mine train-000012": "tests/cli/test_cli_buffer.py::test_show_finds_a_group",
     "rollmill buffer stats runs/mine": "tests/cli/test_cli_buffer.py::test_stats_count",
     "rollmill buffer export runs/mine --to mine.parquet --shelf usual": (

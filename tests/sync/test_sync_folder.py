@@ -120,3 +120,23 @@ def test_damage_is_an_error_that_names_the_file(tmp_path: Path) -> None:
 def test_waiting_has_a_deadline(tmp_path: Path) -> None:
     with pytest.raises(DeadlineError, match=f"weights in {tmp_path}"):
         read(FolderReceiver(tmp_path, deadline_s=0.01))
+
+
+def test_an_older_version_can_be_asked_for_and_news_are_told(tmp_path: Path) -> None:
+    weights = made()
+    sender, receiver = FolderSender(tmp_path, weights, whole_every=3), FolderReceiver(tmp_path)
+    assert not receiver.has_news()
+    sent = []
+    for version in range(5):
+        weights = moved(weights, 0.1, version)
+        sent.append(weights)
+        sender.send(version, weights)
+    assert receiver.has_news()
+    for version in (2, 0, 4):
+        into = {name: torch.zeros_like(each) for name, each in weights.items()}
+        assert receiver.receive(into, version) == version
+        assert all(torch.equal(into[name], sent[version][name]) for name in into)
+        assert receiver.has_news() == (version != 4)
+    again = FolderSender(tmp_path, weights)  # a trainer that has gone back to version 4
+    again.send(4, weights)
+    assert receiver.has_news()

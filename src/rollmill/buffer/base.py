@@ -25,6 +25,13 @@ class Shelf(StrEnum):
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
 """Who writes groups. What the first two wrote after a checkpoint is made again by a run that resumes from it."""
+JOINED = "explorer of "
+"""Begins what explorers in processes of their own write as, with the stage behind it. They make nothing again."""
+
+
+def made_by_run(writer: str) -> bool:
+    """Whether a run has made a group by itself: no person, no application, no other run."""
+    return writer in (EXPLORER, PIPELINE) or writer.startswith(JOINED)
 
 
 @dataclass(slots=True)

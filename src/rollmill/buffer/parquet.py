@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, PIPELINE, Group
+from rollmill.buffer.base import FEEDBACK, IMPORTED, Group, made_by_run
 from rollmill.buffer.rows import experience_body, experience_of, group_from, group_row, searchable
 from rollmill.core.errors import ConfigError, StoreError
 from rollmill.core.types import Experience
@@ -99,7 +99,7 @@ def imported(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Group]:
             "tokens mean other text"
         )
     for group in read_parquet(path):
-        writer = IMPORTED if group.writer in (EXPLORER, PIPELINE) else group.writer
+        writer = IMPORTED if made_by_run(group.writer) else group.writer
         if source == run_id:
             yield replace(group, writer=writer)
         else:

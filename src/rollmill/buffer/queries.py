@@ -9,7 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import EXPLORER, PIPELINE, Group, Shelf
+from rollmill.buffer.base import EXPLORER, JOINED, PIPELINE, Group, Shelf
 from rollmill.buffer.replay import Candidates
 from rollmill.buffer.rows import Row, experiences_from, group_from
 from rollmill.buffer.waiting import this_process
@@ -96,6 +96,12 @@ class Rows:
         """Waiting usual groups with tokens older than `min_version` are never handed out."""
         old = waiting(self.run, Shelf.USUAL) & older(min_version)
         self._execute(update(schema.groups).where(old).values(expired=step))
+
+    def expire_joined(self, writer: str, step: int) -> None:
+        """Waiting groups of explorers in processes of their own are never handed out, but for those of `writer`."""
+        others = _groups.writer.startswith(JOINED, autoescape=True) & (_groups.writer != writer)
+        mine = waiting(self.run, Shelf.USUAL) & others
+        self._execute(update(schema.groups).where(mine).values(expired=step))
 
     def candidates(self, rule: ReplayConfig, step: int, since: int) -> Candidates:
         """What replay may choose from, by capacity alone."""

@@ -20,6 +20,7 @@ class Waiting:
     number: int
     name: str
     future: asyncio.Future[list[Experience]]
+    task: str = ""  #: its id
     unjudged: list[Experience] | None = None  #: its tokens, while rewards are awaited
     arrived: int | None = None  #: how many groups had their tokens before it
 
@@ -49,9 +50,9 @@ class GroupQueue:
     def __len__(self) -> int:
         return len(self._groups)
 
-    def put(self, number: int, name: str, future: asyncio.Future[list[Experience]]) -> None:
+    def put(self, number: int, name: str, future: asyncio.Future[list[Experience]], task: str = "") -> None:
         """Add a group under way, behind those of smaller numbers; `name` (its task) appears in errors."""
-        self._groups[number] = Waiting(number, name, future)
+        self._groups[number] = Waiting(number, name, future, task)
         self._groups = dict(sorted(self._groups.items()))
         future.add_done_callback(lambda done: self._arrive(number, done))
 

@@ -202,6 +202,23 @@ class SqlStore:
         there = there if min_version is None else there & ~older(min_version)
         return int(self.select(_counted(there))[0][0])
 
+    def ahead(self, version: int, *, min_version: int | None = None) -> int:
+        """How many usual groups come before a new one, for who has weights of `version`: those that wait, and those
+        that were taken for later steps.
+        """
+        wait = waiting(self.run, Shelf.USUAL)
+        wait = wait if min_version is None else wait & ~older(min_version)
+        use, same = schema.uses.c, (schema.uses.c.run == _groups.run) & (schema.uses.c.number == _groups.number)
+        taken = (use.run == self.run) & (use.step > version) & use.first & (_groups.shelf == str(Shelf.USUAL))
+        joined = select(func.count()).select_from(schema.uses.join(schema.groups, same)).where(taken)
+        return int(self.select(select(_counted(wait).scalar_subquery() + joined.scalar_subquery()))[0][0])
+
+    def expire_joined(self, writer: str, *, step: int) -> None:
+        """What explorers in processes of their own have put as others than `writer`, so for an earlier stage, is not
+        handed out after `step`.
+        """
+        self.change(lambda rows, _: rows.expire_joined(writer, step))
+
     def expired(self) -> int:
         """See Store."""
         late = _counted((_groups.run == self.run) & _groups.expired.is_not(None)).scalar_subquery()

@@ -14,6 +14,8 @@ from rollmill.core.errors import ConfigError
 if TYPE_CHECKING:
     from rollmill.master.bench_results import Results
 
+RESULTS = Path("bench-results")
+
 
 def command(
     models: Annotated[
@@ -28,7 +30,7 @@ def command(
     samples: Annotated[int | None, typer.Option(min=1, help="Samples per task (default: as in the file).")] = None,
     k: Annotated[str | None, typer.Option(help="Measure pass@K for these K, such as 1,4,8.")] = None,
     out: Annotated[Path, typer.Option("--out", help="Folder of the results; what is in it is not evaluated again.")] = (
-        Path("bench-results")
+        RESULTS
     ),
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file.")

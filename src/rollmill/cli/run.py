@@ -1,12 +1,19 @@
-"""`rollmill run`: run a run file."""
+"""`rollmill run`: run a run file, in its mode."""
 
 from __future__ import annotations
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+from rollmill.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollmill.config.loader import LoadedRun
 
 
 def command(
@@ -18,10 +25,58 @@ def command(
     out: Annotated[Path | None, typer.Option(help="The run directory (default: runs/NAME).")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
-    """Run a run file: roll out, judge, train, evaluate, report."""
-    from rollmill.cli.launching import launch
-    from rollmill.master import run
+    """Run a run file: roll out, judge, train, evaluate, report; or what its `mode` says."""
+    from rollmill.config.loader import load_run
 
-    summary = launch(lambda view: run(config, overrides or [], out, view), as_json)
+    loaded = load_run(config, overrides or [], out)
+    match loaded.config.mode:
+        case "bench":
+            _bench(loaded, overrides or [], out, as_json)
+        case "serve":
+            _serve(loaded, overrides or [], out)
+        case "explore":
+            _explore(loaded, as_json)
+        case _:
+            _run(loaded, out, as_json)
+
+
+def _run(loaded: LoadedRun, out: Path | None, as_json: bool) -> None:
+    from rollmill.cli.launching import launch
+    from rollmill.master.launch import start
+
+    summary = launch(lambda view: start(loaded, out, view), as_json)
     if as_json:
         print(json.dumps(summary))
+
+
+def _explore(loaded: LoadedRun, as_json: bool) -> None:
+    """Join the run in --out."""
+    from rollmill.master.exploring import explore
+
+    made = explore(loaded, loaded.out, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True))
+    if as_json:
+        print(json.dumps(made))
+
+
+def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
+    """As `rollmill bench MODEL --config FILE`."""
+    from rollmill.cli import bench
+
+    assert isinstance(loaded.config.model.path, Path)
+    folder = out or bench.RESULTS
+    bench.command([loaded.config.model.path], loaded.path, out=folder, overrides=overrides, as_json=as_json)
+
+
+def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None) -> None:
+    """As `rollmill serve MODEL`, or `rollmill serve FILE --train` where applications make the rollouts."""
+    from rollmill.cli import serve
+    from rollmill.config.workflows import Traffic
+
+    if any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
+        serve.command(loaded.path, train=True, overrides=overrides, out=out)
+        return
+    if out is not None:
+        raise ConfigError("--out: mode `serve` writes no run directory, unless it trains on `traffic`; leave it out")
+    assert isinstance(loaded.config.model.path, Path)
+    threads = loaded.config.threads
+    serve.command(loaded.config.model.path, threads=None if threads == "auto" else threads)

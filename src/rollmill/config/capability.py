@@ -7,6 +7,7 @@ from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.contradictions import buffer_contradictions, contradictions, model_contradictions
 from rollmill.config.engine_checks import unhonoured_by_engine
 from rollmill.config.evaluation_checks import best_contradictions, place_of, unhonoured_in_sets
+from rollmill.config.mode_checks import mode_contradictions, unhonoured_by_mode
 from rollmill.config.operator_contradictions import pipeline_contradictions
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, TrackedOrder
 from rollmill.config.placement_checks import placement_contradictions, unhonoured_by_placement
@@ -45,6 +46,8 @@ def check_capabilities(resolved: Resolved) -> list[Problem]:
     for path, text in best_contradictions(resolved.config, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in placement_contradictions(resolved.config, resolved.stages):
+        found.append(Problem(*locate(resolved.root, path), text))
+    for path, text in mode_contradictions(resolved.config, resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
     for path, text in buffer_contradictions(resolved.stages):
         found.append(Problem(*locate(resolved.root, path), text))
@@ -215,7 +218,7 @@ def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyP
     if config.model.path == "new":
         keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
         keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
-    return keys | unhonoured_by_placement(config)
+    return keys | unhonoured_by_placement(config) | unhonoured_by_mode(config)
 
 
 def _unhonoured_in_stages(resolved: Resolved) -> list[Problem]:

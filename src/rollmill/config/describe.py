@@ -17,7 +17,7 @@ from rollmill.config.parts import Part
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
 from rollmill.config.rewards import RewardSection
 from rollmill.config.rewards.names import part_names
-from rollmill.config.run import StageConfig
+from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 
 CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
@@ -33,7 +33,7 @@ def describe(run: LoadedRun, counts: Counts) -> str:
         _wrapped("", "run", f"{config.name} ({run.path})"),
         _wrapped("", "writes", f"{run.out}/"),
         _wrapped("", "model", _model(config.model)),
-        _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}"),
+        _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}{_mode(config)}"),
         _wrapped("", "checkpoint", _options(config.checkpoint)),
     ]
     lines += [_wrapped("", "plugins", ", ".join(str(path) for path in config.plugins))] if config.plugins else []
@@ -41,6 +41,10 @@ def describe(run: LoadedRun, counts: Counts) -> str:
         lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
         lines += [_wrapped("  ", label, text) for label, text in _stage(stage, counts)]
     return "\n".join(lines)
+
+
+def _mode(config: RunConfig) -> str:
+    return "" if config.mode == "both" else f", mode {config.mode}"
 
 
 def estimated_parameters(new: NewModelConfig) -> int:

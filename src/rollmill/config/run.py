@@ -184,6 +184,11 @@ class RunConfig(StageConfig):
     model: ModelConfig = ModelConfig()
     placement: PlacementConfig = Inline()
     """In which processes components live: a name, or a section."""
+    mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
+    """What `rollmill run` does. `both`: explore and train in one process. `train`: train on what others put into the
+    buffer. `explore`: join a run whose trainer is another process. `bench`: evaluate the model. `serve`: serve it."""
+    trainer_away_s: float = Field(600.0, gt=0)
+    """With mode `explore`: how long the trainer may say nothing, while it is started or resumed."""
     plugins: list[Path] = []
     """Python files imported before the run file is checked; what they register (`@rollmill.reward`, `@rollmill.loss`,
     `@rollmill.advantage`, `@rollmill.algorithm`, `@rollmill.operator`, `@rollmill.task_operator`, `@rollmill.order`,
@@ -192,3 +197,8 @@ class RunConfig(StageConfig):
     monitor: MonitorConfig = MonitorConfig()
     stages: list[dict[str, Any]] = []
     """Stages run one after the other; each starts from the last one's weights, with a fresh optimizer."""
+
+    @property
+    def is_split(self) -> bool:
+        """Whether explorers and trainer are processes of their own."""
+        return self.mode in ("train", "explore")

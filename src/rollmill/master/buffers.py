@@ -20,10 +20,11 @@ class Buffers:
     Args:
         run_id: what a database that several runs share knows the run by.
         read_only: the run is looked at, not continued: nothing is opened, and nothing is kept.
+        shared: other processes put groups and take them, so `auto` stands for a database.
     """
 
-    def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False) -> None:
-        self.run_dir, self._run_id, self._read_only = run_dir, run_id, read_only
+    def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False, shared: bool = False) -> None:
+        self.run_dir, self._run_id, self._read_only, self._shared = run_dir, run_id, read_only, shared
         self._open: dict[str, Store] = {}  # by what was asked for
 
     def open_all(self, stages: Sequence[StageConfig]) -> None:
@@ -36,7 +37,7 @@ class Buffers:
 
     def of_stage(self, config: StageConfig) -> Store:
         """Where a stage keeps its experiences."""
-        options, persistent = config.buffer, config.persistent
+        options, persistent = config.buffer, config.persistent or self._shared
         if self._read_only or not options.in_database(persistent):
             return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
 

@@ -31,9 +31,10 @@ from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.master import Master, Serving
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
-from rollmill.master.stage import StageRun
+from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
+from rollmill.master.training import making_stages
 from rollmill.models.classifier import require_classifier
 from rollmill.models.load import Policy, load_policy
 from rollmill.models.lora import ADAPTER, load_adapter
@@ -70,6 +71,8 @@ def run(
         KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
     """
     loaded = load_run(Path(source), overrides, None if out is None else Path(out))
+    if loaded.config.mode not in ("both", "train"):
+        raise ConfigError(f"{source}: mode `{loaded.config.mode}` is for the command `rollmill run`")
     return start(loaded, out, view)
 
 
@@ -114,7 +117,7 @@ def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[s
         raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
     chosen = steps[-1] if step is None else step
     require_models(loaded.stages[indices[-1]])
-    setup = _set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    setup = set_up(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
     return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
 
 
@@ -133,7 +136,7 @@ def of_stage(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[st
     return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
 
 
-async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: _Setup, index: int, step: int) -> dict[str, float]:
+async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: Setup, index: int, step: int) -> dict[str, float]:
     stage = StageRun(
         loaded.stages[index],
         setup.policy,
@@ -168,30 +171,27 @@ def execute(
         from rollmill.master.supervisor import supervise  # which has this function called
 
         return supervise(loaded, run_dir, view, resumed=resumed)
-    with beating(run_dir, TRAINER) as heartbeat:
-        return _execute(
-            loaded,
-            run_dir,
-            view,
-            heartbeat,
-            resumed=resumed,
-            serving=serving,
-            explorers=explorers,
-            interrupts=interrupts,
-        )
+    with (
+        beating(run_dir, TRAINER) as heartbeat,
+        making_stages(loaded.config, run_dir, resumed=resumed) as make_stage,
+    ):
+        given = _Given(heartbeat, make_stage, serving, explorers, interrupts)
+        return _execute(loaded, run_dir, view, given, resumed=resumed)
 
 
-def _execute(
-    loaded: LoadedRun,
-    run_dir: Path,
-    view: View | None,
-    heartbeat: Heartbeat,
-    *,
-    resumed: bool,
-    serving: Serving | None,
-    explorers: ActorPool | None,
-    interrupts: Interrupts | None,
-) -> dict[str, Any]:
+@dataclass(frozen=True)
+class _Given:
+    """What a run gets from the process that it is in."""
+
+    heartbeat: Heartbeat
+    make_stage: MakeStage
+    serving: Serving | None
+    explorers: ActorPool | None
+    interrupts: Interrupts | None
+
+
+def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, given: _Given, *, resumed: bool) -> dict[str, Any]:
+    serving = given.serving
     if serving is None and any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
         raise ConfigError(
             f"{loaded.path}: workflow `traffic` waits for an application: start it by "
@@ -203,14 +203,24 @@ def _execute(
     if steps:
         start = checkpoints.read(steps[-1])
     checkpoints.sweep()
-    setup = _set_up(loaded, run_dir, steps[-1] if steps else None)
+    setup = set_up(loaded, run_dir, steps[-1] if steps else None)
     plan = [(stage.name, stage.steps) for stage in loaded.stages]
     view = view or make_view(loaded.config.monitor.show_completions)
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
-    buffers = Buffers(run_dir, setup.run_id)
+    buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
     shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
-    context = replace(shared, explorers=explorers, heartbeat=heartbeat)
-    master = Master(context, loaded.config, loaded.stages, setup.policy, setup.tasks, monitor, serving, interrupts)
+    context = replace(shared, explorers=given.explorers, heartbeat=given.heartbeat)
+    master = Master(
+        context,
+        loaded.config,
+        loaded.stages,
+        setup.policy,
+        setup.tasks,
+        monitor,
+        serving=serving,
+        interrupts=given.interrupts,
+        make_stage=given.make_stage,
+    )
     try:
         buffers.open_all(loaded.stages)
         monitor.message(setup.describe(run_dir))
@@ -236,13 +246,13 @@ def prepare(loaded: LoadedRun, folder: Path) -> tuple[Policy, list[StageTasks], 
     """What the stages of a run are made of, in one process and without a run, for measurements; writes into `folder`
     what a run keeps of its machine. Raises like `run`.
     """
-    setup = _set_up(loaded, folder, None)
+    setup = set_up(loaded, folder, None)
     buffers = Buffers(folder, setup.run_id, read_only=True)
     return setup.policy, setup.tasks, setup.context(loaded, folder, buffers, Inline())
 
 
 @dataclass(frozen=True)
-class _Setup:
+class Setup:
     policy: Policy
     tasks: list[StageTasks]
     precision: str
@@ -272,8 +282,12 @@ class _Setup:
         )
 
 
-def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
-    """Data, model and machine settings; the model is the checkpoint's where there is one."""
+def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> Setup:
+    """Data, model and machine settings; the model is the checkpoint's where there is one.
+
+    Args:
+        joined: another process of the run has written what is the run's own.
+    """
     config = loaded.config
     torch.manual_seed(config.seed)
     torch.set_num_threads(1 if config.threads == "auto" else config.threads)
@@ -299,12 +313,15 @@ def _set_up(loaded: LoadedRun, run_dir: Path, step: int | None) -> _Setup:
         require_classifier(policy.model)
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
+    if joined and config.threads != "auto":
+        machine["threads"] = config.threads
     torch.set_num_threads(machine["threads"])
     for stage in loaded.stages:
         if stage.residency is not None:
             plan_of(stage, policy, machine["precision"])  # what does not fit shows before the first stage has run
-    save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
-    return _Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+    if not joined:
+        save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
+    return Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:

@@ -18,7 +18,7 @@ from rollmill.master.evaluation import Evaluated
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.measures import rewards_without_verdict
 from rollmill.master.selection import StageTasks
-from rollmill.master.stage import StageRun, StepResult
+from rollmill.master.stage import MakeStage, StageRun, StepResult
 from rollmill.master.state import RunState, StageState
 from rollmill.master.summary import summarise
 from rollmill.models.load import Policy
@@ -45,8 +45,10 @@ class Master:
         policy: Policy,
         tasks: list[StageTasks],
         monitor: Monitor,
+        *,
         serving: Serving | None = None,
         interrupts: Interrupts | None = None,
+        make_stage: MakeStage = StageRun,
     ) -> None:
         self._context = context
         self._config = config
@@ -55,6 +57,7 @@ class Master:
         self._tasks = tasks
         self._monitor = monitor
         self._serving = serving
+        self._make_stage = make_stage
         self._checkpoints = Checkpoints(context.run_dir)
         self._evaluations = RolloutStore(context.run_dir / EVALUATIONS)
         self._interrupts = interrupts or Interrupts()
@@ -80,7 +83,7 @@ class Master:
         return summarise(self.state, [stage.name for stage in self._stages], self._checkpoints)
 
     async def _stage(self, config: StageConfig, trainer: dict[str, Any]) -> None:
-        stage = StageRun(
+        stage = self._make_stage(
             config,
             self._policy,
             self._tasks[self.state.stage],

@@ -16,6 +16,7 @@ from rollmill.core.types import Experience, Task
 from rollmill.explorer.serving.refusals import ApiError
 from rollmill.explorer.serving.session import Session
 from rollmill.explorer.serving.sessions import Finished
+from rollmill.master.consuming import oldest_allowed
 from rollmill.master.supply import Supply
 from rollmill.tasks import Sampler
 
@@ -134,9 +135,7 @@ class OnlineSupply(Supply):
         await super().close()
 
     def _oldest(self, version: int) -> int:
-        age = self._config.buffer.max_age
-        staleness = self._config.max_staleness
-        return version - (staleness if age is None else min(age, staleness))
+        return oldest_allowed(self._config, version)
 
 
 def _kept_as(session: list[Experience]) -> str:

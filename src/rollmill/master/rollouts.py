@@ -53,6 +53,7 @@ class Rollouts:
         first_version: of the weights when the stage began.
         seed: what completions' seeds derive from.
         uses_greedy: the algorithm compares with one greedy completion per task.
+        prefix: begins the names of groups; None: the stage's name.
     """
 
     def __init__(
@@ -67,13 +68,16 @@ class Rollouts:
         first_version: int,
         seed: int,
         uses_greedy: bool,
+        prefix: str | None = None,
     ) -> None:
         self._config, self._rollout, self._task = config, config.rollout, task
+        self._prefix = config.name if prefix is None else prefix
         self._first_version, self._seed = first_version, seed
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
         self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
         self._submitted = 0
+        self._unfinished: list[tuple[int, str]] = []  # what is started again, first of all
         self._stopped = Stopped(config.rollout.oversample)
         self._partials = Partials(store, config.name)
         self._put_away: dict[int, list[Experience]] = {}  # by number
@@ -96,9 +100,7 @@ class Rollouts:
         """
         self._begin_step(version)
         before, done, ahead = self._engine.tokens_generated, version - self._first_version, waiting + len(self.queue)
-        started: list[_Started] = []
-        while self._pacing.may_start(done, ahead + len(started)):
-            started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
+        started = self._admit(done, ahead)
         admitted = len(started)
         for _ in range(self._stopped.extra(admitted)):
             started.append(self._start_next(self._pacing.step_of(done, ahead + admitted - 1)))
@@ -114,6 +116,15 @@ class Rollouts:
         deadline = deadlines * self._rollout.deadline_s
         await within(work, deadline, "the master", "the engine to finish its completions")
         self.queue.raise_failure()
+
+    def start(self, version: int, others: int) -> int:
+        """Start what the pacing rule admits while weights are at `version`, and wait for nothing; how many.
+
+        Args:
+            others: groups besides those under way here that come before in the next steps.
+        """
+        self._begin_step(version)
+        return len(self._admit(version - self._first_version, others + len(self.queue)))
 
     def ready(self, count: int) -> bool:
         """Whether a step can take groups: there are some, and none of the `count` oldest has been put away."""
@@ -137,8 +148,23 @@ class Rollouts:
 
     # -- starting ----------------------------------------------------------------------------------------------
 
+    def name_of(self, number: int) -> str:
+        """The name of a group."""
+        return f"{self._prefix}-{number:06d}"
+
+    def _admit(self, done: int, ahead: int) -> list[_Started]:
+        """Start what the pacing rule admits."""
+        started: list[_Started] = []
+        while self._pacing.may_start(done, ahead + len(started)):
+            started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
+        return started
+
     def _start_next(self, step: int) -> _Started:
         """Start the next task, which is for a step of the stage."""
+        if self._unfinished:
+            number, id = self._unfinished.pop(0)
+            self._start(number, self._task(id))
+            return _Started(number, self._task(id), 0)
         number, self._submitted = self._submitted, self._submitted + 1
         task, times = self._stopped.next() or (self._sampler.next(step), 0)
         self._start(number, task)
@@ -146,7 +172,7 @@ class Rollouts:
 
     def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
         sampling, seed = self._rollout, fold(self._seed, number)
-        group = f"{self._config.name}-{number:06d}"
+        group = self.name_of(number)
         if sampling.token_budget is not None:
             work = self._in_parts(number, task, group, seed, begun)
         else:
@@ -155,7 +181,7 @@ class Rollouts:
                 self.queue.generated(number, experiences)
 
             work = self._roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
-        self.queue.put(number, f"task {task.id}", asyncio.ensure_future(work))
+        self.queue.put(number, f"task {task.id}", asyncio.ensure_future(work), task=task.id)
 
     async def _in_parts(
         self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
@@ -239,6 +265,15 @@ class Rollouts:
         return {f"rollout/{key}": value for key, value in found.items()}
 
     # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def unfinished(self) -> list[tuple[int, str]]:
+        """Number and task of every group that is under way, or that is to be started again."""
+        under_way = [(group.number, group.task) for group in self.queue.all()]
+        return sorted([*under_way, *self._unfinished])
+
+    def start_again(self, unfinished: Sequence[tuple[int, str]]) -> None:
+        """Groups that were under way when the process ended come first, under the same names."""
+        self._unfinished = list(unfinished)
 
     def mark(self, state: StageState) -> None:
         """Note a step boundary in the stage's state."""

@@ -35,6 +35,7 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.drafts import DraftShelf
+from rollmill.master.asking import AskedEvaluator
 from rollmill.master.context import RunContext
 from rollmill.master.elsewhere import RemoteExplorers
 from rollmill.master.engine import make_engine, make_publisher, native_engine
@@ -55,9 +56,9 @@ from rollmill.master.online import OnlineSupply
 from rollmill.master.phases import MOVE, Phases
 from rollmill.master.residents import residency_of
 from rollmill.master.selection import StageTasks
-from rollmill.master.stage_parts import judge_of, supply_of, trainer_of
+from rollmill.master.stage_parts import judge_of, line_of, supply_of, trainer_of
 from rollmill.master.state import StageState
-from rollmill.master.supply import Supply
+from rollmill.master.supply import Supplies
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Span
@@ -113,12 +114,7 @@ class StageRun:
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers
-        if isinstance(context.placement, OnRay) and self._judge is not None:
-            self._sync = self._remote = RemoteExplorers(config, policy, context, tasks.training.tasks)
-            self._engine = native_engine(policy, config.rollout, context.precision)
-        else:
-            self._engine = make_engine(policy, config, context.precision)
-            self._sync = make_publisher(policy, self._engine, context.precision)
+        self._engine, self._sync = self._connect()
         self._sync.publish(first_version)
         threads = (torch.get_num_threads(),)
         self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
@@ -131,11 +127,20 @@ class StageRun:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, context.buffers, seed=self._seed)
         reuse = config.rollout.reuse
         self._drafts = None if reuse is None else DraftShelf(reuse)
-        self._supply: Supply | None = None
-        self.evaluator: Evaluator | None = None
+        self._supply: Supplies | None = None
+        self.evaluator: Evaluator | AskedEvaluator | None = None
         self._explorers: Explorers | RemoteExplorers | None = None
         if self._judge is not None:
             self._explore(self._judge)
+
+    def _connect(self) -> tuple[RolloutEngine, WeightPublisher | RemoteExplorers]:
+        """What generates, and how the trainer's weights get there."""
+        config, policy, context = self.config, self._policy, self._context
+        if isinstance(context.placement, OnRay) and self._judge is not None:
+            self._remote = RemoteExplorers(config, policy, context, self.tasks.training.tasks)
+            return native_engine(policy, config.rollout, context.precision), self._remote
+        engine = make_engine(policy, config, context.precision)
+        return engine, make_publisher(policy, engine, context.precision)
 
     def _explore(self, judge: Judge) -> None:
         """Make what rolls out, for training and for evaluations."""
@@ -144,18 +149,20 @@ class StageRun:
             config, policy, self._engine, judge, precision=context.precision, tasks=tasks.training.tasks
         )
         if config.algorithm.uses_rollouts:
-            self._supply = supply_of(
+            version, seed = self._first_version, self._seed
+            line = line_of(
                 config,
                 policy,
                 tasks.training,
                 explorer=self._explorers.training(self._trace, self._drafts),
                 engine=self._rolls_out,
                 store=self._store,
-                ratings=Ratings(context.buffers.of_run(self._store)),
                 trace=self._trace,
-                first_version=self._first_version,
-                seed=self._seed,
+                first_version=version,
+                seed=seed,
             )
+            ratings = Ratings(context.buffers.of_run(self._store))
+            self._supply = supply_of(config, line, ratings, first_version=version, seed=seed)
         if config.evaluation is not None:
             self.evaluator = Evaluator(
                 config,
@@ -227,7 +234,7 @@ class StageRun:
             await self._infer(supply, others)
         return await supply.collect(self.version) + others
 
-    async def _infer(self, supply: Supply, others: list[Experience]) -> None:
+    async def _infer(self, supply: Supplies, others: list[Experience]) -> None:
         """The trainer's passes over the next batch that need no rewards."""
         batch = None
         for _ in range(_TURNS):  # of the event loop, until the explorer has seen that its completions have ended
@@ -462,3 +469,7 @@ class StageRun:
             self._sync.close()
         if self._judge is not None:
             self._judge.close()
+
+
+MakeStage = Callable[..., StageRun]
+"""StageRun, or what has the same arguments."""

@@ -13,8 +13,9 @@ from rollmill.core.types import Task
 from rollmill.explorer.base import Explores
 from rollmill.master.context import RunContext
 from rollmill.master.online import OnlineSupply, Unasked
+from rollmill.master.producing import Facts, Line
 from rollmill.master.rollouts import Counts, Rollouts
-from rollmill.master.supply import Facts, Supply
+from rollmill.master.supply import Supply
 from rollmill.models.load import Policy, load_teacher
 from rollmill.models.run_tokenizer import fingerprint
 from rollmill.monitor.trace import Trace
@@ -60,7 +61,13 @@ def trainer_of(
     return plan.trainer(policy.model, teacher, policy.device, Ranks.of_process())
 
 
-def supply_of(
+def supply_of(config: StageConfig, line: Line, ratings: Ratings, *, first_version: int, seed: int) -> Supply:
+    """Where experiences come from: rollouts of the tasks, or an application's traffic."""
+    made = OnlineSupply if isinstance(config.workflow, Traffic) else Supply
+    return made(config, line, ratings, first_version=first_version, seed=seed)
+
+
+def line_of(
     config: StageConfig,
     policy: Policy,
     tasks: Taskset,
@@ -68,16 +75,16 @@ def supply_of(
     explorer: Explores,
     engine: Counts,
     store: Store,
-    ratings: Ratings,
     trace: Trace,
     first_version: int,
     seed: int,
-) -> Supply:
-    """Where experiences come from: rollouts of the tasks, or an application's traffic."""
+    prefix: str | None = None,
+) -> Line:
+    """What groups pass through; `prefix` begins their names (default: the stage's)."""
     advantage = getattr(config.algorithm, "advantage", None)
-    online = isinstance(config.workflow, Traffic)
     by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
     batch = config.rollout.batch
+    online = isinstance(config.workflow, Traffic)
     sampler = Unasked() if online else build_sampler(tasks, config.tasks_from.order, seed, batch=batch)
     rollouts = Rollouts(
         config,
@@ -89,21 +96,11 @@ def supply_of(
         first_version=first_version,
         seed=seed,
         uses_greedy=advantage is not None and advantage.uses_greedy,
+        prefix=prefix,
     )
 
     def make_judge(rewards: Sequence[RewardConfig]) -> Judge:
         return judge_of(config, policy, rewards)
 
-    made = OnlineSupply if online else Supply
-    return made(
-        config,
-        sampler=sampler,
-        rollouts=rollouts,
-        pipeline=build_pipeline(config.pipeline, Resources(make_judge, seed)),
-        store=store,
-        ratings=ratings,
-        facts=Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__),
-        trace=trace,
-        first_version=first_version,
-        seed=seed,
-    )
+    facts = Facts(policy.tokenizer, fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__)
+    return Line(sampler, rollouts, build_pipeline(config.pipeline, Resources(make_judge, seed)), store, facts, trace)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import socket
@@ -39,7 +40,7 @@ class Heartbeat:
     """Says every two seconds that this process lives, from a thread of its own, and at once what has changed.
 
     A process that is killed says nothing more: who reads its file sees an old `beat`. What cannot be written is left
-    out, since nothing but `rollmill status` depends on it.
+    out: only `rollmill status`, and explorers that wait for a trainer in another process, depend on it.
     """
 
     def __init__(self, run_dir: Path, name: str) -> None:
@@ -90,7 +91,7 @@ def beating(run_dir: Path, name: str) -> Iterator[Heartbeat]:
     heartbeat = Heartbeat(run_dir, name)
     try:
         yield heartbeat
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, asyncio.CancelledError):
         heartbeat.close("interrupted")
         raise
     except BaseException as error:

@@ -114,16 +114,25 @@ class FolderReceiver:
         self._layout: Layout | None = None
         self._block = torch.zeros(0, dtype=torch.uint8)
         self._version: int | None = None
-        self._read_last: tuple[int, int] | None = None  # version and inode
+        self._read_last: tuple[int, ...] | None = None
 
     def newest(self) -> int | None:
         """See WeightReceiver."""
         return max((each.version for each in versions(self._folder)), default=None)
 
-    def receive(self, into: Mapping[str, Tensor]) -> int:
-        """See WeightReceiver."""
+    def has_news(self) -> bool:
+        """Whether there is another version than the one that was read: a newer one, or one of a trainer that has gone
+        back to a checkpoint.
+        """
+        known = versions(self._folder)
+        with suppress(FileNotFoundError):
+            return bool(known) and _mark(known[-1]) != self._read_last
+        return False  # removed meanwhile; the next look finds what came instead
+
+    def receive(self, into: Mapping[str, Tensor], version: int | None = None) -> int:
+        """See WeightReceiver. With `version` that one, which may be older than what is here."""
         ends = time.monotonic() + self._deadline_s
-        while (newest := self.newest()) is None or not self._catch_up(newest):
+        while (newest := self.newest() if version is None else version) is None or not self._catch_up(newest):
             if time.monotonic() > ends:
                 advice = "Is the trainer running, and does it write to the same folder?"
                 raise DeadlineError("an engine", f"weights in {self._folder}", self._deadline_s, advice)
@@ -149,7 +158,7 @@ class FolderReceiver:
     def _route(self, newest: int) -> list[_File]:
         """What to read: what came since the version that is here, or the last whole version and what came since."""
         known = [each for each in versions(self._folder) if each.version <= newest]
-        if self._read_last not in [(each.version, each.path.stat().st_ino) for each in known]:
+        if self._read_last not in [_mark(each) for each in known]:
             self._version = None  # removed, or written again by a trainer that has gone back to a checkpoint
         missing = [each for each in known if self._version is None or each.version > self._version]
         wholes = [n for n, each in enumerate(missing) if each.kind == "whole"]
@@ -171,7 +180,13 @@ class FolderReceiver:
             apply(layout, self._block, tensors)
         if weigh(layout, self._block) != int(about["checksum"]):
             raise SyncError(f"{file.path}: the weights do not have the checksum they were sent with")
-        self._version, self._read_last = file.version, (file.version, file.path.stat().st_ino)
+        self._version, self._read_last = file.version, _mark(file)
+
+
+def _mark(file: _File) -> tuple[int, ...]:
+    """What tells a file from another one of the same version."""
+    about = file.path.stat()
+    return file.version, about.st_ino, about.st_mtime_ns
 
 
 def versions(folder: Path) -> list[_File]:

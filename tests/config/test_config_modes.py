@@ -1,0 +1,84 @@
+"""The key `mode`: what it cannot be together with, and what to do instead."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import tiny_run
+
+from rollmill.config.describe import describe
+from rollmill.config.loader import load_run
+from rollmill.core.errors import ConfigError
+
+RL: dict[str, Any] = {"stages": None, "steps": 2, "algorithm": {"name": "grpo"}}
+TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards": None}
+
+
+@pytest.mark.parametrize("mode", ["train", "explore"])
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"placement": "ray"}, "placement: with mode `MODE` every explorer is a process that you start"),
+        ({"buffer": {"store": "memory"}}, "mode `MODE`: trainer and explorers meet in a database; use `sql` or `auto`"),
+        ({"residency": "auto"}, "residency: it moves one process's models between phases"),
+        ({"rollout": {"reuse": {}}}, "rollout.reuse: drafts belong to checkpoints"),
+        ({"rollout": {"oversample": 0.5}}, "rollout.oversample: it ends with the step"),
+        ({"rollout": {"token_budget": 50}, "max_staleness": 1}, "rollout.token_budget: it ends with the step"),
+        (TRAFFIC, "workflow: an application's sessions come to the process that trains"),
+        (
+            {"algorithm": {"name": "sft"}, "evaluation": None, "rewards": None, "rollout": None},
+            "have nothing to do",
+        ),
+    ],
+)
+def test_what_needs_one_process_is_refused(tmp_path: Path, mode: str, changes: dict[str, Any], text: str) -> None:
+    path = tiny_run(tmp_path, **RL | changes, mode=mode)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert text.replace("MODE", mode) in str(caught.value)
+    assert "mode: both" in str(caught.value) or "use `sql`" in str(caught.value) or "use both" in str(caught.value)
+
+
+def test_stages_of_a_split_run_have_one_database(tmp_path: Path) -> None:
+    stages = [
+        {"name": "one", "steps": 1},
+        {"name": "two", "steps": 1, "buffer": {"url": "sqlite:////tmp/other.sqlite"}},
+    ]
+    with pytest.raises(ConfigError, match=r"write `buffer.url` once, for the whole file"):
+        load_run(tiny_run(tmp_path, **RL | {"stages": stages}, mode="train"))
+
+
+def test_a_frozen_policy_is_refused(tmp_path: Path) -> None:
+    models = {"rival": {"policy": "initial"}}
+    workflow = {"name": "reflection"}
+    with pytest.raises(ConfigError, match=r"models\.rival\.policy: .*not kept for explorers"):
+        load_run(tiny_run(tmp_path, **RL, mode="train", models=models, workflow=workflow))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"mode": "bench"}, "model.path: a new model has learned nothing; give the folder of one to evaluate"),
+        ({"mode": "serve"}, "model.path: a new model has learned nothing; give the folder of one to serve"),
+        ({"mode": "bench", "evaluation": None}, "mode: mode `bench` needs an `evaluation`"),
+        ({"mode": "both", "trainer_away_s": 3}, "trainer_away_s: not honoured by mode `both`"),
+        ({"mode": "serve", **TRAFFIC, "stages": [{"name": "one"}, {"name": "two"}]}, "trains on traffic in one stage"),
+        ({"mode": "learn"}, "mode"),
+    ],
+)
+def test_other_modes(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    path = tiny_run(tmp_path, **RL | changes)
+    with pytest.raises(ConfigError) as caught:
+        load_run(path)
+    assert text in str(caught.value)
+
+
+def test_the_resolved_file_of_either_half_is_a_run_file(tmp_path: Path) -> None:
+    for mode in ("train", "explore"):
+        loaded = load_run(tiny_run(tmp_path, **RL, mode=mode, trainer_away_s=5.0))
+        (tmp_path / "again.yaml").write_text(loaded.to_yaml())
+        again = load_run(tmp_path / "again.yaml")
+        assert (again.config.mode, again.config.trainer_away_s) == (mode, 5.0)
+        assert f"mode {mode}" in describe(loaded, {})
