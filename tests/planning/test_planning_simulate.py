@@ -100,7 +100,7 @@ def test_the_bound_on_staleness_and_on_time_holds(
 def test_more_explorers_and_more_staleness_are_never_slower(
     explorers: int, staleness: int, train_s: float, pass_s: float
 ) -> None:
-    """Where the groups of a batch can be shared evenly: else more may take a few per cent longer, as in any schedule."""
+    """Where a batch can be shared evenly: else more explorers may take a few per cent longer, as in any schedule."""
     measured = costs(train_s, pass_s=pass_s)
     found = step_s(measured, explorers, staleness=staleness)
     assert step_s(measured, 2 * explorers, staleness=staleness) <= 1.05 * found
