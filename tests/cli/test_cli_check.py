@@ -188,6 +188,8 @@ def test_every_command_has_its_module() -> None:
             "testcases",
             "feedback",
             "merge",
+            "plan",
+            "status",
             "algorithms",
             "bench",
             "audit",
