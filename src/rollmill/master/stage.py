@@ -13,14 +13,11 @@ import math
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from rollmill.buffer import ExpertPool
 from rollmill.buffer.ratings import Ratings
@@ -42,6 +39,7 @@ from rollmill.master.engine import make_engine, make_publisher, native_engine
 from rollmill.master.evaluation import Evaluated, Evaluator
 from rollmill.master.experts import expert_pool
 from rollmill.master.explorers import Explorers
+from rollmill.master.learning import Learning
 from rollmill.master.measures import (
     PHASES,
     batch_metrics,
@@ -56,17 +54,16 @@ from rollmill.master.online import OnlineSupply
 from rollmill.master.phases import MOVE, Phases
 from rollmill.master.residents import residency_of
 from rollmill.master.selection import StageTasks
-from rollmill.master.stage_parts import judge_of, line_of, supply_of, trainer_of
+from rollmill.master.stage_parts import judge_of, line_of, supply_of
 from rollmill.master.state import StageState
 from rollmill.master.supply import Supplies
-from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Span
 from rollmill.recipes.mix import Mixed
 from rollmill.residency import Residency
 from rollmill.rewards import Judge
 from rollmill.sync import WeightPublisher
-from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
+from rollmill.trainer import Trainer
 
 _TURNS = 5
 _DOING = {"rollout": "roll out", "reward": "reward", "inference": "inference", "train": "train", "eval": "evaluate"}
@@ -110,14 +107,12 @@ class StageRun:
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._trainer = trainer_of(config, policy, self._judge, context, seed=self._seed)
+        self._learning = Learning(config, policy, self._judge, context, seed=self._seed)
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers
         self._engine, self._sync = self._connect()
         self._sync.publish(first_version)
-        threads = (torch.get_num_threads(),)
-        self._learner = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
         self._residency = self._trace.residency = self._residency_of()
         self._counted: Counter[str] = Counter()
         self._engine_counted: dict[str, float] = {}  # at the end of the last step
@@ -176,9 +171,10 @@ class StageRun:
     def _residency_of(self) -> Residency | None:
         if self.config.residency is None:
             return None
-        assert isinstance(self._trainer, Trainer)
+        trainer = self._learning.trainer
+        assert isinstance(trainer, Trainer)
         assert isinstance(self._engine, NativeEngine)
-        return residency_of(self.config, self._policy, self._trainer, self._engine, self._context)
+        return residency_of(self.config, self._policy, trainer, self._engine, self._context)
 
     @property
     def policy(self) -> Policy:
@@ -240,18 +236,18 @@ class StageRun:
         for _ in range(_TURNS):  # of the event loop, until the explorer has seen that its completions have ended
             await asyncio.sleep(0)
             batch = batch or supply.known()
-        if batch is None or isinstance(self._trainer, ScoreTrainer):
+        if batch is None:
             return
         with self._trace.during("inference"):
-            for _ in self._trainer.ahead(batch + others, self.version):
+            for _ in self._learning.ahead(batch + others, self.version):
                 await asyncio.sleep(0)
 
     def _infer_rest(self, experiences: list[Experience]) -> None:
         """Where components come and go, all passes are made in their phase, before the weights are updated."""
-        if self._residency is None or not isinstance(self._trainer, Trainer):
+        if self._residency is None:
             return
         with self._trace.during("inference"):
-            for _ in self._trainer.ahead(experiences, self.version):
+            for _ in self._learning.ahead(experiences, self.version):
                 pass
 
     def _demonstrations(self, count: int) -> list[Experience]:
@@ -267,27 +263,15 @@ class StageRun:
 
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """Update the weights and publish them; the trainer's metrics."""
-        return self._learned(self._trainer.step(experiences, self.version))
+        return self._learned(self._learning.step(experiences, self.version))
 
     async def _learn_beside(self, experiences: list[Experience]) -> dict[str, float]:
-        """`learn` in a thread, so that requests are taken and explorers are answered meanwhile; an engine of this
-        process rests, since it has the same weights.
-
-        Once begun it is not cancelled: weights that have changed belong to the step.
-        """
+        """`learn` while requests are taken and explorers are answered; an engine of this process rests, since it has
+        the same weights."""
         self._engine.pause()
         try:
             await self._engine.drain()
-            loop = asyncio.get_running_loop()
-            work = loop.run_in_executor(self._learner, self._trainer.step, experiences, self.version)
-            while not work.done():
-                try:
-                    await asyncio.wait([work])
-                except asyncio.CancelledError:
-                    task = asyncio.current_task()
-                    assert task is not None
-                    task.uncancel()
-            return self._learned(work.result())
+            return self._learned(await self._learning.step_beside(experiences, self.version))
         finally:
             self._engine.resume()
 
@@ -403,31 +387,21 @@ class StageRun:
         frozen = None if self._explorers is None else self._explorers.state_dict()
         drafts = None if self._drafts is None else self._drafts.state_dict()
         others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
-        trainer = self._trainer.state_dict()
+        trainer = self._learning.trainer.state_dict()
         return (trainer if self._residency is None else self._residency.whole(trainer)) | others
 
     def export(self, folder: Path) -> None:
         """Write into a checkpoint's folder what the stage makes besides the policy."""
-        learner = self._trainer.own if isinstance(self._trainer, RankedTrainer) else self._trainer
-        if isinstance(learner, ScoreTrainer):
-            policy, scored = self._policy, learner.model
-            directory = folder / REWARD_MODEL
-            save_classifier(
-                policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
-            )
+        self._learning.export(folder)
 
     def begin(self, stores: dict[str, dict[str, Any]]) -> None:
         """Start from the first step; `stores` says where buffers were at the end of the stage before."""
-        self._start_ranks()
+        self._learning.begin()
         self.state.stores = stores
         self._rewind()
         if self._store.kind == SQL:
             self._store.put_tasks(self.tasks.training.tasks)
         self._mark_boundary()
-
-    def _start_ranks(self) -> None:
-        if isinstance(self._trainer, RankedTrainer):
-            self._trainer.start()
 
     def _rewind(self) -> None:
         """The buffer as it was when the stage was where it is now."""
@@ -435,7 +409,7 @@ class StageRun:
 
     def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
         """Go on from a checkpoint; the model's weights are loaded already."""
-        self._start_ranks()
+        self._learning.begin()
         self.state = state
         self._rewind()
         if self._experts is not None and state.experts is not None:
@@ -443,7 +417,7 @@ class StageRun:
         if self._supply is not None:
             self._supply.restore(state)
         own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
-        self._trainer.load_state_dict(own)
+        self._learning.trainer.load_state_dict(own)
         if self._explorers is not None:
             self._explorers.load_state_dict(trainer.get(FROZEN))
         if self._drafts is not None:
@@ -453,8 +427,7 @@ class StageRun:
 
     async def close(self) -> None:
         """Stop what is running."""
-        if isinstance(self._trainer, RankedTrainer):
-            self._trainer.close()
+        self._learning.close()
         if self._supply is not None:
             await self._supply.close()
         if self.evaluator is not None:
@@ -462,7 +435,6 @@ class StageRun:
         if self._explorers is not None:
             await self._explorers.close()
         await self._engine.close()
-        self._learner.shutdown()
         if self._residency is not None:
             self._residency.close()
         if not isinstance(self._sync, RemoteExplorers):

@@ -1,0 +1,77 @@
+"""The learning half of a stage: its trainer, in this process or shared with other ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rollmill.config.run import StageConfig
+from rollmill.core.types import Experience
+from rollmill.master.context import RunContext
+from rollmill.master.stage_parts import trainer_of
+from rollmill.models.classifier import REWARD_MODEL, save_classifier
+from rollmill.models.load import Policy
+from rollmill.rewards import Judge
+from rollmill.trainer import RankedTrainer, ScoreTrainer
+
+
+class Learning:
+    """What updates the weights of `policy`, or of a reward model that begins as the policy."""
+
+    def __init__(
+        self, config: StageConfig, policy: Policy, judge: Judge | None, context: RunContext, *, seed: int
+    ) -> None:
+        self._policy = policy
+        self.trainer = trainer_of(config, policy, judge, context, seed=seed)
+        threads = (torch.get_num_threads(),)
+        self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
+
+    def begin(self) -> None:
+        """Start other ranks, where there are some."""
+        if isinstance(self.trainer, RankedTrainer):
+            self.trainer.start()
+
+    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+        """See Trainer; a reward model's has nothing to do ahead."""
+        if not isinstance(self.trainer, ScoreTrainer):
+            yield from self.trainer.ahead(experiences, version)
+
+    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+        """See Trainer."""
+        return self.trainer.step(experiences, version)
+
+    async def step_beside(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+        """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
+
+        Once begun it is not cancelled: weights that have changed belong to the step.
+        """
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._thread, self.trainer.step, experiences, version)
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+        return work.result()
+
+    def export(self, folder: Path) -> None:
+        """Write a reward model into a checkpoint's folder, where one is trained."""
+        learner = self.trainer.own if isinstance(self.trainer, RankedTrainer) else self.trainer
+        if isinstance(learner, ScoreTrainer):
+            policy, scored = self._policy, learner.model
+            directory = folder / REWARD_MODEL
+            save_classifier(
+                policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
+            )
+
+    def close(self) -> None:
+        """End other ranks and the thread."""
+        if isinstance(self.trainer, RankedTrainer):
+            self.trainer.close()
+        self._thread.shutdown()
