@@ -10,7 +10,7 @@ from toys import toy_checkpoint
 
 from rollmill.config.loader import load_run
 from rollmill.master import run
-from rollmill.master.launch import _texts
+from rollmill.master.setup import _texts
 from rollmill.models.tokenizer import train_tokenizer
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.view import PlainView

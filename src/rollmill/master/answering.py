@@ -15,8 +15,8 @@ from rollmill.core.types import Experience, Task
 from rollmill.engines.native.rng import fold
 from rollmill.explorer.other_models import connected
 from rollmill.explorer.served import Served, ServedExplorers, require_askable
-from rollmill.master.launch import device_of
 from rollmill.master.scoring import Progress, Rating, Scored, Tally, in_waves, settings_of, threshold_of
+from rollmill.master.setup import device_of
 from rollmill.rewards import build_judge
 from rollmill.tasks import load_taskset
 from rollmill.tasks.scores import ScoreFile

@@ -26,8 +26,9 @@ from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.evaluation import Evaluator
 from rollmill.master.examiner import SetResult
 from rollmill.master.explorers import Explorers
-from rollmill.master.launch import MACHINE, device_of, of_stage, require_models
+from rollmill.master.launch import of_stage, require_models
 from rollmill.master.selection import select_held_out
+from rollmill.master.setup import MACHINE, device_of
 from rollmill.master.subjects import RUN_FILE, AnySubject, ServedSubject, Subject
 from rollmill.models.load import Policy
 from rollmill.monitor.files import atomic_write, plain

@@ -13,9 +13,10 @@ from rollmill.core.errors import ConfigError
 from rollmill.master.buffers import Buffers
 from rollmill.master.context import RunContext
 from rollmill.master.explored_stage import ExploredStage
-from rollmill.master.launch import CONFIG, MACHINE, set_up
+from rollmill.master.launch import CONFIG
 from rollmill.master.notices import EXPLORER, Notice, Watch, read_notice
 from rollmill.master.places import Place, place
+from rollmill.master.setup import MACHINE, set_up
 from rollmill.monitor.heartbeat import Heartbeat, beating
 
 WAIT_S = 0.2

@@ -3,55 +3,35 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import re
-import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from rollmill.cluster.pool import ActorPool
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.model import ModelConfig
-from rollmill.config.placement import Inline, OnRay, PlacementConfig
+from rollmill.config.placement import Inline, OnRay
 from rollmill.config.resolve import STAGE_KEYS
-from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
-from rollmill.config.taskset import TasksetConfig
 from rollmill.config.workflows import Traffic
-from rollmill.core.errors import CheckpointError, ConfigError, ModelError
-from rollmill.core.types import Task
+from rollmill.core.errors import CheckpointError, ConfigError
 from rollmill.master.buffers import Buffers
-from rollmill.master.checkpoint import Checkpoints, unreadable
-from rollmill.master.context import RunContext
+from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.master import Master, Serving
-from rollmill.master.residents import plan_of
-from rollmill.master.selection import StageTasks, select_tasks
+from rollmill.master.setup import MACHINE, Setup, set_up
 from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
 from rollmill.master.training import making_stages
-from rollmill.models.classifier import require_classifier
-from rollmill.models.load import Policy, load_policy
-from rollmill.models.lora import ADAPTER, load_adapter
-from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.heartbeat import TRAINER, Heartbeat, beating
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
 from rollmill.monitor.view import View, make_view
-from rollmill.recipes import RewardModel
-from rollmill.rewards import Judge, build_judge
-from rollmill.tasks import Taskset, load_taskset
-from rollmill.trainer import choose_precision, choose_threads
 
 CONFIG = "config.yaml"
-NO_TASKS = Taskset("none", [], [])
-MACHINE = "machine.json"
 
 
 def run(
@@ -240,166 +220,6 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, given: _Given,
         buffers.close()
     monitor.close(summary)
     return summary
-
-
-def prepare(loaded: LoadedRun, folder: Path) -> tuple[Policy, list[StageTasks], RunContext]:
-    """What the stages of a run are made of, in one process and without a run, for measurements; writes into `folder`
-    what a run keeps of its machine. Raises like `run`.
-    """
-    setup = set_up(loaded, folder, None)
-    buffers = Buffers(folder, setup.run_id, read_only=True)
-    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers, Inline())
-
-
-@dataclass(frozen=True)
-class Setup:
-    policy: Policy
-    tasks: list[StageTasks]
-    precision: str
-    threads: int
-    run_id: str
-    judges: list[Judge]  #: closed; they keep the reward models that the stages share in memory
-
-    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers, placement: PlacementConfig) -> RunContext:
-        """What the stages share."""
-        config = loaded.config
-        return RunContext(
-            run_dir,
-            self.run_id,
-            config.seed,
-            self.precision,
-            self.threads,
-            buffers,
-            config.plugins,
-            placement,
-        )
-
-    def describe(self, run_dir: Path) -> str:
-        count = sum(parameter.numel() for parameter in self.policy.model.parameters())
-        return (
-            f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
-            f"{self.policy.device} with {self.threads} thread(s); run directory {run_dir}"
-        )
-
-
-def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> Setup:
-    """Data, model and machine settings; the model is the checkpoint's where there is one.
-
-    Args:
-        joined: another process of the run has written what is the run's own.
-    """
-    config = loaded.config
-    torch.manual_seed(config.seed)
-    torch.set_num_threads(1 if config.threads == "auto" else config.threads)
-    device = device_of(config.device)
-    # what is missing in the last stage's rewards shows before the first has run
-    wanted = [(rewards, stage.judging) for stage in loaded.stages for rewards in _rewards(stage)]
-    judges = [build_judge(rewards, judging, device=str(device)) for rewards, judging in wanted]
-    for judge in judges:
-        judge.close()
-    tasksets = _load_tasksets(loaded.stages)
-    adapted = config.model.lora is not None
-    model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
-    training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
-    try:
-        policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
-        if step is not None and adapted:
-            load_adapter(policy.model, Checkpoints(run_dir).path(step) / ADAPTER)
-    except ModelError as error:
-        if step is None:
-            raise
-        raise unreadable(Checkpoints(run_dir).path(step), error) from error
-    if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
-        require_classifier(policy.model)
-    tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
-    machine = _machine(run_dir, loaded, policy)
-    if joined and config.threads != "auto":
-        machine["threads"] = config.threads
-    torch.set_num_threads(machine["threads"])
-    for stage in loaded.stages:
-        if stage.residency is not None:
-            plan_of(stage, policy, machine["precision"])  # what does not fit shows before the first stage has run
-    if not joined:
-        save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
-    return Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
-
-
-def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
-    """The rewards of a stage, and those that sets of held-out tasks have of their own."""
-    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
-    return [stage.rewards, *(each.rewards for each in sets if each.rewards is not None)]
-
-
-def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) -> StageTasks:
-    sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
-    held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
-    training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
-    return select_tasks(stage, policy, training, held_out)
-
-
-def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]:
-    """Thread count and precision, measured once per run and stored, so that a resumed run computes the same; and what
-    a database knows the run by.
-    """
-    path = run_dir / MACHINE
-    if path.is_file():
-        stored: dict[str, Any] = json.loads(path.read_text())
-        if "run_id" not in stored:  # an older version made the run
-            stored["run_id"] = uuid.uuid4().hex
-            atomic_write(path, (json.dumps(stored) + "\n").encode())
-        return stored
-    wanted = {stage.trainer.precision for stage in loaded.stages}
-    if len(wanted) > 1:
-        raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
-    threads = loaded.config.threads
-    chosen = choose_threads(policy.model) if threads == "auto" else threads
-    torch.set_num_threads(chosen)
-    precision = wanted.pop()
-    if precision == "auto":
-        precision = choose_precision(policy.model, policy.device)
-    machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
-    atomic_write(path, (json.dumps(machine) + "\n").encode())
-    return machine
-
-
-def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:
-    loaded: dict[str, Taskset] = {}
-    for stage in stages:
-        for config in (stage.taskset, *(stage.evaluation.tasksets() if stage.evaluation else [])):
-            if config is not None and _key(config) not in loaded:
-                loaded[_key(config)] = load_taskset(config)
-    return loaded
-
-
-def _key(config: TasksetConfig) -> str:
-    return config.model_dump_json()
-
-
-def _texts(tasksets: list[Taskset]) -> Iterator[str]:
-    """All text of the training tasks: what a new tokenizer is trained on."""
-    for taskset in tasksets:
-        for task in taskset.tasks:
-            yield from _task_texts(task)
-
-
-def _task_texts(task: Task) -> Iterator[str]:
-    if isinstance(task.prompt, str):
-        yield task.prompt
-    else:
-        yield from (message["content"] for message in task.prompt)
-    if task.response is not None:
-        yield task.response
-    if task.answer is not None:
-        yield str(task.answer)
-
-
-def device_of(wanted: str) -> torch.device:
-    """The device of the key `device`. Raises ConfigError where there is none."""
-    if wanted == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if wanted == "cuda" and not torch.cuda.is_available():
-        raise ConfigError("device: cuda, but torch finds no CUDA device; use device: auto or cpu")
-    return torch.device(wanted)
 
 
 def _fresh(folder: Path) -> Path:

@@ -21,8 +21,8 @@ from rollmill.core.types import Task, one_per_rollout
 from rollmill.engines.native.rng import fold
 from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.explorers import Explorers
-from rollmill.master.launch import device_of
 from rollmill.master.selection import select_tasks
+from rollmill.master.setup import device_of
 from rollmill.models.load import Policy, load_policy
 from rollmill.rewards import build_judge
 from rollmill.rewards.judges.difficulty import DifficultyJudge

@@ -27,8 +27,9 @@ from rollmill.explorer.serving.server import Server
 from rollmill.explorer.serving.sessions import Sink
 from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.engine import native_engine
-from rollmill.master.launch import CONFIG, device_of, resume, start
+from rollmill.master.launch import CONFIG, resume, start
 from rollmill.master.online import SessionGroups
+from rollmill.master.setup import device_of
 from rollmill.master.stage import StageRun
 from rollmill.models.load import Policy, load_policy
 from rollmill.monitor.view import View

@@ -26,9 +26,9 @@ from rollmill.core.types import Experience, Source, StopReason, one_per_rollout
 from rollmill.engines.native import NativeEngine
 from rollmill.master.context import RunContext
 from rollmill.master.explorer_actor import trained
-from rollmill.master.launch import prepare
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks
+from rollmill.master.setup import prepare
 from rollmill.master.stage import StageRun
 from rollmill.models.load import Policy
 from rollmill.residency.peaks import Peaks
