@@ -141,7 +141,7 @@ def main() -> None:
     if kind == "ray":
         import ray
 
-        ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
     serve(channel, lambda: KINDS[kind](batches), versions=versions("ray") if kind == "ray" else versions())
 
 

@@ -51,7 +51,7 @@ def test_of_a_model_with_adapters_the_adapters_alone_travel(tmp_path: Path) -> N
     losses = [[row.get("loss") for row in metrics(run)] for run in (here, there)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
     assert len({row["grad_norm"] for row in metrics(here) if "grad_norm" in row}) == 3  # the adapters moved
-    sent = sorted((there / "weights").glob("*.safetensors"))
+    sent = sorted((there / "weights").rglob("*.safetensors"))
     assert len(sent) == 4
     with safe_open(sent[0], "pt") as whole:
         names = list(whole.keys())

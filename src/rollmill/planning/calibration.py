@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import statistics
 import time
 import uuid
@@ -31,6 +32,7 @@ from rollmill.master.selection import StageTasks
 from rollmill.master.setup import prepare
 from rollmill.master.stage import StageRun
 from rollmill.models.load import Policy
+from rollmill.monitor.memory import give_back
 from rollmill.residency.peaks import Peaks
 from rollmill.residency.sizes import sizes_of
 from rollmill.sync import SharedReceiver, SharedSender, shared_folder
@@ -142,6 +144,8 @@ async def _calibrated(
             break
         measured = _smaller(stage, groups, longest)
         samples += await _steps(measured, policy, tasks, context, index, groups)
+        gc.collect()  # what these steps have left would pass for memory of the next ones
+        give_back()
     publish_s, take_s = transfer(policy, context.precision)
     sizes = sizes_of(measured, policy, context.precision)
     return Calibration(

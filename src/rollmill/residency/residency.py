@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,6 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from rollmill.config.residency import Phase
 from rollmill.models.storages import looking_at
+from rollmill.monitor.memory import give_back
 from rollmill.residency.peaks import Peaks
 from rollmill.residency.plan import GB, Plan, Where
 from rollmill.residency.resident import Resident
@@ -97,5 +97,5 @@ class Residency:
 
     def _give_back(self) -> None:
         """To the system: glibc keeps what is freed, in case it is wanted again."""
-        if self._device.type == "cpu" and hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-            libc.malloc_trim(0)
+        if self._device.type == "cpu":
+            give_back()
