@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -80,5 +81,14 @@ def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp
     assert not list(Path("/dev/shm").glob(f"rollmill-{json.loads((out / 'machine.json').read_text())['run_id']}*"))
 
 
+_WORKER = "PYTEST_XDIST_WORKER"
+
+
 def _is_ours(process: psutil.Process) -> bool:
-    return "rollmill.engines.vllm.worker" in (process.info["cmdline"] or [])[:5]
+    """Whether this process, and not another one that runs tests, has started a vLLM."""
+    if "rollmill.engines.vllm.worker" not in (process.info["cmdline"] or [])[:5]:
+        return False
+    try:
+        return process.environ().get(_WORKER) == os.environ.get(_WORKER)
+    except psutil.Error:
+        return False
