@@ -15,7 +15,7 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.native.stops import StopStrings
+from rollmill.engines.stops import StopStrings
 
 TOKENIZERS = {kind: toy_tokenizer(kind) for kind in ("char", "bpe")}
 

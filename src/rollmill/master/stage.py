@@ -101,7 +101,7 @@ class StageRun:
         self.state = StageState()
         self._policy = policy
         self._context = context
-        self._seed = fold(context.seed, index)
+        self._index, self._seed = index, fold(context.seed, index)
         self._first_version = first_version
         self._trace = Phases(self._says)
         self._judge: Judge | None = None

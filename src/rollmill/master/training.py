@@ -21,11 +21,9 @@ from rollmill.core.types import Experience
 from rollmill.engines.base import RolloutEngine
 from rollmill.master.asking import POLL_S, AskedEvaluator
 from rollmill.master.consuming import Consumption, oldest_allowed
-from rollmill.master.context import RunContext
 from rollmill.master.engine import native_engine
 from rollmill.master.explorer_actor import trained
 from rollmill.master.notices import Notice, clear, described, forget, read_notice, weights_folder
-from rollmill.master.selection import StageTasks
 from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import StageState
 from rollmill.models.load import Policy
@@ -131,19 +129,10 @@ class Posted:
 class TrainingStage(StageRun):
     """A StageRun that rolls nothing out."""
 
-    def __init__(
-        self,
-        config: StageConfig,
-        policy: Policy,
-        tasks: StageTasks,
-        context: RunContext,
-        *,
-        index: int,
-        first_version: int,
-    ) -> None:
-        assert context.heartbeat is not None
-        self._index, self._heart = index, context.heartbeat
-        super().__init__(config, policy, tasks, context, index=index, first_version=first_version)
+    @property
+    def _heart(self) -> Heartbeat:
+        assert self._context.heartbeat is not None
+        return self._context.heartbeat
 
     def _connect(self) -> tuple[RolloutEngine, WeightPublisher]:
         """An engine that never generates, and a way for the weights."""

@@ -12,7 +12,6 @@ import numpy as np
 from torch import Tensor
 
 from rollmill.config.rollout import NgramConfig
-from rollmill.core.errors import ContextError, EngineError
 from rollmill.core.types import Completion, FloatArray, IntArray, StopReason
 from rollmill.engines.base import Begun, Request
 from rollmill.engines.native.cache import Entry
@@ -21,7 +20,8 @@ from rollmill.engines.native.proposal import Proposal, from_draft, from_guess
 from rollmill.engines.native.repetition import Repetition
 from rollmill.engines.native.rng import fold
 from rollmill.engines.native.sampler import Top
-from rollmill.engines.native.stops import StopStrings, stop_strings
+from rollmill.engines.requests import room_for, stops_of, text_of
+from rollmill.engines.stops import StopStrings
 
 
 @dataclass(slots=True, eq=False)
@@ -186,27 +186,11 @@ class Row:
         return ids, probs
 
     def _text(self) -> str:
-        tokenizer, stops = self.group.tokenizer, self.group.stops
-        if self.stop_reason is StopReason.STOP and stops is not None:
-            text = stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
-            for special in tokenizer.all_special_tokens:
-                text = text.replace(special, "")
-            return text
-        return "" if tokenizer is None else str(tokenizer.decode(self.tokens, skip_special_tokens=True))
+        group = self.group
+        return text_of(self.tokens, group.tokenizer, group.stops if self.stop_reason is StopReason.STOP else None)
 
 
 def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
     """The group of a request. Raises EngineError for one that cannot be served."""
-    sampling, length = request.sampling, len(request.prompt_ids)
-    if length == 0:
-        raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
-    if length >= context:
-        raise ContextError(
-            f"{request.id}: the prompt has {length} tokens but the model's context is {context}, which leaves no room "
-            "for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
-        )
-    if sampling.stop and tokenizer is None:
-        raise EngineError(f"{request.id}: stop strings need a tokenizer; use stop_token_ids")
-    stops = stop_strings(tokenizer, tuple(sampling.stop)) if sampling.stop else None
-    limit = min(sampling.max_new_tokens, context - length)
-    return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
+    limit, stops = room_for(request, context), stops_of(request, tokenizer)
+    return Group(request, limit, eos_ids | frozenset(request.sampling.stop_token_ids), stops, tokenizer)

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request, SampledToken
 from rollmill.engines.native.rng import fold
-from rollmill.engines.native.stops import StopStrings, stop_strings
+from rollmill.engines.requests import room_for, stops_of, text_of
+from rollmill.engines.stops import StopStrings
 
 _REASONS = {"stop": StopReason.EOS, "length": StopReason.LENGTH, "abort": StopReason.ABORTED}
 _SEED_BITS = 2**63 - 1
@@ -112,30 +113,17 @@ class Sample:
         )
 
     def _text(self) -> str:
-        tokenizer, stops = self.group.tokenizer, self.group.stops
-        if self.stopped and stops is not None:
-            text = stops.cut(tokenizer.decode(self.tokens))  # a stop string may hold special tokens
-            for special in tokenizer.all_special_tokens:
-                text = text.replace(special, "")
-            return text
-        return "" if tokenizer is None else str(tokenizer.decode(self.tokens, skip_special_tokens=True))
+        group = self.group
+        return text_of(self.tokens, group.tokenizer, group.stops if self.stopped else None)
 
 
 def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
     """The group of a request. Raises EngineError for one that cannot be served."""
-    sampling, length = request.sampling, len(request.prompt_ids)
-    if length == 0:
-        raise EngineError(f"{request.id}: the prompt has no tokens; give it some text or a BOS token")
-    if length >= context:
-        raise ContextError(
-            f"{request.id}: the prompt has {length} tokens but the model's context is {context}, which leaves no room "
-            "for a completion; shorten the prompt or drop the task (taskset.on_bad_row, filters)"
-        )
+    sampling, limit = request.sampling, room_for(request, context)
     if (sampling.top_p, sampling.top_k, sampling.min_p) != (1.0, 0, 0.0):
         raise EngineError(f"{request.id}: vLLM does not say how much probability truncation keeps; use top_p 1, no "
                           "top_k and no min_p, or engine `native`")  # fmt: skip
     if any(request.begun) or any(request.drafts) or request.record_top:
         raise EngineError(f"{request.id}: vLLM takes no drafts and no tokens to go on from; use engine `native`")
-    stops = stop_strings(tokenizer, tuple(sampling.stop)) if sampling.stop else None
-    limit = min(sampling.max_new_tokens, context - length)
+    stops = stops_of(request, tokenizer)
     return Group(request, limit, eos_ids | frozenset(sampling.stop_token_ids), stops, tokenizer)
