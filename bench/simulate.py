@@ -2,9 +2,9 @@
 
 The pacing rule, explorers, a trainer and weights under way are simulated (src/rollmill/planning/simulate.py) with
 decode passes, training times and transfers measured in the same run: GRPO on the 3.2M model, 8 prompts x 8 completions
-a step. Two workers share this machine, so their costs are those measured while another process does the same work;
-but without staleness they take turns, and then costs are those of a process alone. For 8, 64 and 512 workers they
-are that, too, and nothing of a network is known but the transfer in memory.
+a step. Two workers share this machine, so a worker's costs are those measured while another process does the other
+one's work; but without staleness they take turns, and then costs are those of a process alone. For 8, 64 and 512
+workers they are that, too, and nothing of a network is known but the transfer in memory.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     """Run the benchmark; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="bench simulate", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=10, help="measured, in each round")
+    parser.add_argument("--steps", type=int, default=20, help="measured, in each round")
     parser.add_argument("--staleness", default="0,1,4")
     parser.add_argument("--workers", default="2,8,64,512")
     parser.add_argument("--model", default="m3")

@@ -1,6 +1,7 @@
 """Worker: what the parts of a step cost, measured in one process: decode passes, training, sending weights.
 
-With `--beside` a second process does the same work meanwhile, as it does where trainer and explorer share a machine.
+With `--beside` a second process works meanwhile, as it does where trainer and explorer share a machine: it trains
+while the explorer's costs are measured, and decodes while the trainer's are.
 """
 
 from __future__ import annotations
@@ -21,10 +22,15 @@ from typing import Any
 
 from bench.models import prompts
 from bench.ours.step import build_stage
+from bench.ours.train_step import ready_made
 from bench.worker import Channel, versions
 
 FEWER = 4
 """A second measurement has a batch that many times smaller, so that what depends on the batch can be told."""
+MANY = 256
+"""Completions that the engine decodes together at most."""
+TRAINER = ("train_s", "publish_s")
+"""What the trainer pays; the rest is the explorer's."""
 
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -67,14 +73,14 @@ async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
     from rollmill.planning.calibration import watched
 
     with watched(engine) as passes:
-        await asyncio.gather(*asked(engine, args, 256 // args.group))
+        await asyncio.gather(*asked(engine, args, MANY // args.group))
     return passes
 
 
 async def recomputed(engine: Any, args: argparse.Namespace) -> float:
     """Seconds, for every completion that is half done, that the first pass with new weights takes more."""
-    work = [asyncio.ensure_future(each) for each in asked(engine, args, args.prompts)]
-    while engine.load()[0] < args.prompts * args.group * args.new_tokens // 2:
+    work = [asyncio.ensure_future(each) for each in asked(engine, args, MANY // args.group)]
+    while engine.load()[0] < MANY * args.new_tokens // 2:
         await asyncio.sleep(0)
     began = time.perf_counter()
     engine.step()
@@ -84,7 +90,7 @@ async def recomputed(engine: Any, args: argparse.Namespace) -> float:
     engine.step()
     more = time.perf_counter() - began - usual
     await asyncio.gather(*work)
-    return float(max(more, 0.0) / (args.prompts * args.group))
+    return float(max(more, 0.0) / MANY)
 
 
 def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
@@ -98,12 +104,12 @@ def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
 
 
 @contextmanager
-def company(args: argparse.Namespace) -> Iterator[None]:
-    """Another process that does the same work, over and over."""
+def company(args: argparse.Namespace, work: str) -> Iterator[None]:
+    """Another process that trains or decodes, over and over."""
     options = [
         f"--{name.replace('_', '-')}={getattr(args, name)}" for name in ("model", "prompts", "group", "new_tokens")
     ]
-    child = subprocess.Popen([sys.executable, "-m", "bench.ours.costs", "--endless", *options])
+    child = subprocess.Popen([sys.executable, "-m", "bench.ours.costs", f"--endless={work}", *options])
     try:
         time.sleep(args.settle)
         yield
@@ -112,10 +118,31 @@ def company(args: argparse.Namespace) -> Iterator[None]:
         child.wait()
 
 
+def beside(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The costs of either side while the other one works."""
+    with company(args, "train"):
+        costs = asyncio.run(measure(args, folder))
+    with company(args, "decode"):
+        trainers = asyncio.run(measure(args, folder))
+    return costs | {name: trainers[name] for name in TRAINER}
+
+
+async def endless(args: argparse.Namespace, folder: Path) -> None:
+    """Train or decode until whoever wanted company is gone."""
+    parent = os.getppid()
+    trainer, batch = ready_made(args)
+    stage, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)
+    while os.getppid() == parent:
+        if args.endless == "train":
+            trainer.step(batch, 0)
+        else:
+            await many_rows(stage.engine, args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--beside", action="store_true")
-    parser.add_argument("--endless", action="store_true")
+    parser.add_argument("--endless", choices=("train", "decode"))
     parser.add_argument("--settle", type=float, default=12.0)
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--model", default="m3")
@@ -126,19 +153,14 @@ def main() -> None:
     parser.set_defaults(device="cpu")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench-costs-") as folder:
-        parent = os.getppid()
-        while args.endless and os.getppid() == parent:  # it does not outlive whoever wanted company
-            asyncio.run(measure(args, Path(folder)))
         if args.endless:
+            asyncio.run(endless(args, Path(folder)))
             return
         channel = Channel()
         channel.say(versions=versions("torch", "transformers"))
         for _ in channel.commands():
-            if args.beside:
-                with company(args):
-                    channel.say(**asyncio.run(measure(args, Path(folder))))
-            else:
-                channel.say(**asyncio.run(measure(args, Path(folder))))
+            costs = beside(args, Path(folder)) if args.beside else asyncio.run(measure(args, Path(folder)))
+            channel.say(**costs)
 
 
 if __name__ == "__main__":

@@ -12,22 +12,24 @@ from typing import Any
 from bench.ours.step import build_stage
 from bench.worker import Channel, versions
 
-SETTLE = 3
-"""Steps before the clock starts: what explorers did while the worker rested is used up."""
+SETTLE = 4
+"""Steps before the clock starts, and max_staleness more: what explorers did while the worker rested is used up."""
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Follow the parent's commands."""
+    from rollmill.config.engine import NativeEngineConfig
     from rollmill.config.placement import Inline, OnRay
 
     placement = OnRay(explorers=args.explorers) if args.placement == "ray" else Inline()
     more: dict[str, Any] = {"max_staleness": args.max_staleness, "placement": placement, "run_dir": folder}
+    more["engine"] = NativeEngineConfig(after_update=args.after_update)
     stage, precision = build_stage(args, "bench.ours.step:even_ids", **more)
     stage.begin({})
     await stage.step()
     channel.say(dtype=precision, versions=versions("torch", "transformers", "ray"))
     for _ in channel.commands():
-        for _ in range(SETTLE):
+        for _ in range(SETTLE + args.max_staleness):
             await stage.step()
         began, staleness = time.perf_counter(), 0.0
         phases: dict[str, float] = {}
@@ -45,6 +47,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--placement", choices=("inline", "ray"), required=True)
     parser.add_argument("--max-staleness", type=int, default=0)
+    parser.add_argument("--after-update", choices=("recompute", "keep"), default="recompute")
     parser.add_argument("--explorers", type=int, default=1)
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--model", default="m3")

@@ -29,6 +29,7 @@ def build_stage(
     lr: float = 1e-5,
     *,
     max_staleness: int = 0,
+    engine: Any = None,
     placement: Any = None,
     run_dir: Path = Path(),
     **rollout: Any,
@@ -37,6 +38,7 @@ def build_stage(
     import torch
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+    from rollmill.config.engine import NativeEngineConfig
     from rollmill.config.placement import Inline
     from rollmill.config.rewards import PythonReward
     from rollmill.config.rollout import RolloutConfig
@@ -61,6 +63,7 @@ def build_stage(
     config = StageConfig(
         steps=1000,
         max_staleness=max_staleness,
+        engine=engine or NativeEngineConfig(),
         taskset=TasksetConfig(function="bench.ours.step:rows", options={"model": args.model}),
         rollout=RolloutConfig(batch=args.prompts, group_size=args.group, max_new_tokens=args.new_tokens, **rollout),
         rewards=[PythonReward(name="python", function=reward, processes=1)],

@@ -21,7 +21,21 @@ def main() -> None:
     args = parser.parse_args()
     channel = Channel()
     began = time.perf_counter()
+    trainer, batch = ready_made(args)
 
+    def step() -> dict[str, Any]:
+        started, cpu = time.perf_counter(), time.process_time()
+        metrics = trainer.step(batch, 0)
+        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
+        learned = sum(bool(experience.advantage.any()) for experience in batch if experience.advantage is not None)
+        return {"seconds": seconds, "cpu_s": cpu_s, "tokens": int(metrics["tokens"]), "learned": learned}
+
+    startup_s = time.perf_counter() - began
+    serve(channel, step, startup_s=startup_s, dtype=trainer.precision, versions=versions("torch", "transformers"))
+
+
+def ready_made(args: argparse.Namespace) -> tuple[Any, list[Any]]:
+    """A trainer, and the rollouts of a step."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -36,17 +50,7 @@ def main() -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
     recipe = build_recipe(GRPO(), max_new_tokens=args.new_tokens)
     trainer = Trainer(model, recipe, TrainerConfig(lr=1e-5, precision=args.dtype), total_steps=100_000)
-    batch = experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
-
-    def step() -> dict[str, Any]:
-        started, cpu = time.perf_counter(), time.process_time()
-        metrics = trainer.step(batch, 0)
-        seconds, cpu_s = time.perf_counter() - started, time.process_time() - cpu
-        learned = sum(bool(experience.advantage.any()) for experience in batch if experience.advantage is not None)
-        return {"seconds": seconds, "cpu_s": cpu_s, "tokens": int(metrics["tokens"]), "learned": learned}
-
-    startup_s = time.perf_counter() - began
-    serve(channel, step, startup_s=startup_s, dtype=trainer.precision, versions=versions("torch", "transformers"))
+    return trainer, experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
 
 
 if __name__ == "__main__":

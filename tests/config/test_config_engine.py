@@ -24,6 +24,10 @@ CASES = {
         "run.yaml:4: engine: a server with OpenAI's API gives neither tokens nor their log-probs, so nothing can be",
     ),
     "a key of another engine": (GOOD + "engine: {name: native, python: python3}", "engine.python"),
+    "no update while completions are under way": (
+        GOOD + "engine: {name: native, after_update: keep}",
+        "run.yaml:4: engine.after_update: not honoured with max_staleness 0: no completion is under way when",
+    ),
     "an option that is a key": (
         GOOD + "engine: {name: vllm, options: {max_num_seqs: 4}}",
         "max_num_seqs is no option: it is rollout.max_sequences; remove it",

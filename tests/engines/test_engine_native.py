@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import random
 from itertools import pairwise
 from typing import Any
@@ -14,10 +15,13 @@ from toys import toy_model
 from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
 from rollmill.core.errors import EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine, cache, decode, runner
+from rollmill.master.engine import make_engine
+from rollmill.models.load import Policy
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "mixtral"]
 VOCAB = 130
@@ -183,26 +187,30 @@ def test_length_and_context_limits() -> None:
         serve(engine, [Request([], SamplingConfig())])
 
 
-def test_weights_updated_in_flight() -> None:
-    """Tokens carry the version; after an update, running completions continue exactly as the new weights would."""
-    old, new = toy_model("qwen3", vocab_size=VOCAB, seed=0), toy_model("qwen3", vocab_size=VOCAB, seed=1)
-    engine = engine_of(old, max_sequences=4)
-    sampling = SamplingConfig(max_new_tokens=30)
+def updated_in_flight(engine: NativeEngine, model: Any, new: Any, **request: Any) -> list[Completion]:
+    """Completions whose model gets the weights of `new`, as version 5, after some tokens."""
 
     async def main() -> list[Completion]:
-        work = asyncio.ensure_future(engine.generate(Request([4, 8, 15], sampling, n=6, seed=2)))
+        sampling = SamplingConfig(max_new_tokens=30)
+        work = asyncio.ensure_future(engine.generate(Request([4, 8, 15], sampling, **request)))
         for _ in range(12):
             await asyncio.sleep(0)
         engine.pause()
         await engine.drain()
         with torch.no_grad():
-            for mine, theirs in zip(old.parameters(), new.parameters(), strict=True):
+            for mine, theirs in zip(model.parameters(), new.parameters(), strict=True):
                 mine.copy_(theirs)
         engine.weights_updated(5)
         engine.resume()
         return await work
 
-    completions = asyncio.run(main())
+    return asyncio.run(main())
+
+
+def test_weights_updated_in_flight() -> None:
+    """Tokens carry the version; after an update, running completions continue exactly as the new weights would."""
+    old, new = toy_model("qwen3", vocab_size=VOCAB, seed=0), toy_model("qwen3", vocab_size=VOCAB, seed=1)
+    completions = updated_in_flight(engine_of(old, max_sequences=4), old, new, n=6, seed=2)
     assert {int(v) for c in completions for v in c.versions} == {0, 5}
     for completion in completions:
         fresh = completion.versions == 5
@@ -210,6 +218,47 @@ def test_weights_updated_in_flight() -> None:
         torch.testing.assert_close(
             torch.from_numpy(completion.logprobs[fresh]), expected[torch.from_numpy(fresh)], atol=1e-5, rtol=0
         )
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_what_is_cached_can_be_kept_over_an_update(lost: bool) -> None:
+    """Running completions go on from the new weights over the old keys and values, and their log-probs say so; those
+    that begin later know the new weights alone. A cache that is gone is computed anew."""
+    old, new = toy_model("qwen3", vocab_size=VOCAB, seed=0), toy_model("qwen3", vocab_size=VOCAB, seed=1)
+    first = copy.deepcopy(old)
+    section = {
+        "max_staleness": 1,
+        "engine": {"name": "native", "after_update": "keep"},
+        "rollout": {"max_sequences": 4},
+    }
+    policy = Policy(old, None, frozenset(), 0, 256, torch.device("cpu"))
+    engine = make_engine(policy, StageConfig.model_validate(section), "fp32")
+    assert isinstance(engine, NativeEngine)
+    if lost:
+        update = engine.weights_updated
+        engine.weights_updated = lambda version: (engine.destroy_cache(), update(version))[1]  # type: ignore[method-assign]
+    completions = updated_in_flight(engine, old, new, n=6, seed=2)
+    begun = [int((completion.versions == 0).sum()) for completion in completions]
+    assert sorted(begun)[:2] == [0, 0]
+    assert sorted(begun)[2] > 1
+    for completion, count in zip(completions, begun, strict=True):
+        expected = reference_logprobs(new, completion)
+        if count and not lost:
+            expected = continued_logprobs(first, new, completion, count)
+        found = torch.from_numpy(completion.logprobs[count:])
+        torch.testing.assert_close(found, expected[count:], atol=1e-5, rtol=0)
+    assert engine.cached_entries == 0
+
+
+def continued_logprobs(old: Any, new: Any, completion: Completion, count: int) -> torch.Tensor:
+    """Of transformers: `old` has read the prompt and `count` tokens but the last, and `new` reads the rest."""
+    ids = torch.tensor([[*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]])
+    prompt, at = len(completion.prompt_ids), len(completion.prompt_ids) + count - 1
+    with torch.no_grad():
+        cache = old(ids[:, :at], use_cache=True).past_key_values
+        logits = new(ids[:, at:-1], past_key_values=cache).logits[0]
+    logprobs = logits.float().log_softmax(-1).gather(-1, ids[0, at + 1 :, None])[:, 0]
+    return torch.cat([torch.zeros(at + 1 - prompt), logprobs])
 
 
 def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:

@@ -30,6 +30,11 @@ class NativeEngineConfig(Part):
     """rollmill's own engine, in the trainer's process, with the trainer's own parameters."""
 
     name: Literal["native"] = "native"
+    after_update: Literal["recompute", "keep"] = "recompute"
+    """What happens to cached keys and values of completions under way when new weights come. `recompute`: they are
+    computed anew, and every later token is what the new weights say. `keep`: later tokens come from the new weights,
+    but look at keys and values of older ones, which saves that time. Either way a token's log-prob is that of the
+    distribution it was sampled from."""
 
 
 class VLLMEngineConfig(Part):

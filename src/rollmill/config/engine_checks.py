@@ -21,7 +21,10 @@ def generates(stage: StageConfig) -> bool:
 
 
 def unhonoured_by_engine(stage: StageConfig) -> dict[KeyPath, str]:
-    """The section `engine` of a stage that generates nothing."""
+    """The section `engine` of a stage that generates nothing; what a stage that waits for its rollouts leaves out."""
+    if generates(stage) and stage.max_staleness == 0:
+        text = "not honoured with max_staleness 0: no completion is under way when weights change; remove it"
+        return {("engine", "after_update"): text}
     if generates(stage):
         return {}
     text = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out, and nothing is evaluated; remove it"

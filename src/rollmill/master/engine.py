@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rollmill.config.engine import VLLMEngineConfig
+from rollmill.config.engine import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.engine_checks import generates
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
@@ -34,7 +34,8 @@ def make_engine(policy: Policy, config: StageConfig, precision: str, weights: Pa
     """
     if isinstance(config.engine, VLLMEngineConfig) and generates(config):
         return vllm_engine(policy, config.engine, config.rollout, precision, weights)
-    return native_engine(policy, config.rollout, precision)
+    kept = isinstance(config.engine, NativeEngineConfig) and config.engine.after_update == "keep"
+    return native_engine(policy, config.rollout, precision, keep=kept)
 
 
 def make_publisher(policy: Policy, engine: RolloutEngine, precision: str) -> WeightPublisher:
@@ -51,7 +52,7 @@ def make_publisher(policy: Policy, engine: RolloutEngine, precision: str) -> Wei
     return Publisher(sender, weights, engine)
 
 
-def native_engine(policy: Policy, rollout: RolloutConfig, precision: str) -> NativeEngine:
+def native_engine(policy: Policy, rollout: RolloutConfig, precision: str, *, keep: bool = False) -> NativeEngine:
     """The native engine, with the policy's own parameters."""
     return NativeEngine(
         policy.model,
@@ -61,6 +62,7 @@ def native_engine(policy: Policy, rollout: RolloutConfig, precision: str) -> Nat
         dtype=_type(precision),
         max_sequences=rollout.max_sequences,
         prefill_tokens=rollout.prefill_tokens,
+        keep=keep,
     )
 
 

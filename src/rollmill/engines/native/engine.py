@@ -40,6 +40,7 @@ class NativeEngine:
         dtype: compute type; a model of that type is used as it is.
         max_sequences: rows decoded at the same time.
         prefill_tokens: prompt tokens per step.
+        keep: running completions keep the keys and values of older weights when new ones come.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class NativeEngine:
         dtype: torch.dtype = torch.float32,
         max_sequences: int = 256,
         prefill_tokens: int = 2048,
+        keep: bool = False,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
@@ -60,6 +62,7 @@ class NativeEngine:
         self._context = context
         self._max_sequences = max_sequences
         self._prefill_tokens = prefill_tokens
+        self._keep = keep
         model.eval()  # the trainer switches to training mode by itself, where it needs it
         self._weights = Weights(model, dtype)
         self._cache = Cache()
@@ -69,6 +72,7 @@ class NativeEngine:
         self._rows: list[Row] = []
         self._paused = False
         self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
+        self._lost = False  # there are no cached keys and values
         self._failure: BaseException | None = None
         self._driver: asyncio.Task[None] | None = None
 
@@ -109,7 +113,7 @@ class NativeEngine:
         self._ensure_driver()
 
     def weights_updated(self, version: int) -> None:
-        """See RolloutEngine. Running completions keep their tokens; their cached keys and values are computed anew."""
+        """See RolloutEngine. Running completions keep their tokens; what is cached of them is computed anew or kept."""
         self.version = version
         self._weights.updated()
         self._stale = True
@@ -153,7 +157,7 @@ class NativeEngine:
         self._sweep()
         self._cache = Cache()
         self._runner.reset(self._cache)
-        self._stale = True
+        self._stale = self._lost = True
 
     @property
     def cached_entries(self) -> int:
@@ -193,9 +197,7 @@ class NativeEngine:
         group.waiting.clear()
         group.unfinished = 0
         self._sweep()
-        if group.entry is not None:
-            self._cache.remove([group.entry])
-            group.entry = None
+        self._cache.remove(group.prompts())
 
     async def _drive(self) -> None:
         try:
@@ -222,7 +224,7 @@ class NativeEngine:
     def step(self) -> None:
         """Prefill, start, decode and hand out; called by the driver."""
         if self._stale:
-            self._recompute()
+            self._take_over()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
         if drafted := [row for row in self._rows if row.drafted]:
@@ -235,18 +237,34 @@ class NativeEngine:
         if others and self._rows:
             self._absorb(self._rows, self._runner.decode(self._rows))
 
-    def _recompute(self) -> None:
-        """Forget cached keys and values of older weights; running rows are extended anew, prompts prefilled anew."""
+    def _take_over(self) -> None:
+        """Go on with new weights. Prompts are prefilled anew for completions that have not started."""
         self._sweep()
         self._weights.refresh()
-        self._cache.clear()
         self._runner.changed()
+        if self._keep and not self._lost:
+            self._keep_running()
+        else:
+            self._recompute()
+        self._stale = self._lost = False
+
+    def _keep_running(self) -> None:
+        """Running rows keep what is cached of them."""
+        running = {row.group for row in self._rows}
+        for group in self._queue:
+            group.begin_anew()
+            if group not in running:
+                self._cache.remove(group.prompts())
+
+    def _recompute(self) -> None:
+        """Forget all cached keys and values; running rows are extended anew."""
+        self._cache.clear()
         groups = {row.group: None for row in self._rows}
         for group in [*groups, *self._queue]:
-            group.entry, group.prefilled, group.logits_V = None, 0, None
+            group.begin_anew()
+            group.prompts()
         self._runner.prefill_all(list(groups))
         self._runner.restore(self._rows)
-        self._stale = False
 
     def _start(self) -> None:
         """Start waiting completions, as far as there is room: sample a first token, or restore those begun with."""
@@ -314,8 +332,7 @@ class NativeEngine:
         self._rows = [row for row in self._rows if row.stop_reason is None]
         entries = [row.entry for row in ended if row.entry is not None]
         for group in {row.group: None for row in ended}:
-            if group.unfinished == 0 and group.entry is not None:
-                entries.append(group.entry)
-                group.entry = None
+            if group.unfinished == 0:
+                entries += group.prompts()
         self._cache.remove(entries)
         self._runner.changed()

@@ -36,6 +36,7 @@ class Group:
     results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.perf_counter)
     entry: Entry | None = None
+    older: list[Entry] = field(default_factory=list)  # of older weights, which running completions look at
     prefilled: int = 0
     logits_V: Tensor | None = None  # after the prompt's last token
     waiting: deque[Row] = field(default_factory=deque)
@@ -55,6 +56,18 @@ class Group:
             if draft is not None and request.on_token is None:
                 row.proposal = from_draft(draft, row.tokens, self.limit)
             self.waiting.append(row)
+
+    def begin_anew(self) -> None:
+        """Completions that are waiting shall begin with the newest weights; running ones keep the prompt they have."""
+        if self.entry is not None:
+            self.older.append(self.entry)
+        self.entry, self.prefilled, self.logits_V = None, 0, None
+
+    def prompts(self) -> list[Entry]:
+        """Give up all that is cached of the prompt."""
+        found = [*self.older, *([] if self.entry is None else [self.entry])]
+        self.entry, self.older = None, []
+        return found
 
     def hand_out(self, row: Row) -> None:
         """Give a completion that has ended to whoever asked for it."""
