@@ -84,6 +84,8 @@ def test_a_name_alone_and_a_section(
         [stage] = load_run(Path("run.yaml")).stages
         assert stage.engine.name == "vllm"
         assert stage.engine.python == python
+        Path("again.yaml").write_text(load_run(Path("run.yaml")).to_yaml())
+        assert load_run(Path("again.yaml")).stages == [stage]
     assert main(["check", "run.yaml"]) == 0
     assert "engine      vllm (python" in capsys.readouterr().out
 

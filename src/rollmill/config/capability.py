@@ -218,7 +218,7 @@ def unhonoured_by_run(config: RunConfig, stages: list[StageConfig]) -> dict[KeyP
     if config.model.path == "new":
         keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
         keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
-    return keys | unhonoured_by_placement(config) | unhonoured_by_mode(config)
+    return keys | unhonoured_by_placement(config, stages) | unhonoured_by_mode(config)
 
 
 def _unhonoured_in_stages(resolved: Resolved) -> list[Problem]:

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from rollmill.config.algorithm import DemonstrationOptions
 from rollmill.config.base import Section
 from rollmill.config.capability import unhonoured
+from rollmill.config.engine import EngineConfig
 from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
@@ -15,6 +16,7 @@ from rollmill.config.operators import OperatorSection
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.parts import Part
 from rollmill.config.parts_in_words import parts_in_words, value_in_words
+from rollmill.config.placement import OnRay
 from rollmill.config.rewards import RewardSection
 from rollmill.config.rewards.names import part_names
 from rollmill.config.run import RunConfig, StageConfig
@@ -36,6 +38,7 @@ def describe(run: LoadedRun, counts: Counts) -> str:
         _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}{_mode(config)}"),
         _wrapped("", "checkpoint", _options(config.checkpoint)),
     ]
+    lines += [_wrapped("", "placement", _on_ray(config.placement))] if isinstance(config.placement, OnRay) else []
     lines += [_wrapped("", "plugins", ", ".join(str(path) for path in config.plugins))] if config.plugins else []
     for number, stage in enumerate(run.stages, 1):
         lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
@@ -45,6 +48,16 @@ def describe(run: LoadedRun, counts: Counts) -> str:
 
 def _mode(config: RunConfig) -> str:
     return "" if config.mode == "both" else f", mode {config.mode}"
+
+
+def _on_ray(placement: OnRay) -> str:
+    kinds = []
+    for kind in placement.explorers:
+        engine = "" if kind.engine is None else f"engine {_engine(kind.engine)}"
+        words = ", ".join(filter(None, [_options(kind, skip={"count", "engine"}, changed=True), engine]))
+        kinds.append(f"{kind.count} x explorer" + (f" ({words})" if words else ""))
+    more = _options(placement, skip={"name", "explorers"}, changed=True)
+    return f"ray: {', '.join(kinds)}" + (f"; {more}" if more else "")
 
 
 def estimated_parameters(new: NewModelConfig) -> int:
@@ -82,8 +95,7 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         assert isinstance(algorithm, DemonstrationOptions)
         yield "steps", f"{stage.steps}, each {algorithm.batch} {'pairs' if algorithm.uses_pairs else 'demonstrations'}"
     if stage.engine.name != "native":
-        options = _options(stage.engine, skip={"name"}, changed=True)
-        yield "engine", stage.engine.name + (f" ({options})" if options else "")
+        yield "engine", _engine(stage.engine)
     for index, reward in enumerate(stage.rewards):
         yield "rewards" if index == 0 else "", f"{reward.weight:g} x {reward.name}{_bracketed(reward)}"
     if judging := _options(stage.judging, changed=True):
@@ -115,6 +127,11 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "", _options(rollout, skip={"batch", "group_size"})
     if stage.early_stop is not None:
         yield "early stop", _options(stage.early_stop)
+
+
+def _engine(engine: EngineConfig) -> str:
+    options = _options(engine, skip={"name"}, changed=True)
+    return engine.name + (f" ({options})" if options else "")
 
 
 def section_of(held_out: str) -> str:

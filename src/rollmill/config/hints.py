@@ -42,8 +42,17 @@ _NOUNS = {
     "environment": "environment",
     "tools": "tool",
     "engine": "engine",
+    "placement": "placement",
 }
-_LISTS = ("rewards", "tools", "pipeline", "algorithm.corrections", "taskset.pipeline", "taskset.mix")
+_LISTS = (
+    "rewards",
+    "tools",
+    "pipeline",
+    "algorithm.corrections",
+    "taskset.pipeline",
+    "taskset.mix",
+    "placement.explorers",
+)
 
 
 @dataclass(frozen=True)

@@ -38,12 +38,12 @@ class LoadedRun:
         Keys that nothing in this run honours are left out.
         """
         wide = self.config.model_dump(mode="json", include=set(RUN_KEYS - {"stages"}))
-        for path in unhonoured_by_run(self.config, self.stages):
-            _drop(wide, path)
         stages = [_stage_dump(stage) for stage in self.stages]
-        if not self.config.stages:
-            return wide | {key: stages[0][key] for key in stages[0] if key in STAGE_KEYS}
-        return wide | {"stages": stages}
+        single = {key: value for key, value in stages[0].items() if key in STAGE_KEYS}
+        whole = wide | ({"stages": stages} if self.config.stages else single)
+        for path in unhonoured_by_run(self.config, self.stages):
+            _drop(whole, path)
+        return whole
 
     def to_yaml(self) -> str:
         """`resolved()` as YAML."""

@@ -59,8 +59,9 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
 
     def settle_python(node: Node) -> Node:
         """A Python need not be there before it is used, and a link to one is not followed."""
-        found = _lookup(node, str(node.value), problems, required=False)
-        return _changed(node, found)
+        if not isinstance(node.value, str):
+            return node
+        return _changed(node, _lookup(node, node.value, problems, required=False))
 
     def settle_argument(node: Node) -> Node:
         """Of a command: a file where there is one of that name, else any text."""
@@ -75,6 +76,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
 
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
+    root = edit(root, ["placement", "explorers", "*", "engine", "python"], settle_python)
     for prefix in ([], ["stages", "*"]):
         for pattern in _STAGE:
             root = edit(root, prefix + pattern, settle)

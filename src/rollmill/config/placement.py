@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from rollmill.config.base import Section
+from rollmill.config.engine import EngineConfig
 from rollmill.config.parts import name_alone
 
 
@@ -14,6 +15,34 @@ class Inline(Section):
     """Everything in one process: the engine decodes with the trainer's own parameters."""
 
     name: Literal["inline"] = "inline"
+
+
+class ExplorerKind(Section):
+    """Explorers that are alike. What is left out is as `placement`, the stage or the run has it."""
+
+    count: int = Field(1, ge=1)
+    """How many of this kind."""
+    cpus: float | None = Field(None, ge=0)
+    """Cores that Ray reserves for each. Default: placement.cpus."""
+    gpus: float | None = Field(None, ge=0)
+    """GPUs that Ray reserves for each. Default: placement.gpus."""
+    engine: EngineConfig | None = None
+    """What generates completions there, in every stage: a name, or a section. Default: the stage's."""
+    threads: int | None = Field(None, ge=1)
+    """CPU threads of each. Default: the run's."""
+
+
+def _number_alone(value: Any) -> Any:
+    """A number stands for so many explorers that are alike."""
+    if isinstance(value, list) and value:
+        return value
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        found = "an empty list" if value == [] else "a section" if isinstance(value, dict) else f"`{value}`"
+        raise ValueError(f"expected a whole number of at least 1, or a list of kinds, found {found}")
+    return [{"count": value}]
+
+
+ExplorerKinds = Annotated[list[ExplorerKind], BeforeValidator(_number_alone)]
 
 
 class OnRay(Section):
@@ -24,12 +53,12 @@ class OnRay(Section):
     name: Literal["ray"] = "ray"
     address: str | None = None
     """Of a cluster, such as `auto` or `ray://HOST:10001`. Without one, Ray is started on this machine."""
-    explorers: int = Field(1, ge=1)
-    """How many."""
+    explorers: ExplorerKinds = Field(1)  # type: ignore[arg-type]  # defaults are validated
+    """How many; or, where they differ, one section for every kind of them."""
     cpus: float = Field(1.0, ge=0)
-    """Cores that Ray reserves for each."""
+    """Cores that Ray reserves for each explorer."""
     gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray reserves for each."""
+    """GPUs that Ray reserves for each explorer."""
     trainer_cpus: float = Field(0.0, ge=0)
     """Cores that Ray reserves for the trainer; 0: it takes what explorers leave."""
     trainer_gpus: float = Field(0.0, ge=0)
@@ -44,6 +73,11 @@ class OnRay(Section):
     """How many explorers may be replaced between two steps before the run gives up."""
     restarts: int = Field(3, ge=0)
     """How often the trainer may be started again, from its newest checkpoint, before it gets further than ever."""
+
+    @property
+    def every_explorer(self) -> list[ExplorerKind]:
+        """The kind of each, by number."""
+        return [kind for kind in self.explorers for _ in range(kind.count)]
 
 
 PlacementConfig = Annotated[

@@ -4,27 +4,45 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rollmill.config.engine_checks import engine_contradictions, generates
 from rollmill.config.placement import OnRay
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import KeyPath
+from rollmill.config.tree import KeyPath, dotted
 from rollmill.config.workflows import Traffic
 
 
 def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Choices of stages that need explorers in the trainer's process."""
+    """Choices of stages that need explorers in the trainer's process, or that the engine of some explorers refuses."""
     if not isinstance(config.placement, OnRay):
         return
     for stage in stages:
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
             yield ("placement",), f"{text} placement: inline"
+    for number, kind in enumerate(config.placement.explorers):
+        for stage in stages if kind.engine is not None else []:
+            for path, text in engine_contradictions(stage.generated_by(kind.engine)):
+                yield ("placement", "explorers", number, "engine"), f"{dotted(path)} of stage {stage.name}: {text}"
 
 
-def unhonoured_by_placement(config: RunConfig) -> dict[KeyPath, str]:
-    """Keys of `placement` that its other keys leave without effect."""
-    if isinstance(config.placement, OnRay) and config.placement.weights == "memory":
-        return {("placement", "weights_folder"): "not honoured with weights `memory`; it is with `folder`"}
-    return {}
+def unhonoured_by_placement(config: RunConfig, stages: Sequence[StageConfig]) -> dict[KeyPath, str]:
+    """Keys of `placement` that its other keys leave without effect, and of stages that it leaves without effect."""
+    keys: dict[KeyPath, str] = {}
+    if not isinstance(config.placement, OnRay):
+        return keys
+    if config.placement.weights == "memory":
+        keys["placement", "weights_folder"] = "not honoured with weights `memory`; it is with `folder`"
+    kinds, own = config.placement.explorers, "not honoured: every kind of placement.explorers has its own; remove it"
+    for key in ("cpus", "gpus"):
+        if all(getattr(kind, key) is not None for kind in kinds):
+            keys["placement", key] = own
+    if not any(generates(stage) for stage in stages):
+        for number in range(len(kinds)):
+            text = "not honoured: no stage rolls out or is evaluated; remove it"
+            keys |= {("placement", "explorers", number, key): text for key in ("engine", "threads")}
+    elif config.mode == "both" and all(kind.engine is not None for kind in kinds):
+        keys |= {("engine",): own} | {("stages", index, "engine"): own for index in range(len(stages))}
+    return keys
 
 
 def _needed_here(stage: StageConfig) -> Iterator[str]:

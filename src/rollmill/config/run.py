@@ -118,6 +118,10 @@ class StageConfig(Section):
         own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
         return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
 
+    def generated_by(self, engine: EngineConfig | None) -> StageConfig:
+        """This stage with another engine; None: with its own."""
+        return self if engine is None else self.model_copy(update={"engine": engine})
+
     @property
     def workflows(self) -> list[WorkflowConfig]:
         """The stage's workflow, and those of its held-out tasks."""

@@ -73,7 +73,7 @@ class RemoteExplorers:
 
     def _own(self, placement: OnRay, context: RunContext) -> ActorPool:
         """Explorers that end with the stage."""
-        self._room = Room([Need(placement.cpus, placement.gpus)] * placement.explorers, one_host=False)
+        self._room = Room(explorer_needs(placement), one_host=False)
         return explorer_pool(placement, start_explorers(placement, self._room, context.run_dir))
 
     def publish(self, version: int) -> None:
@@ -200,10 +200,23 @@ class RemoteExplorer:
         return dict(counts)
 
 
+def explorer_needs(placement: OnRay) -> list[Need]:
+    """What each explorer reserves, by number."""
+    return [
+        Need(
+            placement.cpus if kind.cpus is None else kind.cpus,
+            placement.gpus if kind.gpus is None else kind.gpus,
+        )
+        for kind in placement.every_explorer
+    ]
+
+
 def start_explorers(placement: OnRay, room: Room, run_dir: Path) -> dict[str, Any]:
     """The actors, by name; they have the first places of the room."""
-    names = [f"explorer {number}" for number in range(placement.explorers)]
-    return {name: start_explorer(run_dir, name, room.options(number)) for number, name in enumerate(names)}
+    return {
+        (name := f"explorer {number}"): start_explorer(run_dir, name, kind, room.options(number))
+        for number, kind in enumerate(placement.every_explorer)
+    }
 
 
 def explorer_pool(placement: OnRay, actors: dict[str, Any]) -> ActorPool:
@@ -220,7 +233,8 @@ def _transport(config: StageConfig, context: RunContext, policy: Policy, name: s
         for left in shared_folder().glob(f"rollmill-{context.run_id}-*"):
             left.unlink(missing_ok=True)
         place = shared_folder() / f"rollmill-{context.run_id}-{name}"
-        return place, SharedSender(place, trained(policy), dtype=dtype, checksum=shared_checksum(config))
+        checksum = shared_checksum(config.generated_by(kind.engine) for kind in placement.explorers)
+        return place, SharedSender(place, trained(policy), dtype=dtype, checksum=checksum)
     folder = Path(placement.weights_folder or context.run_dir / "weights").absolute() / context.run_id
     shutil.rmtree(folder, ignore_errors=True)
     return folder / name, FolderSender(folder / name, trained(policy), dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -66,11 +67,11 @@ def native_engine(policy: Policy, rollout: RolloutConfig, precision: str, *, kee
     )
 
 
-def shared_checksum(config: StageConfig) -> str:
-    """What shared weights are verified by that this stage's engine may read itself."""
-    if not isinstance(config.engine, VLLMEngineConfig) or not generates(config):
-        return XXH3
-    return _checksum(look_at(config.engine.python or this_python()))
+def shared_checksum(configs: Iterable[StageConfig]) -> str:
+    """What shared weights are verified by that the engines of all of these may read themselves."""
+    engines = [config.engine for config in configs if generates(config)]
+    pythons = {engine.python or this_python() for engine in engines if isinstance(engine, VLLMEngineConfig)}
+    return CRC32 if CRC32 in [_checksum(look_at(python)) for python in pythons] else XXH3
 
 
 def vllm_engine(

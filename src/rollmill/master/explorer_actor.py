@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rollmill.config.engine import VLLMEngineConfig
 from rollmill.config.engine_checks import generates
+from rollmill.config.placement import ExplorerKind
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.core.registry import import_file
@@ -35,7 +36,7 @@ class Setup:
     stage: str  #: the StageConfig
     policy: Policy  #: a copy; its trained weights come by the transport
     precision: str
-    threads: int
+    threads: int  #: of explorers whose kind does not say
     plugins: list[Path]
     tasks: list[Task]  #: what worked examples are chosen from
     weights: str  #: the transport: memory or folder
@@ -73,10 +74,12 @@ class Reply:
 
 
 class ExplorerActor:
-    """One explorer. Its methods are called from one event loop, which any number of groups share."""
+    """One explorer, with the engine and the threads of its kind. Its methods are called from one event loop, which any
+    number of groups share."""
 
-    def __init__(self, setup: Setup) -> None:
-        torch.set_num_threads(setup.threads)
+    def __init__(self, setup: Setup, kind: ExplorerKind) -> None:
+        self._kind = kind
+        torch.set_num_threads(kind.threads or setup.threads)
         for plugin in setup.plugins:
             import_file(plugin)
         self._setup, self._policy = setup, setup.policy
@@ -152,7 +155,7 @@ class ExplorerActor:
         return explorers.training(self._trace)
 
     def _stage_of(self, text: str) -> StageConfig:
-        return StageConfig.model_validate_json(text)
+        return StageConfig.model_validate_json(text).generated_by(self._kind.engine)
 
 
 def moved(spans: list[Span], by: float) -> list[Span]:

@@ -9,26 +9,30 @@ from typing import Any
 
 from rollmill.cluster.pool import NotBegunError
 from rollmill.cluster.ray_session import ray_module
+from rollmill.config.placement import ExplorerKind
 from rollmill.master.explorer_actor import Asked, ExplorerActor, Reply, Setup
 from rollmill.monitor.heartbeat import Heartbeat
 
 _IDLE = "nothing", "the trainer"
 
 
-def start_explorer(run_dir: Path, name: str, options: dict[str, Any]) -> Any:
+def start_explorer(run_dir: Path, name: str, kind: ExplorerKind, options: dict[str, Any]) -> Any:
     """The actor; Ray starts it again when its process ends."""
     made = ray_module().remote(ExplorerProcess)
-    return made.options(max_restarts=-1, max_task_retries=0, max_concurrency=10_000, **options).remote(run_dir, name)
+    chosen = made.options(max_restarts=-1, max_task_retries=0, max_concurrency=10_000, **options)
+    return chosen.remote(run_dir, name, kind)
 
 
 class ExplorerProcess:
     """See ActorPool for when what is called; `use` names one stage in one life of the trainer.
 
     Args:
-        name: that it is shown by; a process that takes its place has the same.
+        name: that it is shown by; a process that takes its place has the same, and the same kind.
     """
 
-    def __init__(self, run_dir: Path, name: str) -> None:
+    def __init__(self, run_dir: Path, name: str, kind: ExplorerKind) -> None:
+        self._kind = kind
+        self._rolls = "roll out" if kind.engine is None else f"roll out with {kind.engine.name}"
         self._heart = Heartbeat(run_dir, name)
         self._heart.says(*_IDLE)
         self._use, self._stage = "", None  # type: str, ExplorerActor | None
@@ -44,7 +48,7 @@ class ExplorerProcess:
         async with self._turns:
             await self._leave()
             self._heart.says("begin a stage")
-            self._stage, self._use = ExplorerActor(setup), use
+            self._stage, self._use = ExplorerActor(setup, self._kind), use
             self._heart.says(*_IDLE)
 
     async def update(self, use: str, version: int) -> None:
@@ -88,4 +92,4 @@ class ExplorerProcess:
             await stage.close()
 
     def _tell(self, version: int | None = None) -> None:
-        self._heart.says(*(("roll out", "") if self._running else _IDLE), version=version)
+        self._heart.says(*((self._rolls, "") if self._running else _IDLE), version=version)

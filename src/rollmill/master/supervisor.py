@@ -12,7 +12,7 @@ from rollmill.cluster.room import Need, Room
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import OnRay
 from rollmill.core.errors import RankLostError, TrainingError
-from rollmill.master.elsewhere import START_S, start_explorers
+from rollmill.master.elsewhere import START_S, explorer_needs, start_explorers
 from rollmill.master.interrupt import Interrupts
 from rollmill.master.trainer_actor import Ended, Shown, TrainerActor
 from rollmill.monitor.view import PlainView, View, make_view
@@ -25,8 +25,7 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: b
     placement = loaded.config.placement
     assert isinstance(placement, OnRay)
     join(placement.address)
-    explorers = [Need(placement.cpus, placement.gpus)] * placement.explorers
-    needs = [*explorers, Need(placement.trainer_cpus, placement.trainer_gpus)]
+    needs = [*explorer_needs(placement), Need(placement.trainer_cpus, placement.trainer_gpus)]
     room = Room(needs, one_host=placement.weights == "memory")
     supervisor = Supervisor(
         placement, run_dir.absolute(), room, view or make_view(loaded.config.monitor.show_completions)

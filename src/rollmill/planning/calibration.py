@@ -18,6 +18,7 @@ import torch
 
 from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.loader import LoadedRun
+from rollmill.config.placement import OnRay, PlacementConfig
 from rollmill.config.residency import ResidencyConfig
 from rollmill.config.residency_checks import unhonoured_by_residency
 from rollmill.config.run import StageConfig
@@ -111,6 +112,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
     """
     for stage in loaded.stages:
         _refuse(stage)
+    _refuse_kinds(loaded.config.placement)
     policy, tasks, context = prepare(loaded, folder)
     return [
         asyncio.run(_calibrated(stage, policy, tasks[index], context, index, max_tokens))
@@ -129,6 +131,15 @@ def _refuse(stage: StageConfig) -> None:
             f"stage {stage.name}: `plan` measures the native engine; add --set engine=native, and take the other "
             "engine's tokens per second from `python -m bench rollout`"
         )
+
+
+def _refuse_kinds(placement: PlacementConfig) -> None:
+    for number, kind in enumerate(placement.explorers if isinstance(placement, OnRay) else []):
+        if kind.engine is not None and kind.engine.name != "native":
+            raise ConfigError(
+                f"placement.explorers.{number}.engine: `plan` measures the native engine, and explorers that are "
+                "alike; add --set placement.explorers=1"
+            )
 
 
 async def _calibrated(
