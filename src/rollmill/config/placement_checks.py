@@ -11,9 +11,12 @@ from rollmill.config.workflows import Traffic
 
 
 def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Choices of stages that need explorers in the trainer's process."""
+    """Choices of stages that need explorers in the trainer's process; and NCCL without GPUs."""
     if not isinstance(config.placement, OnRay):
         return
+    if config.placement.nccl and not (config.placement.gpus >= 1 and config.placement.trainer_gpus >= 1):
+        text = "needs a GPU for each explorer and the trainer; set placement.gpus and placement.trainer_gpus to 1"
+        yield ("placement", "nccl"), text
     for stage in stages:
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
@@ -22,9 +25,15 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
 
 def unhonoured_by_placement(config: RunConfig) -> dict[KeyPath, str]:
     """Keys of `placement` that its other keys leave without effect."""
-    if isinstance(config.placement, OnRay) and config.placement.weights == "memory":
-        return {("placement", "weights_folder"): "not honoured with weights `memory`; it is with `folder`"}
-    return {}
+    if not isinstance(config.placement, OnRay):
+        return {}
+    weights = config.placement.weights
+    of = {"weights_folder": "folder", "nccl": "broadcast"}
+    return {
+        ("placement", key): f"not honoured with weights `{weights}`; it is with `{other}`"
+        for key, other in of.items()
+        if weights != other
+    }
 
 
 def _needed_here(stage: StageConfig) -> Iterator[str]:
