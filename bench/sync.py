@@ -13,7 +13,7 @@ import statistics
 from bench.harness import Side, run_in_turn
 from bench.report import Case, finish
 
-TRANSPORTS = ("shared", "collective", "folder", "delta", "pickled")
+TRANSPORTS = ("shared", "broadcast", "folder", "delta", "pickled")
 
 
 def main(arguments: list[str], only_json: bool) -> None:

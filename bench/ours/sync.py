@@ -34,26 +34,6 @@ def made(megabytes: int, dtype: torch.dtype) -> dict[str, Tensor]:
     return {f"layers.{n}.weight": torch.randn(size, generator=source).to(dtype) for n in range(LAYERS)}
 
 
-class Collective:
-    """Both sides of a broadcast over gloo."""
-
-    def __init__(self, path: Path, rank: int, weights: dict[str, Tensor]) -> None:
-        import torch.distributed as dist
-
-        from rollmill.sync import CollectiveSync
-
-        dist.init_process_group("gloo", init_method=f"file://{path}/meeting", rank=rank, world_size=2)
-        self._sync = CollectiveSync(weights)
-
-    def send(self, version: int, weights: dict[str, Tensor]) -> None:
-        """Broadcast; returns when the other side has all of it."""
-        self._sync.transfer(version, weights)
-
-    def received(self, version: int, weights: dict[str, Tensor]) -> bool:
-        """Wait for it."""
-        return self._sync.transfer(version, weights) == version
-
-
 class Pickled:
     """Pickled by torch into a file in memory, as a baseline."""
 
@@ -68,21 +48,23 @@ class Pickled:
 
 def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
     """The sending side."""
-    from rollmill.sync import FolderSender, SharedSender
+    from rollmill.sync import BroadcastSender, FolderSender, SharedSender
 
     match kind:
         case "shared":
             return SharedSender(path / "weights", weights)
         case "folder" | "delta":
             return FolderSender(path, weights, whole_every=1 if kind == "folder" else 10**6)
-        case "collective":
-            return Collective(path, 0, weights)
+        case "broadcast":
+            made = BroadcastSender("127.0.0.1", "bench", weights)
+            (path / "address").write_text(made.address)
+            return made
     return Pickled(path)
 
 
 def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connection) -> None:
     """The other process: says when it has each version."""
-    from rollmill.sync import FolderReceiver, SharedReceiver
+    from rollmill.sync import BroadcastReceiver, FolderReceiver, SharedReceiver
 
     torch.set_num_threads(1)
     get: Callable[[int], Any]
@@ -92,9 +74,9 @@ def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connect
     elif kind in ("folder", "delta"):
         folder = FolderReceiver(path)
         get = lambda version: folder.newest() == version and folder.receive(weights)  # noqa: E731
-    elif kind == "collective":
-        sync = Collective(path, 1, weights)
-        get = lambda version: sync.received(version, weights)  # noqa: E731
+    elif kind == "broadcast":
+        others = BroadcastReceiver((path / "address").read_text())
+        get = lambda version: others.newest() == version and others.receive(weights)  # noqa: E731
     else:
         get = lambda version: (path / f"{version}.pt").exists() and torch.load(path / f"{version}.pt")  # noqa: E731
     commands.send("ready")
@@ -106,7 +88,7 @@ def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connect
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=("shared", "folder", "delta", "collective", "pickled", "memory"))
+    parser.add_argument("kind", choices=("shared", "folder", "delta", "broadcast", "pickled", "memory"))
     parser.add_argument("--megabytes", type=int, required=True)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16")
     args = parser.parse_args()
@@ -129,8 +111,8 @@ def main() -> None:
         ours, theirs = mp.Pipe()
         empty = {name: torch.zeros_like(each) for name, each in weights.items()}
         other = mp.get_context("spawn").Process(target=receive, args=(args.kind, folder, empty, theirs), daemon=True)
-        other.start()
         sends = sender(args.kind, folder, weights)
+        other.start()
         ours.recv()
         version = 0
 

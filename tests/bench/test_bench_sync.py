@@ -14,7 +14,7 @@ def test_sync_against_a_memory_copy(tmp_path: Path) -> None:
     line = bench(str(tmp_path), "sync", "--rounds", "1", "--megabytes", "20")
     assert (line["peer_name"], line["unit"]) == ("memory copy", "GB/s")
     cases = {case["case"]: case for case in json.loads((tmp_path / "sync.json").read_text())["cases"]}
-    assert set(cases) == {"shared", "collective", "folder", "delta", "pickled"}
+    assert set(cases) == {"shared", "broadcast", "folder", "delta", "pickled"}
     assert cases["delta"]["sent"] < cases["folder"]["sent"] / 10
 
 

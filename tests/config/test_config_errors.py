@@ -228,6 +228,18 @@ CASES = {
         GOOD + "placement: {name: ray, weights_folder: /tmp}",
         "placement.weights_folder: not honoured with weights `memory`; it is with `folder`",
     ),
+    "a folder beside a broadcast": (
+        GOOD + "placement: {name: ray, weights: broadcast, weights_folder: /tmp}",
+        "placement.weights_folder: not honoured with weights `broadcast`; it is with `folder`",
+    ),
+    "NCCL without a broadcast": (
+        GOOD + "placement: {name: ray, nccl: true, gpus: 1, trainer_gpus: 1}",
+        "placement.nccl: not honoured with weights `memory`; it is with `broadcast`",
+    ),
+    "NCCL without GPUs": (
+        GOOD + "placement: {name: ray, nccl: true, weights: broadcast, gpus: 1}",
+        "placement.nccl: needs a GPU for each explorer and the trainer; set placement.gpus and placement.trainer_gpus",
+    ),
     "drafts chosen by length": (
         GOOD + "rollout: {reuse: {}, oversample: 0.5}",
         "run.yaml:4: rollout.reuse: with oversample the slowest groups are stopped",

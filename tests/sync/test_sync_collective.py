@@ -1,62 +1,70 @@
-"""Weights by broadcast between two ranks (gloo)."""
+"""Blocks of any size, in buckets of any size, between members of a group (gloo)."""
 
 from __future__ import annotations
 
-from pathlib import Path
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
-from torch import Tensor
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch._C._distributed_c10d import HashStore
 
-from rollmill.core.errors import SyncError
-from rollmill.sync import CollectiveSync
+from rollmill.sync import collective
+from rollmill.sync.collective import Group, gpu_of
 
-
-def weights(rank: int, version: int) -> dict[str, Tensor]:
-    source = torch.Generator().manual_seed(version)
-    made = {"a": torch.randn(100, 3, generator=source), "b": torch.randn(7, generator=source).bfloat16()}
-    return (
-        made | {"large": torch.randn(5000, generator=source)}
-        if rank == 0
-        else {name: torch.zeros_like(each) for name, each in made.items()} | {"large": torch.zeros(5000)}
-    )
+HERE = "127.0.0.1"
 
 
-def _rank(rank: int, folder: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
-    sync = CollectiveSync(weights(rank, 0), bucket=2000)
-    for version in (3, 4):
-        mine = weights(rank, version)
-        assert sync.transfer(version if rank == 0 else -1, mine) == version
-        assert all(torch.equal(mine[name], each) for name, each in weights(0, version).items())
-    _damaged(rank, sync)
-    try:
-        CollectiveSync({"a": torch.zeros(2 + rank)})
-        refused = False
-    except SyncError as error:
-        refused = "a of the model of rank 1 has shape (3,); the one that is sent is (2,)" in str(error)
-    Path(folder, f"rank-{rank}").write_text(str(refused))
-    dist.destroy_process_group()
+@pytest.fixture(scope="module")
+def groups() -> Iterator[list[Group]]:
+    """All three members, in threads of this process."""
+    store = HashStore()
+    with ThreadPoolExecutor(3) as threads:
+        made = list(threads.map(lambda rank: Group(store, 1, rank, 3, HERE, deadline_s=20.0), range(3)))
+    yield made
+    for each in made:
+        each.close()
 
 
-def _damaged(rank: int, sync: CollectiveSync) -> None:
-    """What arrives at rank 1 is changed on the way; both ranks say so."""
-    plain = dist.broadcast
-
-    def broadcast(tensor: Tensor, *rest: object) -> None:
-        plain(tensor, *rest)
-        if rank == 1 and tensor.dtype == torch.uint8:
-            tensor[5] ^= 1
-
-    dist.broadcast = broadcast
-    with pytest.raises(SyncError, match="version 5 of the weights arrived damaged on 1 of the ranks"):
-        sync.transfer(5, weights(rank, 5))
-    dist.broadcast = plain
+@settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(size=st.integers(1, 3000), bucket=st.integers(1, 700).map(lambda n: n * 5), seed=st.integers(0, 99))
+def test_all_bytes_arrive(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, size: int, bucket: int, seed: int
+) -> None:
+    monkeypatch.setattr(collective, "BUCKET", bucket)
+    sent = torch.randint(0, 256, (size,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    blocks = [sent.clone(), torch.zeros_like(sent), torch.ones_like(sent)]
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(lambda group, block: group.broadcast(block), groups, blocks))
+    assert all(torch.equal(each, sent) for each in blocks)
 
 
-def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(_rank, (str(tmp_path),), nprocs=2)
-    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["False", "True"]
+def test_what_others_wait_for_fails_when_one_leaves() -> None:
+    store = HashStore()
+    with ThreadPoolExecutor(2) as threads:
+        sends, waits = threads.map(lambda rank: Group(store, 2, rank, 2, HERE, deadline_s=60.0), range(2))
+    failed: list[str] = []
+
+    def wait() -> None:
+        try:
+            waits.broadcast(torch.zeros(9, dtype=torch.uint8))
+        except RuntimeError as error:
+            failed.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    sends.close()
+    thread.join(20)
+    assert failed
+
+
+def test_a_member_that_does_not_come_is_waited_for_in_vain_but_not_for_ever() -> None:
+    with pytest.raises(RuntimeError):
+        Group(HashStore(), 3, 0, 2, HERE, deadline_s=0.5)
+
+
+def test_a_cpu_is_no_gpu() -> None:
+    assert gpu_of(torch.device("cpu")) == ""

@@ -42,6 +42,11 @@ def join(address: str | None) -> str:
     return str(found.address_info["gcs_address"])
 
 
+def host_address() -> str:
+    """By which other hosts of the cluster reach this one."""
+    return str(ray_module().util.get_node_ip_address())
+
+
 def _require_reachable(address: str) -> None:
     """Raises ConfigError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
     host, _, port = address.removeprefix("ray://").rpartition(":")

@@ -50,9 +50,7 @@ class Room:
         self._group = placement_group(bundles, strategy="STRICT_PACK" if one_host else "PACK")
         if not self._group.wait(_ROOM_S):
             self.close()
-            where = (
-                "on one host, as weights `memory` needs it; or use weights `folder`" if one_host else "in the cluster"
-            )
+            where = "on one host, as weights `memory` needs it; or use `broadcast`" if one_host else "in the cluster"
             advice = f"Others use them: `ray status` shows who. There have to be enough {where}."
             raise DeadlineError("the run", f"{_words(bundles)} on Ray", _ROOM_S, advice)
 

@@ -63,8 +63,11 @@ class OnRay(Section):
     """Cores that Ray reserves for the trainer; 0: it takes what explorers leave."""
     trainer_gpus: float = Field(0.0, ge=0)
     """GPUs that Ray reserves for the trainer; 0: it sees all of its host."""
-    weights: Literal["memory", "folder"] = "memory"
-    """How new weights reach explorers: by shared memory, where all are on this host, or by a folder that all see."""
+    weights: Literal["memory", "folder", "broadcast"] = "memory"
+    """How new weights reach explorers: by shared memory, where all are on this host, by a folder that all see, or by a
+    broadcast over the network."""
+    nccl: bool = False
+    """Broadcast by NCCL, where the trainer and each explorer have GPUs of their own; else by gloo. Not yet tried."""
     weights_folder: str | None = None
     """That folder; default RUN/weights."""
     health_s: float = Field(60.0, gt=0)

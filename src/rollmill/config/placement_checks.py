@@ -12,9 +12,14 @@ from rollmill.config.workflows import Traffic
 
 
 def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    """Choices of stages that need explorers in the trainer's process, or that the engine of some explorers refuses."""
+    """Choices of stages that need explorers in the trainer's process, or that the engine of some explorers refuses; and
+    NCCL without GPUs.
+    """
     if not isinstance(config.placement, OnRay):
         return
+    if config.placement.nccl and not (config.placement.trainer_gpus >= 1 and _all_with_gpus(config.placement)):
+        text = "needs a GPU for each explorer and the trainer; set placement.gpus and placement.trainer_gpus to 1"
+        yield ("placement", "nccl"), text
     for stage in stages:
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
@@ -30,8 +35,10 @@ def unhonoured_by_placement(config: RunConfig, stages: Sequence[StageConfig]) ->
     keys: dict[KeyPath, str] = {}
     if not isinstance(config.placement, OnRay):
         return keys
-    if config.placement.weights == "memory":
-        keys["placement", "weights_folder"] = "not honoured with weights `memory`; it is with `folder`"
+    weights = config.placement.weights
+    for key, other in (("weights_folder", "folder"), ("nccl", "broadcast")):
+        if weights != other:
+            keys["placement", key] = f"not honoured with weights `{weights}`; it is with `{other}`"
     kinds, own = config.placement.explorers, "not honoured: every kind of placement.explorers has its own; remove it"
     for key in ("cpus", "gpus"):
         if all(getattr(kind, key) is not None for kind in kinds):
@@ -43,6 +50,10 @@ def unhonoured_by_placement(config: RunConfig, stages: Sequence[StageConfig]) ->
     elif config.mode == "both" and all(kind.engine is not None for kind in kinds):
         keys |= {("engine",): own} | {("stages", index, "engine"): own for index in range(len(stages))}
     return keys
+
+
+def _all_with_gpus(placement: OnRay) -> bool:
+    return all((placement.gpus if kind.gpus is None else kind.gpus) >= 1 for kind in placement.explorers)
 
 
 def _needed_here(stage: StageConfig) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from rollmill.cluster.pool import ActorPool
-from rollmill.cluster.ray_session import join, ray_module
+from rollmill.cluster.ray_session import host_address, join, ray_module
 from rollmill.cluster.room import Need, Room
 from rollmill.config.placement import OnRay
 from rollmill.config.rollout import SamplingConfig
@@ -30,7 +30,7 @@ from rollmill.master.measures import summed
 from rollmill.models.load import Policy
 from rollmill.monitor.trace import Trace
 from rollmill.rewards import Judge
-from rollmill.sync import FolderSender, SharedSender, WeightSender, shared_folder
+from rollmill.sync import BroadcastSender, FolderSender, SharedSender, WeightSender, shared_folder
 
 START_S = 300.0
 """How long explorers may take to start, models and all."""
@@ -225,8 +225,8 @@ def explorer_pool(placement: OnRay, actors: dict[str, Any]) -> ActorPool:
     return ActorPool("explorer", actors, health_s=health, start_s=START_S, replacements=replacements)
 
 
-def _transport(config: StageConfig, context: RunContext, policy: Policy, name: str) -> tuple[Path, WeightSender]:
-    """A fresh place for weights, and what writes there; what a trainer that died has left is removed."""
+def _transport(config: StageConfig, context: RunContext, policy: Policy, name: str) -> tuple[str, WeightSender]:
+    """A fresh place for weights, and what sends them there; what a trainer that died has left is removed."""
     placement, dtype = context.placement, torch.bfloat16 if context.precision == "bf16" else None
     assert isinstance(placement, OnRay)
     if placement.weights == "memory":
@@ -234,7 +234,11 @@ def _transport(config: StageConfig, context: RunContext, policy: Policy, name: s
             left.unlink(missing_ok=True)
         place = shared_folder() / f"rollmill-{context.run_id}-{name}"
         checksum = shared_checksum(config.generated_by(kind.engine) for kind in placement.explorers)
-        return place, SharedSender(place, trained(policy), dtype=dtype, checksum=checksum)
+        return str(place), SharedSender(place, trained(policy), dtype=dtype, checksum=checksum)
+    if placement.weights == "broadcast":
+        device = policy.device if placement.nccl else None
+        sender = BroadcastSender(host_address(), name, trained(policy), dtype=dtype, device=device)
+        return sender.address, sender
     folder = Path(placement.weights_folder or context.run_dir / "weights").absolute() / context.run_id
     shutil.rmtree(folder, ignore_errors=True)
-    return folder / name, FolderSender(folder / name, trained(policy), dtype=dtype)
+    return str(folder / name), FolderSender(folder / name, trained(policy), dtype=dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from dataclasses import dataclass, field
@@ -26,7 +27,7 @@ from rollmill.master.stage_parts import judge_of
 from rollmill.models.load import Policy
 from rollmill.models.lora import has_lora
 from rollmill.monitor.trace import Span, Trace
-from rollmill.sync import FolderReceiver, InPlace, SharedReceiver, WeightPublisher, WeightReceiver
+from rollmill.sync import BroadcastReceiver, FolderReceiver, InPlace, SharedReceiver, WeightPublisher, WeightReceiver
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ class Setup:
     threads: int  #: of explorers whose kind does not say
     plugins: list[Path]
     tasks: list[Task]  #: what worked examples are chosen from
-    weights: str  #: the transport: memory or folder
-    place: Path  #: where it writes
+    weights: str  #: the transport: memory, folder or broadcast
+    place: str  #: where it writes, or the address of the sender
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ class ExplorerActor:
         self._setup, self._policy = setup, setup.policy
         stage = self._stage_of(setup.stage)
         self._reads_itself = reads_itself(stage, setup)
-        place = setup.place if self._reads_itself else None
+        place = Path(setup.place) if self._reads_itself else None
         self._engine = make_engine(setup.policy, stage, setup.precision, place)
         self._engine.version = -1  # no weights have come
         self._publisher: WeightPublisher
@@ -95,8 +96,8 @@ class ExplorerActor:
         else:
             self._publisher = make_publisher(setup.policy, self._engine, setup.precision)
         self._trace = Trace()
-        self._receiver: WeightReceiver
-        self._receiver = (SharedReceiver if setup.weights == "memory" else FolderReceiver)(setup.place)
+        self._receiver = _receiver(setup)
+        self._updating: asyncio.Task[None] | None = None
         self._explorers: list[Explorers] = []
         self._made: dict[str, Explorer] = {}
         self._judges: list[Any] = []
@@ -109,9 +110,10 @@ class ExplorerActor:
 
     async def update(self, version: int) -> None:
         """Go on with weights of at least this version; those under way go on with them, too."""
-        if self._engine.version < version:
-            here = version if self._reads_itself else self._receiver.receive(trained(self._policy))
-            self._publisher.publish(here)
+        while self._engine.version < version:
+            if self._updating is None or self._updating.done():
+                self._updating = asyncio.ensure_future(self._update(version))
+            await asyncio.shield(self._updating)  # others wait for it, too
 
     async def rollout(self, asked: Asked) -> Reply:
         """Roll out a group and judge it. Raises like Explorer.rollout, SyncError and DeadlineError."""
@@ -142,6 +144,12 @@ class ExplorerActor:
             judge.close()
         self._receiver.close()
 
+    async def _update(self, version: int) -> None:
+        if isinstance(self._receiver, BroadcastReceiver):
+            await asyncio.to_thread(self._receiver.fetch)  # rollouts go on meanwhile
+        here = version if self._reads_itself else self._receiver.receive(trained(self._policy))
+        self._publisher.publish(here)
+
     def _make(self, text: str) -> Explorer:
         stage = self._stage_of(text)
         judge = judge_of(stage, self._policy, stage.rewards)
@@ -156,6 +164,16 @@ class ExplorerActor:
 
     def _stage_of(self, text: str) -> StageConfig:
         return StageConfig.model_validate_json(text).generated_by(self._kind.engine)
+
+
+def _receiver(setup: Setup) -> WeightReceiver:
+    """What takes the transport's weights."""
+    match setup.weights:
+        case "memory":
+            return SharedReceiver(Path(setup.place))
+        case "broadcast":
+            return BroadcastReceiver(setup.place, device=setup.policy.device)
+    return FolderReceiver(Path(setup.place))
 
 
 def moved(spans: list[Span], by: float) -> list[Span]:

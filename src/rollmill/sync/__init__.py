@@ -1,14 +1,16 @@
 """Weight transfer: how the trainer's weights reach the engines, with a version, whole or not at all."""
 
 from rollmill.sync.base import WeightPublisher, WeightReceiver, WeightSender
-from rollmill.sync.collective import CollectiveSync
+from rollmill.sync.broadcast_receiver import BroadcastReceiver
+from rollmill.sync.broadcast_sender import BroadcastSender
 from rollmill.sync.folder import FolderReceiver, FolderSender
 from rollmill.sync.in_place import InPlace
 from rollmill.sync.publisher import Publisher
 from rollmill.sync.shared import SharedReceiver, SharedSender, shared_folder
 
 __all__ = [
-    "CollectiveSync",
+    "BroadcastReceiver",
+    "BroadcastSender",
     "FolderReceiver",
     "FolderSender",
     "InPlace",

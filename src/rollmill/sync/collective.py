@@ -1,105 +1,111 @@
-"""Weights by broadcast between ranks of torch.distributed: NCCL between GPUs, gloo between CPUs.
+"""Bytes from one process to several others at once: a broadcast in buckets, by gloo, or by NCCL between GPUs.
 
-Rank `source` sends and all others of the group receive, in the same order. Tensors go in buckets, so that small ones do
-not cost a message each; a version that arrived damaged is an error on every rank.
+The groups are made apart from torch.distributed's default one, which the trainer's ranks may have, and which knows no
+members that come and go.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import os
+import time
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-
-from rollmill.core.errors import SyncError
-from rollmill.sync.layout import Layout
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Store
 
 BUCKET = 64 << 20
+"""Bytes that go at once; gloo ends processes that disagree about it."""
+_POLL_S = 0.001
+_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
-class CollectiveSync:
-    """One rank's side. `weights` are the tensors it sends, or those it receives into.
+class Group:
+    """One member of a group, in which rank 0 sends. All members make theirs at the same time.
 
     Args:
-        dtype: what floating-point tensors travel as; None leaves each as the sender has it. The same on all ranks.
-        group: of torch.distributed; None means all ranks.
+        store: where they find each other.
+        number: of the group; each has another one.
+        host: the address of this host by which the others reach it.
+        device: the GPU of this member, for NCCL; None: gloo.
+        deadline_s: how long the others may take to come, and each bucket to arrive.
+
+    Raises:
+        RuntimeError: another member did not come in time. The methods raise it where one has ended, or is too slow.
     """
 
     def __init__(
         self,
-        weights: Mapping[str, Tensor],
+        store: Store,
+        number: int,
+        rank: int,
+        size: int,
+        host: str,
         *,
-        dtype: torch.dtype | None = None,
-        source: int = 0,
-        group: dist.ProcessGroup | None = None,
-        bucket: int = BUCKET,
+        device: torch.device | None = None,
+        deadline_s: float = 30.0,
     ) -> None:
-        self._source, self._group = source, group
-        self._device = next(iter(weights.values())).device
-        text = [Layout.of(weights, dtype).to_json()]
-        dist.broadcast_object_list(text, source, group)
-        self.layout = Layout.from_json(text[0])
-        self.layout.require(weights, f"the model of rank {dist.get_rank()}")
-        self._buckets = list(_buckets(self.layout, bucket))
-        largest = max(end - start for _, start, end in self._buckets)
-        self._block = torch.zeros(largest, dtype=torch.uint8, device=self._device)
+        self.number, self._rank, self._device, self._deadline_s = number, rank, device, deadline_s
+        meeting = PrefixStore(f"group/{number}", store)
+        make = _gloo if device is None else _nccl
+        self._group: Any = make(meeting, rank, size, host, timedelta(seconds=deadline_s))
 
-    @torch.no_grad()
-    def transfer(self, version: int, weights: Mapping[str, Tensor]) -> int:
-        """Send `weights` as `version` (rank `source`), or receive into them; the version on every rank.
+    def broadcast(self, block: Tensor) -> None:
+        """Make the bytes of a block in host memory (uint8) what they are on rank 0."""
+        options = BroadcastOptions()
+        options.rootRank = 0
+        group = self._group  # until the end of this call, whoever closes it meanwhile
+        if group is None:
+            raise RuntimeError("the group was left")
+        for part in block.split(BUCKET):
+            moved = part if self._device is None else part.to(self._device)
+            self._finish(group.broadcast([moved], options))
+            if self._rank > 0 and moved is not part:
+                part.copy_(moved)
 
-        Raises:
-            SyncError: on every rank, if they did not arrive on one of them as they were sent.
-        """
-        sends = dist.get_rank(self._group) == self._source
-        number = torch.tensor([version], device=self._device)
-        dist.broadcast(number, self._source, self._group)
-        sums = []
-        for names, start, end in self._buckets:
-            block = self._block[: end - start]
-            views = {name: self._view(name, start) for name in names}
-            if sends:
-                for name, view in views.items():
-                    view.copy_(weights[name])
-            dist.broadcast(block, self._source, self._group)
-            sums.append(_sum(block))
-            if not sends:
-                for name, view in views.items():
-                    weights[name].detach().copy_(view)
-        self._compare(torch.stack(sums), int(number))
-        return int(number)
+    def close(self) -> None:
+        """Leave: what the others still wait for fails at once. May be called twice, and in another thread."""
+        group, self._group = self._group, None  # gloo closes its connections when nothing refers to it
+        if group is not None and self._device is not None:
+            group.abort()
 
-    def _view(self, name: str, start: int) -> Tensor:
-        place = self.layout.places[name]
-        part = self._block[place.start - start : place.start - start + place.bytes]
-        return part.view(place.type).view(place.shape)
-
-    def _compare(self, sums: Tensor, version: int) -> None:
-        sent = sums.clone()
-        dist.broadcast(sent, self._source, self._group)
-        wrong = (sent != sums).any().int()
-        dist.all_reduce(wrong, group=self._group)
-        if wrong:
-            raise SyncError(f"version {version} of the weights arrived damaged on {int(wrong)} of the ranks")
+    def _finish(self, work: Any) -> None:
+        if self._device is None:
+            work.wait()
+            return
+        ends = time.monotonic() + self._deadline_s
+        while not work.is_completed():  # to wait for NCCL would be to wait for ever where another one has ended
+            if time.monotonic() > ends:
+                raise RuntimeError(f"a bucket did not arrive within {self._deadline_s:.0f} s")
+            time.sleep(_POLL_S)
 
 
-def _buckets(layout: Layout, size: int) -> Iterator[tuple[list[str], int, int]]:
-    """Names that go together, and where they begin and end; a tensor larger than `size` goes alone."""
-    names: list[str] = []
-    start = end = 0
-    for name, place in layout.places.items():
-        if names and place.start + place.bytes - start > size:
-            yield names, start, end
-            names, start = [], place.start
-        names.append(name)
-        end = place.start + place.bytes
-    if names:
-        yield names, start, end
+def gpu_of(device: torch.device) -> str:
+    """What tells a GPU from all others; "" for a CPU, and where this torch has no NCCL."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return ""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
-def _sum(block: Tensor) -> Tensor:
-    """A sum over the bytes in which each counts by its place, on the device they are on."""
-    whole = block[: len(block) // 4 * 4].view(torch.int32).long()
-    weights = torch.arange(1, len(whole) + 1, device=block.device) | 1
-    return (whole * weights).sum() + block[len(block) // 4 * 4 :].long().sum()
+def _gloo(store: Store, rank: int, size: int, host: str, deadline: timedelta) -> Any:
+    made: Any = ProcessGroupGloo
+    options = made._Options()
+    options._devices = [made.create_device(hostname=host)]
+    options._timeout = deadline
+    return made(store, rank, size, options)
+
+
+def _nccl(store: Store, rank: int, size: int, host: str, deadline: timedelta) -> Any:
+    """NCCL finds the way by itself (NCCL_SOCKET_IFNAME). Its watchdog would end this process when another one ends."""
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    before = os.environ.get(_WATCHDOG)
+    os.environ[_WATCHDOG] = "0"
+    try:
+        return ProcessGroupNCCL(store, rank, size, ProcessGroupNCCL.Options())
+    finally:
+        del os.environ[_WATCHDOG]
+        if before is not None:
+            os.environ[_WATCHDOG] = before
