@@ -18,6 +18,9 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
             yield ("placement",), f"{text} placement: inline"
+    if 0 < config.placement.trainer_gpus < 1 and any(stage.trainer.ranks > 1 for stage in stages):
+        text = "ranks cannot share a GPU, and trainer.ranks is above 1"
+        yield ("placement", "trainer_gpus"), f"{text}; reserve 1 for each, or none to see all of a host"
 
 
 def unhonoured_by_placement(config: RunConfig) -> dict[KeyPath, str]:
