@@ -78,7 +78,7 @@ def require_same(run: Path, whole: Path) -> None:
     assert accuracies[0] == accuracies[1]
 
 
-STARTED_BY = {"reward worker": ("explorer", "grader_worker"), "rank": ("trainer", "rank_worker")}
+STARTED_BY = {"reward worker": ("explorer", "grader_worker")}
 
 
 def process(run: Path, name: str) -> int:
@@ -158,10 +158,10 @@ def test_killed_at_random_moments(tmp_path: Path, whole: Path) -> None:
 
 def test_killed_while_explorers_run_ahead(tmp_path: Path) -> None:
     out, kill = tmp_path / "out", signal.SIGKILL
-    view = Hurting(out, 2, ("explorer 1", kill), ("rank", kill))
+    view = Hurting(out, 2, ("explorer 1", kill), ("trainer rank 1", kill))
     more = {"max_staleness": 2, "trainer": {"lr": 1e-3, "ranks": 2}}
     rollmill.run(written(tmp_path, placement=ON_RAY | {"explorers": 2}, **more), out=out, view=view)
-    assert sorted(view.dealt) == ["explorer 1", "rank"]
+    assert sorted(view.dealt) == ["explorer 1", "trainer rank 1"]
     assert any("the trainer lost a rank; it is started again" in text for text in view.messages)
     require_complete(out)
     assert max(row["staleness/max"] for row in learned(out)) <= 2
@@ -174,6 +174,31 @@ def test_stopped_processes_are_killed_and_started_again(tmp_path: Path, whole: P
     assert sorted(view.dealt) == ["explorer 0", "trainer"]
     assert any("the trainer did not answer for 5 s; it is started again" in text for text in view.messages)
     require_same(out, whole)
+
+
+class Watching(Hurting):
+    """A view that knows all processes of rank 1."""
+
+    def __init__(self, run: Path, seed: int, *blows: tuple[str, signal.Signals]) -> None:
+        super().__init__(run, seed, *blows)
+        self.ranks: set[int] = set()
+
+    def step(self, metrics: dict[str, Any], experiences: Sequence[Any]) -> None:
+        self.ranks.add(process(self._run, "trainer rank 1"))
+        super().step(metrics, experiences)
+
+
+def test_ranks_end_with_their_trainer_and_it_starts_again_without_one_that_hangs(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    view = Watching(out, 5, ("trainer rank 1", signal.SIGSTOP), ("trainer", signal.SIGKILL))
+    ranks = {"lr": 1e-3, "ranks": 2, "sharding": "fsdp", "rank_deadline_s": 5}
+    rollmill.run(written(tmp_path, placement=ON_RAY, trainer=ranks), out=out, view=view)
+    assert sorted(view.dealt) == ["trainer", "trainer rank 1"]
+    for how in ("lost a rank", "died"):
+        assert sum(f"the trainer {how}; it is started again" in text for text in view.messages) == 1
+    require_complete(out)
+    assert len(view.ranks) == 3
+    assert happens(lambda: all(map(ended, view.ranks)), 10.0)
 
 
 class Interrupting(Hurting):

@@ -21,6 +21,7 @@ from rollmill.master import resume, run
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.view import PlainView
 from rollmill.trainer import RankedTrainer
+from rollmill.trainer.rank_process import RankProcess
 
 RL: dict[str, Any] = {
     "stages": None,
@@ -100,7 +101,9 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(
 
     def dying(self: RankedTrainer, experiences: list[Experience], version: int) -> dict[str, float]:
         if version == 3:
-            os.kill(self._processes[0].pid, signal.SIGKILL)
+            (other,) = self._others
+            assert isinstance(other, RankProcess)
+            os.kill(other.pid, signal.SIGKILL)
         return step(self, experiences, version)
 
     with monkeypatch.context() as patch:

@@ -28,6 +28,7 @@ from rollmill.monitor.heartbeat import beats
 from rollmill.recipes import known_algorithms
 from rollmill.trainer import RankedTrainer
 from rollmill.trainer.build import Plan
+from rollmill.trainer.rank_process import Processes, RankProcess
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.sharding import own_parts
 
@@ -64,7 +65,7 @@ def assert_equal(got: Any, expected: Any) -> None:
 
 
 def pids(trainer: RankedTrainer) -> list[int]:
-    return [process.pid for process in trainer._processes]
+    return [other.pid for other in trainer._others if isinstance(other, RankProcess)]
 
 
 @dataclass
@@ -96,7 +97,8 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
         held = sum(part.numel() for part in own_parts(list(pair.own.model.parameters())))
         assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
-        assert [path.name for path in Path(pair._folder.name).iterdir()] == ["rendezvous"]
+        assert isinstance(pair._crew, Processes)
+        assert [path.name for path in pair._crew.folder.iterdir()] == ["rendezvous"]
         (beat,) = beats(tmp_path)
         assert (beat.name, beat.pid, beat.doing, beat.waits_for) == ("trainer rank 1", *pids(pair), "rest", "rank 0")
         resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, Ranks())

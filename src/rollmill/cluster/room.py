@@ -54,6 +54,10 @@ class Room:
             advice = f"Others use them: `ray status` shows who. There have to be enough {where}."
             raise DeadlineError("the run", f"{_words(bundles)} on Ray", _ROOM_S, advice)
 
+    def __len__(self) -> int:
+        """How many actors it is for."""
+        return len(self._needs)
+
     def options(self, number: int) -> dict[str, Any]:
         """How Ray shall start the actor of that number."""
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy

@@ -47,7 +47,8 @@ ExplorerKinds = Annotated[list[ExplorerKind], BeforeValidator(_number_alone)]
 
 class OnRay(Section):
     """Explorers are Ray actors, each with an engine, rewards and environments of its own. Master, trainer and buffer
-    are another one; `rollmill run` watches over all. With max_staleness 1 or more explorers roll out while it trains.
+    are another one, and so is each further rank of the trainer; `rollmill run` watches over all. With max_staleness 1
+    or more explorers roll out while it trains.
     """
 
     name: Literal["ray"] = "ray"
@@ -60,9 +61,9 @@ class OnRay(Section):
     gpus: float = Field(0.0, ge=0)
     """GPUs that Ray reserves for each explorer."""
     trainer_cpus: float = Field(0.0, ge=0)
-    """Cores that Ray reserves for the trainer; 0: it takes what explorers leave."""
+    """Cores that Ray reserves for each of the trainer's ranks; 0: they take what explorers leave."""
     trainer_gpus: float = Field(0.0, ge=0)
-    """GPUs that Ray reserves for the trainer; 0: it sees all of its host."""
+    """GPUs that Ray reserves for each of the trainer's ranks; 0: it sees all of its host."""
     weights: Literal["memory", "folder", "broadcast"] = "memory"
     """How new weights reach explorers: by shared memory, where all are on this host, by a folder that all see, or by a
     broadcast over the network."""

@@ -28,6 +28,9 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
         for stage in stages if kind.engine is not None else []:
             for path, text in engine_contradictions(stage.generated_by(kind.engine)):
                 yield ("placement", "explorers", number, "engine"), f"{dotted(path)} of stage {stage.name}: {text}"
+    if 0 < config.placement.trainer_gpus < 1 and any(stage.trainer.ranks > 1 for stage in stages):
+        text = "ranks cannot share a GPU, and trainer.ranks is above 1"
+        yield ("placement", "trainer_gpus"), f"{text}; reserve 1 for each, or none to see all of a host"
 
 
 def unhonoured_by_placement(config: RunConfig, stages: Sequence[StageConfig]) -> dict[KeyPath, str]:

@@ -42,7 +42,7 @@ class TrainerConfig(Section):
     """Compute type over fp32 master weights; auto measures which is faster on this machine."""
     ranks: int = Field(1, ge=1)
     """Processes that share the passes over a batch, each with `threads` threads or a GPU of its own. The first one is
-    the run's own process, which also rolls out."""
+    the run's own process, which also rolls out; on Ray it is the trainer's, and the others may be on other hosts."""
     sharding: Literal["none", "fsdp", "tensor"] = "none"
     """`none`: every rank holds the whole model and optimizer. `fsdp`: its share of weights, gradients and optimizer
     states. `tensor`: its share of each layer's matrices, with which it works on every row. With both the first rank

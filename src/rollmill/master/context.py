@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rollmill.cluster.pool import ActorPool
 from rollmill.config.placement import Inline, PlacementConfig
@@ -26,6 +27,7 @@ class RunContext:
     placement: PlacementConfig = field(default_factory=Inline)
     heartbeat: Heartbeat | None = None  #: of this process, where it works on a run
     explorers: ActorPool | None = None  #: those of the run, on Ray; without, a stage starts its own
+    ranks: Sequence[dict[str, Any]] = ()  #: how Ray starts the trainer's other ones; without, child processes
 
     def says(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
         """What this process does from now on, and what it waits for; see `rollmill status`."""

@@ -139,12 +139,14 @@ def execute(
     resumed: bool,
     serving: Serving | None = None,
     explorers: ActorPool | None = None,
+    ranks: Sequence[dict[str, Any]] = (),
     interrupts: Interrupts | None = None,
 ) -> dict[str, Any]:
     """Run what is left of a run and return the summary; see `run`.
 
     Args:
         explorers: those of a run on Ray, in the process that trains; without, that process is started.
+        ranks: how Ray shall start the trainer's ranks, from rank 1.
         interrupts: what may be asked to end the run besides signals.
     """
     if isinstance(loaded.config.placement, OnRay) and explorers is None:
@@ -155,7 +157,7 @@ def execute(
         beating(run_dir, TRAINER) as heartbeat,
         making_stages(loaded.config, run_dir, resumed=resumed) as make_stage,
     ):
-        given = _Given(heartbeat, make_stage, serving, explorers, interrupts)
+        given = _Given(heartbeat, make_stage, serving, explorers, ranks, interrupts)
         return _execute(loaded, run_dir, view, given, resumed=resumed)
 
 
@@ -167,6 +169,7 @@ class _Given:
     make_stage: MakeStage
     serving: Serving | None
     explorers: ActorPool | None
+    ranks: Sequence[dict[str, Any]]
     interrupts: Interrupts | None
 
 
@@ -189,7 +192,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, given: _Given,
     monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
     buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
     shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
-    context = replace(shared, explorers=given.explorers, heartbeat=given.heartbeat)
+    context = replace(shared, explorers=given.explorers, ranks=given.ranks, heartbeat=given.heartbeat)
     master = Master(
         context,
         loaded.config,

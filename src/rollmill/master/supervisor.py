@@ -25,7 +25,8 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: b
     placement = loaded.config.placement
     assert isinstance(placement, OnRay)
     join(placement.address)
-    needs = [*explorer_needs(placement), Need(placement.trainer_cpus, placement.trainer_gpus)]
+    ranks = max(stage.trainer.ranks for stage in loaded.stages)
+    needs = [*explorer_needs(placement), *[Need(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
     room = Room(needs, one_host=placement.weights == "memory")
     supervisor = Supervisor(
         placement, run_dir.absolute(), room, view or make_view(loaded.config.monitor.show_completions)
@@ -42,7 +43,7 @@ class Supervisor:
     checkpoint when its process ends or does not answer; explorers go on meanwhile.
 
     Args:
-        room: with a place for each explorer, and one for the trainer.
+        room: with a place for each explorer, and for each of the trainer's ranks.
     """
 
     def __init__(self, placement: OnRay, run_dir: Path, room: Room, view: View) -> None:
@@ -81,10 +82,10 @@ class Supervisor:
     async def _life(self, resumed: bool) -> dict[str, Any]:
         """One life of the trainer. Raises _GoneError when it ends before the run does."""
         made = ray_module().remote(TrainerActor)
-        options = self._room.options(len(self._explorers))
+        options, *ranks = map(self._room.options, range(len(self._explorers), len(self._room)))
         shows = not isinstance(self._view, PlainView)
         self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
-            self._run_dir, self._explorers, resumed=resumed, shows_rollouts=shows
+            self._run_dir, self._explorers, ranks, resumed=resumed, shows_rollouts=shows
         )
         followed = asyncio.ensure_future(self._follow())
         signalled = asyncio.ensure_future(self._interrupts.wait())

@@ -50,12 +50,21 @@ class TrainerActor:
 
     Args:
         explorers: actors by name; they outlive this one.
+        ranks: how Ray shall start the trainer's other ranks, which do not.
         resumed: go on from the newest checkpoint, if there is one.
         shows_rollouts: the view wants experiences, too.
     """
 
-    def __init__(self, run_dir: Path, explorers: dict[str, Any], *, resumed: bool, shows_rollouts: bool) -> None:
-        self._run_dir, self._explorers, self._resumed = run_dir, explorers, resumed
+    def __init__(
+        self,
+        run_dir: Path,
+        explorers: dict[str, Any],
+        ranks: Sequence[dict[str, Any]],
+        *,
+        resumed: bool,
+        shows_rollouts: bool,
+    ) -> None:
+        self._run_dir, self._explorers, self._ranks, self._resumed = run_dir, explorers, ranks, resumed
         self._view = _Forward(shows_rollouts, self._put)
         self._interrupts = Interrupts()
         self._events: list[Event] = []
@@ -97,6 +106,7 @@ class TrainerActor:
                     self._view,
                     resumed=self._resumed,
                     explorers=explorers,
+                    ranks=self._ranks,
                     interrupts=self._interrupts,
                 )
             )

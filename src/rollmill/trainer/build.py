@@ -18,6 +18,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.core.errors import ConfigError
 from rollmill.core.registry import import_file
 from rollmill.recipes import RewardModel, known_algorithms
+from rollmill.trainer.group import Meeting
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.scoring import ScoreTrainer
 from rollmill.trainer.trainer import Trainer
@@ -98,6 +99,7 @@ class Beginning:
     device: str
     threads: int
     run_dir: Path
+    meeting: Meeting
 
 
 def skeleton(model: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""The process of a rank besides the first, seen from the first: what it is told, what it answers, how it ends."""
+"""Ranks as child processes of the first: pipes for commands, files for what they work on."""
 
 from __future__ import annotations
 
@@ -6,34 +6,32 @@ import multiprocessing
 import os
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from rollmill.core.errors import DeadlineError, RankLostError, RollmillError, TrainingError
+import torch
+
+from rollmill.core.errors import TrainingError
+from rollmill.trainer.group import MeetingFolder
+from rollmill.trainer.other_rank import OtherRank, Outcome
 
 _TAIL = 2000
 _END_S = 5.0
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a command on a rank: it was done; failed; failed since another rank was gone or late; is not done
-    yet; or the process has ended."""
-
-    kind: Literal["done", "failed", "alone", "late", "ended"]
-    text: str = ""
-
-
-class RankProcess:
+class RankProcess(OtherRank):
     """A child process. Messages are small, so that telling it something never waits; large things go through files.
 
     Args:
+        folder: with these files; it removes them where the first rank cannot.
         log: file that takes what it prints.
         threads: that it computes with.
     """
 
-    def __init__(self, rank: int, log: Path, threads: int) -> None:
+    def __init__(self, rank: int, folder: Path, log: Path, threads: int) -> None:
         self.rank, self._log = rank, log
         self._connection, theirs = multiprocessing.Pipe()
         environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
@@ -41,7 +39,7 @@ class RankProcess:
         self._begins = log.stat().st_size if log.exists() else 0
         with log.open("ab") as file:
             self._popen = subprocess.Popen(
-                [sys.executable, "-P", "-m", "rollmill.trainer.rank_worker", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "rollmill.trainer.rank_worker", str(theirs.fileno()), str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
@@ -55,52 +53,44 @@ class RankProcess:
     def pid(self) -> int:
         return self._popen.pid
 
+    @property
+    def who(self) -> str:
+        """See OtherRank."""
+        return f"rank {self.rank} (process {self.pid})"
+
+    @property
+    def log(self) -> str:
+        """The last lines that this process printed."""
+        with self._log.open("rb") as file:
+            file.seek(max(self._begins, self._log.stat().st_size - _TAIL))
+            text = file.read().decode(errors="replace").strip()
+        return f"The end of {self._log}:\n{text}" if text else f"It printed nothing to {self._log}."
+
     def tell(self, command: str, *details: Any) -> None:
-        """Send a command; `answer` waits for what comes of it. Raises TrainingError where the process has ended."""
+        """See OtherRank."""
         try:
             self._connection.send((command, *details))
         except OSError:
             raise self.error(command, self._ended(), 0) from None
 
-    def answer(self, command: str, deadline_s: float) -> None:
-        """Wait until a command is done.
-
-        Raises:
-            TrainingError: it failed, or the process ended; the message shows the end of its log.
-            DeadlineError: it did not answer in time.
-        """
-        outcome = self.outcome(command, deadline_s)
-        if outcome.kind != "done":
-            raise self.error(command, outcome, deadline_s)
-
     def outcome(self, command: str, deadline_s: float) -> Outcome:
-        """What has come of a command by the deadline."""
+        """See OtherRank."""
         if not self._connection.poll(deadline_s):
             return Outcome("late")
         try:
-            return Outcome(*self._connection.recv())
+            found: Outcome = self._connection.recv()
+            return found
         except (EOFError, OSError):
             return self._ended()
 
-    def error(self, command: str, outcome: Outcome, deadline_s: float) -> RollmillError:
-        """What to say of a command that was not done."""
-        who = f"rank {self.rank} (process {self.pid})"
-        if outcome.kind == "late":
-            advice = f"Raise trainer.rank_deadline_s, or see what it does. {self._end_of_log()}"
-            return DeadlineError("rank 0", f"{who}, told to `{command}`", deadline_s, advice)
-        how = {"ended": outcome.text, "done": "lost rank 0"}.get(outcome.kind, f"failed: {outcome.text}")
-        again = "Go on from the last checkpoint with `rollmill resume`."
-        kind = RankLostError if outcome.kind == "ended" else TrainingError
-        return kind(f"{who}, told to `{command}`, {how}. {again} {self._end_of_log()}")
-
     def end(self) -> None:
-        """Kill it, and wait until it is gone."""
+        """See OtherRank."""
         self._connection.close()
         self._popen.kill()
         self._popen.wait()
 
     def finish(self) -> None:
-        """Let it end by itself, or kill it where it does not."""
+        """See OtherRank."""
         try:
             self.tell("close")
             self._popen.wait(_END_S)
@@ -118,9 +108,42 @@ class RankProcess:
         memory = " (out of memory?)" if code == -9 else ""
         return Outcome("ended", f"was killed by signal {-code}{memory}")
 
-    def _end_of_log(self) -> str:
-        """The last lines that this process printed."""
-        with self._log.open("rb") as file:
-            file.seek(max(self._begins, self._log.stat().st_size - _TAIL))
-            text = file.read().decode(errors="replace").strip()
-        return f"The end of {self._log}:\n{text}" if text else f"It printed nothing to {self._log}."
+
+class Processes:
+    """Child processes, which share a temporary folder with the first rank; see Crew.
+
+    Args:
+        logs: folder for what they print.
+    """
+
+    own_gpus = False
+
+    def __init__(self, logs: Path) -> None:
+        self._logs = logs
+        self._folder: tempfile.TemporaryDirectory[str]
+
+    @property
+    def folder(self) -> Path:
+        """What they share."""
+        return Path(self._folder.name)
+
+    def open(self) -> MeetingFolder:
+        """See Crew."""
+        self._folder = tempfile.TemporaryDirectory(prefix="rollmill-ranks-")
+        return MeetingFolder(self.folder)
+
+    def start(self, rank: int, threads: int) -> RankProcess:
+        """See Crew."""
+        return RankProcess(rank, self.folder, self._logs / f"rank-{rank}.log", threads)
+
+    @contextmanager
+    def handed(self, name: str, value: Any) -> Iterator[Path]:
+        """See Crew: a file, which is gone afterwards; who has it in memory keeps it."""
+        file = self.folder / name
+        torch.save(value, file)
+        yield file
+        file.unlink()
+
+    def close(self) -> None:
+        """See Crew."""
+        self._folder.cleanup()

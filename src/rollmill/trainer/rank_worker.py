@@ -1,20 +1,25 @@
-"""The program of a rank besides the first: it makes the same trainer and follows the first rank's commands."""
+"""A rank besides the first: it makes the same trainer and follows the first rank's commands. Run as a program it is a
+child process, which gets them by a pipe."""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import sys
 import traceback
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from rollmill.core.types import Experience
 from rollmill.monitor.heartbeat import Heartbeat
 from rollmill.trainer.build import Beginning, share_weights, with_memory
 from rollmill.trainer.group import join_group, of_group
+from rollmill.trainer.other_rank import Outcome
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.scoring import ScoreTrainer
 from rollmill.trainer.sharding import gather_weights
@@ -22,23 +27,41 @@ from rollmill.trainer.trainer import Trainer
 
 
 class Worker:
-    """One rank. Its methods are the commands."""
+    """One rank. What it is told to do is a method."""
 
     def __init__(self) -> None:
-        self._file: Path | None = None
-        self._rank, self._size = 0, 1
+        self._begun: Beginning
+        self._rank = 0
         self._learner: Trainer | ScoreTrainer
         self._beat: Heartbeat | None = None
 
-    def start(self, file: Path, rank: int, size: int) -> None:
-        """Read what it begins with; the ranks meet in the folder of that file."""
-        beginning: Beginning = torch.load(file, weights_only=False)
+    def where(self) -> str:
+        """Its process, for messages."""
+        return f"process {os.getpid()} on {socket.gethostname()}"
+
+    def obey(self, command: str, *details: Any) -> Outcome:
+        """Do what the first rank says. Details are values, or files that hold them."""
+        if self._beat is not None:
+            self._beat.says(command)
+        try:
+            getattr(self, command)(*(_read(each) if isinstance(each, Path) else each for each in details))
+        except Exception as error:
+            traceback.print_exc()
+            what = f"{type(error).__name__}: {error}"
+            self.ended(what)
+            return Outcome("alone" if of_group(error) else "failed", what)
+        if self._beat is not None:
+            self._beat.says("rest", "rank 0")
+        return Outcome("done")
+
+    def start(self, beginning: Beginning, rank: int) -> None:
+        """Get ready to join the others."""
         torch.set_num_threads(beginning.threads)
         self._device = torch.device(beginning.device)
-        if self._device.type == "cuda":
-            self._device = torch.device("cuda", rank)
+        if self._device.type == "cuda":  # the first where it sees its own only
+            self._device = torch.device("cuda", rank % torch.cuda.device_count())
             torch.cuda.set_device(self._device)
-        self._file, self._rank, self._size = file, rank, size
+        self._begun, self._rank = beginning, rank
         self._beat = Heartbeat(beginning.run_dir, f"trainer rank {rank}")
         self._plan = beginning.plan.received()
         self._policy = with_memory(beginning.policy, self._device)
@@ -46,24 +69,23 @@ class Worker:
 
     def join(self) -> None:
         """Join the others and take the weights from rank 0."""
-        assert self._file is not None
-        deadline = self._plan.config.rank_deadline_s
-        join_group(self._file.parent, self._rank, self._size, self._device, deadline)
+        config = self._plan.config
+        join_group(self._begun.meeting, self._rank, config.ranks, self._device, config.rank_deadline_s)
         for model in (self._policy, self._teacher):
             if model is not None:
                 share_weights(model)
-        ranks = Ranks(self._rank, self._size, self._plan.config.sharding)
+        ranks = Ranks(self._rank, config.ranks, config.sharding)
         self._learner = self._plan.trainer(self._policy, self._teacher, self._device, ranks)
 
-    def ahead(self, file: Path, version: int) -> None:
-        """Make the passes over the batch in a file that need no rewards."""
+    def ahead(self, experiences: Sequence[Experience], version: int) -> None:
+        """Make the passes over a batch that need no rewards."""
         assert isinstance(self._learner, Trainer)
-        for _ in self._learner.ahead(_read(file), version):
+        for _ in self._learner.ahead(experiences, version):
             pass
 
-    def step(self, file: Path, version: int) -> None:
-        """Learn from the batch in a file, and give rank 0 its part of the weights."""
-        self._learner.step(_read(file), version)
+    def step(self, experiences: Sequence[Experience], version: int) -> None:
+        """Learn from a batch, and give rank 0 its part of the weights."""
+        self._learner.step(experiences, version)
         if isinstance(self._learner, Trainer):
             gather_weights(self._learner.model, None)
 
@@ -71,46 +93,29 @@ class Worker:
         """Give rank 0 its part of the trainer's state."""
         self._learner.state_dict()
 
-    def load_state_dict(self, file: Path) -> None:
-        """Go on from the state in a file."""
-        self._learner.load_state_dict(_read(file))
-
-    def says(self, doing: str, waits_for: str = "") -> None:
-        """What this process does, for `rollmill status`."""
-        if self._beat is not None:
-            self._beat.says(doing, waits_for)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        self._learner.load_state_dict(state)
 
     def ended(self, how: str) -> None:
-        """The last that it says."""
+        """The last that it says, for `rollmill status`."""
         if self._beat is not None:
             self._beat.close(how)
-
-    def tidy(self) -> None:
-        """Remove the files that rank 0 is no more there to remove."""
-        if self._file is not None:
-            shutil.rmtree(self._file.parent, ignore_errors=True)
 
 
 def main() -> None:
     """Answer each command with what came of it; end where rank 0 says so, or is gone."""
-    connection, worker = Connection(int(sys.argv[1])), Worker()
+    connection, folder, worker = Connection(int(sys.argv[1])), Path(sys.argv[2]), Worker()
     try:
         while (message := connection.recv())[0] != "close":
-            worker.says(message[0])
-            try:
-                getattr(worker, message[0])(*message[1:])
-            except Exception as error:
-                traceback.print_exc()
-                what = f"{type(error).__name__}: {error}"
-                worker.ended(what)
-                connection.send(("alone" if of_group(error) else "failed", what))
+            outcome = worker.obey(*message)
+            connection.send(outcome)
+            if outcome.kind != "done":
                 break
-            worker.says("rest", "rank 0")
-            connection.send(("done", ""))
         worker.ended("done")
     except (EOFError, OSError):
         worker.ended("rank 0 is gone")
-        worker.tidy()
+        shutil.rmtree(folder, ignore_errors=True)  # rank 0 is no more there to remove it
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)  # nothing is left to do, and the interpreter takes seconds to take torch apart

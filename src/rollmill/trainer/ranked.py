@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,8 +15,9 @@ from torch import nn
 from rollmill.core.errors import ConfigError, RollmillError
 from rollmill.core.types import Experience
 from rollmill.trainer.build import Beginning, Plan, share_weights, skeleton
-from rollmill.trainer.group import join_group, leave_group, of_group
-from rollmill.trainer.rank_process import RankProcess
+from rollmill.trainer.group import Meeting, join_group, leave_group, of_group
+from rollmill.trainer.other_rank import Crew, OtherRank
+from rollmill.trainer.rank_process import Processes
 from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.scoring import ScoreTrainer
 from rollmill.trainer.sharding import gather_weights
@@ -36,19 +36,29 @@ class RankedTrainer:
     """Has the surface of `Trainer`, and the same results. Without shards `model` itself is trained; with shards a copy
     of it is, and `model` gets the whole weights after each step.
 
-    Processes start with `start`, or with the first command. Every method raises TrainingError where a rank ended or
-    failed and DeadlineError where one does not answer; both name it.
+    Processes start with `start`, or with the first command. Every method raises TrainingError where a rank failed,
+    RankLostError where one ended, and one of RankLostError and DeadlineError where one does not answer; all name it.
 
     Args:
-        run_dir: where the other ranks say what they do, and what they print is kept.
+        run_dir: where the other ranks say what they do, and what child processes print is kept.
+        crew: how the other ranks are started; default: as child processes.
     """
 
-    def __init__(self, plan: Plan, model: Any, teacher: nn.Module | None, device: torch.device, run_dir: Path) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        model: Any,
+        teacher: nn.Module | None,
+        device: torch.device,
+        run_dir: Path,
+        crew: Crew | None = None,
+    ) -> None:
         self._plan, self._model, self._teacher = plan, model, teacher
         self._device, self._run_dir = device, run_dir
         self._size, self._sharded = plan.config.ranks, plan.config.sharding != "none"
-        self._processes: list[RankProcess] = []
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._crew = crew or Processes(run_dir / LOGS)
+        self._others: list[OtherRank] = []
+        self._meeting: Meeting | None = None
         self._own: Trainer | ScoreTrainer | None = None
         self._healthy = False  #: the last command was done
 
@@ -64,10 +74,8 @@ class RankedTrainer:
         if self._own is not None:
             return
         self._check()
-        self._folder = tempfile.TemporaryDirectory(prefix="rollmill-ranks-")
-        threads = torch.get_num_threads()
-        logs = {rank: self._run_dir / LOGS / f"rank-{rank}.log" for rank in range(1, self._size)}
-        self._processes = [RankProcess(rank, log, threads) for rank, log in logs.items()]
+        self._meeting, threads = self._crew.open(), torch.get_num_threads()
+        self._others = [self._crew.start(rank, threads) for rank in range(1, self._size)]
         beginning = Beginning(
             self._plan.to_sent(),
             skeleton(self._model),
@@ -75,13 +83,13 @@ class RankedTrainer:
             self._device.type,
             threads,
             self._run_dir,
+            self._meeting,
         )
-        file = self._written("beginning", beginning)
-        for process in self._processes:
-            process.tell("start", file, process.rank, self._size)
-        for process in self._processes:
-            process.answer("start", _START_S)
-        file.unlink()
+        with self._crew.handed("beginning", beginning) as handed:
+            for other in self._others:
+                other.tell("start", handed, other.rank)
+            for other in self._others:
+                other.answer("start", _START_S)
         with self._together("join"):
             self._own = self._joined()
 
@@ -90,7 +98,7 @@ class RankedTrainer:
         own = self.own
         if not isinstance(own, Trainer) or not own.infers:
             return
-        with self._together("ahead", self._written("batch", list(experiences)), version):
+        with self._crew.handed("batch", list(experiences)) as batch, self._together("ahead", batch, version):
             passes = own.ahead(experiences, version)
             for _ in passes:
                 try:
@@ -103,7 +111,7 @@ class RankedTrainer:
     def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
         """See Trainer."""
         own = self.own
-        with self._together("step", self._written("batch", list(experiences)), version):
+        with self._crew.handed("batch", list(experiences)) as batch, self._together("step", batch, version):
             metrics = own.step(experiences, version)
             if self._sharded and isinstance(own, Trainer):
                 gather_weights(own.model, self._model)
@@ -120,18 +128,18 @@ class RankedTrainer:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See Trainer."""
         own = self.own
-        with self._together("load_state_dict", self._written("state", state)):
+        with self._crew.handed("state", state) as handed, self._together("load_state_dict", handed):
             own.load_state_dict(state)
 
     def close(self) -> None:
         """End the other ranks."""
-        for process in self._processes:
-            process.finish() if self._healthy else process.end()
-        self._processes = []
-        if self._folder is not None:
+        for other in self._others:
+            other.finish() if self._healthy else other.end()
+        self._others = []
+        if self._meeting is not None:
             leave_group()
-            self._folder.cleanup()
-            self._folder = None
+            self._crew.close()
+            self._meeting = None
 
     def _check(self) -> None:
         if dist.is_initialized():
@@ -139,15 +147,16 @@ class RankedTrainer:
                 "trainer.ranks starts processes of its own, but this one belongs to a process group of "
                 "torch.distributed already; start the run without torchrun"
             )
-        if self._device.type == "cuda" and torch.cuda.device_count() < self._size:
-            found = torch.cuda.device_count()
-            raise ConfigError(f"trainer.ranks: {self._size} need a GPU each, and torch finds {found}; lower it")
+        found = torch.cuda.device_count() if self._device.type == "cuda" else self._size
+        if found < self._size and not self._crew.own_gpus:
+            text = f"trainer.ranks: {self._size} need a GPU each, and torch finds {found}; lower it"
+            raise ConfigError(f"{text}, or on Ray reserve GPUs for each by placement.trainer_gpus")
         if self._plan.config.sharding == "tensor":
             styles_of(self._model, self._size)
 
     def _joined(self) -> Trainer | ScoreTrainer:
-        assert self._folder is not None
-        join_group(Path(self._folder.name), 0, self._size, self._device, self._plan.config.rank_deadline_s)
+        assert self._meeting is not None
+        join_group(self._meeting, 0, self._size, self._device, self._plan.config.rank_deadline_s)
         for model in (self._model, self._teacher):
             if model is not None:
                 share_weights(model)
@@ -156,36 +165,25 @@ class RankedTrainer:
 
     @contextmanager
     def _together(self, command: str, *details: Any) -> Iterator[None]:
-        """All ranks do a command, this one what is inside; at the end the others have done it, too, and files that were
-        written for them are gone."""
+        """All ranks do a command, this one what is inside; at the end the others have done it, too."""
         self._healthy, deadline = False, self._plan.config.rank_deadline_s
-        for process in self._processes:
-            process.tell(command, *details)
+        for other in self._others:
+            other.tell(command, *details)
         try:
             yield
         except RuntimeError as error:
             if of_group(error):
                 raise self._blamed(command, deadline) from error
             raise
-        for process in self._processes:
-            process.answer(command, deadline)
-        for file in details:
-            if isinstance(file, Path):
-                file.unlink()  # who has it in memory keeps it
+        for other in self._others:
+            other.answer(command, deadline)
         self._healthy = True
 
     def _blamed(self, command: str, deadline_s: float) -> RollmillError:
         """What was wrong, by what the ranks say. One that ended or failed explains why others are late or alone."""
-        outcomes = [process.outcome(command, _GRACE_S) for process in self._processes]
+        outcomes = [other.outcome(command, _GRACE_S) for other in self._others]
         for kind in ("ended", "failed", "late", "alone", "done"):
-            for process, outcome in zip(self._processes, outcomes, strict=True):
+            for other, outcome in zip(self._others, outcomes, strict=True):
                 if outcome.kind == kind:
-                    return process.error(command, outcome, deadline_s)
+                    return other.error(command, outcome, deadline_s)
         raise AssertionError("there are other ranks")
-
-    def _written(self, name: str, value: Any) -> Path:
-        """A file with what all ranks read."""
-        assert self._folder is not None
-        file = Path(self._folder.name) / name
-        torch.save(value, file)
-        return file
