@@ -17,7 +17,7 @@ from bench.harness import BenchError, Measured, Side, note, run_in_turn
 from bench.report import Case, best, finish
 
 SHARDINGS = ("none", "fsdp", "tensor")
-PASSES = (8, 32)  #: completions in a forward pass of the peer
+PASSES = (8, 32)
 ROUNDS = {"tiny": 2, "m3": 5, "m25": 3}
 TOLERANCE = 1e-3
 
@@ -27,6 +27,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser = argparse.ArgumentParser(prog="bench ranks", description=__doc__)
     parser.add_argument("--models", default="m3,m25")
     parser.add_argument("--sharding", default=",".join(SHARDINGS), help="of our two ranks")
+    parser.add_argument("--passes", type=int, nargs="+", default=PASSES, help="completions in a pass of the peer")
     parser.add_argument("--rounds", type=int)
     args = parser.parse_args(arguments)
     if len(machine.cores()) < 2:
@@ -36,7 +37,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     for name in args.models.split(","):
         note(f"{name}:")
         shardings = args.sharding.split(",")
-        measured = run_in_turn(sides(name, shardings), args.rounds or ROUNDS[name], pinned=False)
+        measured = run_in_turn(sides(name, shardings, args.passes), args.rounds or ROUNDS[name], pinned=False)
         require_same(measured)
         cases += compare(name, measured, shardings)
         raw += measured
@@ -45,14 +46,14 @@ def main(arguments: list[str], only_json: bool) -> None:
     finish("ranks", cases, headline=headline, versions=versions, only_json=only_json, raw=raw)
 
 
-def sides(model: str, shardings: Sequence[str]) -> list[Side]:
+def sides(model: str, shardings: Sequence[str], passes: Sequence[int]) -> list[Side]:
     """One rank, two ranks by every sharding, and the peer with one and two processes."""
     ours = [Side("1 rank", "bench.ours.ranks", ("--model", model))]
     ours += [
         Side(f"2 ranks, {sharding}", "bench.ours.ranks", ("--model", model, "--ranks", "2", "--sharding", sharding))
         for sharding in shardings
     ]
-    return ours + [_peer(model, processes, size) for processes in (1, 2) for size in PASSES]
+    return ours + [_peer(model, processes, size) for processes in (1, 2) for size in passes]
 
 
 def _peer(model: str, processes: int, size: int) -> Side:
@@ -74,7 +75,7 @@ def compare(model: str, measured: Sequence[Measured], shardings: Sequence[str]) 
     """One rank against one process, two ranks against two; how much faster two are than one, on either side."""
     by_name = {each.name: each for each in measured}
     peers = {
-        count: best([by_name[f"DDP, {count}, {size} a pass"] for size in PASSES], "tokens_per_s", True)
+        count: best([one for one in measured if one.name.startswith(f"DDP, {count},")], "tokens_per_s", True)
         for count in (1, 2)
     }
     speedup = _median(peers[2]) / _median(peers[1])

@@ -23,6 +23,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     """Run the benchmark; see the module's docstring."""
     parser = argparse.ArgumentParser(prog="bench simulate", description=__doc__)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--warmups", type=int, default=1)
     parser.add_argument("--steps", type=int, default=20, help="measured, in each round")
     parser.add_argument("--staleness", default="0,1,4")
     parser.add_argument("--workers", default="2,8,64,512")
@@ -41,7 +42,7 @@ def main(arguments: list[str], only_json: bool) -> None:
         Side("beside", "bench.ours.costs", (*sizes, "--beside", "--settle", args.settle)),
         *[Side(str(bound), "bench.ours.overlapped", (*sizes, *on_ray, str(bound))) for bound in staleness],
     ]
-    alone, beside, *measured = run_in_turn(sides, args.rounds, warmups=1, pinned=False)
+    alone, beside, *measured = run_in_turn(sides, args.rounds, warmups=args.warmups, pinned=False)
     cases = [
         compare(beside if int(one.name) else alone, one, int(args.prompts), int(args.new_tokens)) for one in measured
     ]

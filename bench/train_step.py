@@ -28,6 +28,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser.add_argument("--models", default="m3,m25")
     parser.add_argument("--rounds", type=int)
     parser.add_argument("--dtype", default="auto", choices=("auto", "fp32", "bf16"), help="ours")
+    parser.add_argument("--trl", nargs="+", default=list(TRL_SETTINGS), choices=TRL_SETTINGS, help="settings of TRL")
     args = parser.parse_args(arguments)
     need("trl", TRL_HOW)
     cases: list[Case] = []
@@ -38,6 +39,7 @@ def main(arguments: list[str], only_json: bool) -> None:
         sides += [
             Side(f"trl {setting}", "bench.peers.trl_train_step", ("--model", name, *options))
             for setting, options in TRL_SETTINGS.items()
+            if setting in args.trl
         ]
         measured = run_in_turn(sides, args.rounds or ROUNDS[name])
         cases.append(compare(name, measured))

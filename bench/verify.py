@@ -26,7 +26,7 @@ from bench.learn import task_folder
 from bench.report import Case, finish
 
 Points = list[tuple[float, float]]
-EVERY, HELD_OUT, BATCH, GROUP = 5, 500, 16, 8
+EVERY, BATCH, GROUP = 5, 16, 8
 REWARD = ROOT / "bench" / "ours" / "wrong_reward.py"
 RIGHT = {"name": "exact", "after": "#"}
 WRONG = {"name": "python", "function": f"{REWARD}:wrong_in_a_fifth", "run_in": "thread"}
@@ -46,6 +46,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     parser = argparse.ArgumentParser(prog="bench verify", description=__doc__)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--held-out", type=int, default=500)
     parser.add_argument("--svg", type=Path, default=IMAGE)
     args = parser.parse_args(arguments)
     curves: dict[str, list[Points]] = {name: [] for name in SIDES}
@@ -53,7 +54,7 @@ def main(arguments: list[str], only_json: bool) -> None:
     for seed in map(int, args.seeds.split(",")):
         folder = task_folder(seed)
         for name, changes in SIDES.items():
-            curve = trained(folder, seed, args.steps, changes)
+            curve = trained(folder, seed, args.steps, args.held_out, changes)
             note(f"  seed {seed}, {name}: {curve}")
             curves[name].append(curve)
             raw.append(Measured(f"{name} seed {seed}", {}, [{"rollouts": x, "accuracy": y} for x, y in curve]))
@@ -92,7 +93,7 @@ def wrong_share(curve: Points) -> float:
     return statistics.mean(1 - accuracy for _, accuracy in curve[1:])
 
 
-def trained(folder: Path, seed: int, steps: int, changes: dict[str, Any]) -> Points:
+def trained(folder: Path, seed: int, steps: int, held_out: int, changes: dict[str, Any]) -> Points:
     """(completions rolled out, accuracy by the right rule) at every evaluation of one run."""
     run = {
         "seed": seed,
@@ -104,7 +105,7 @@ def trained(folder: Path, seed: int, steps: int, changes: dict[str, Any]) -> Poi
         "steps": steps,
         "evaluation": {
             "taskset": {"path": str(folder / "held_out.jsonl")},
-            "limit": HELD_OUT,
+            "limit": held_out,
             "every": EVERY,
             "greedy": False,
             "samples": 1,

@@ -39,11 +39,11 @@ def test_rollout_against_transformers(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    line = bench(str(tmp_path), "step", "--models", "tiny", "--rounds", "1")
+    line = bench(str(tmp_path), "step", "--models", "tiny", "--rounds", "1", "--trl", "fp32 static cache", "bf16")
     assert line["unit"] == "s"
     assert line["peer_name"].startswith("trl")
     case = json.loads((tmp_path / "step.json").read_text())["cases"][0]
-    assert len(case["peer_settings"]) == 3
+    assert list(case["peer_settings"]) == ["trl fp32 static cache", "trl bf16"]
 
 
 @pytest.mark.slow
@@ -56,7 +56,8 @@ def test_curriculum_against_the_uniform_order(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_reward_that_is_wrong_in_a_fifth_of_all_cases(tmp_path: Path) -> None:
-    line = bench(str(tmp_path), "verify", "--seeds", "0", "--steps", "5", "--svg", str(tmp_path / "curves.svg"))
+    options = ("--seeds", "0", "--steps", "5", "--held-out", "60")
+    line = bench(str(tmp_path), "verify", *options, "--svg", str(tmp_path / "curves.svg"))
     assert (line["peer_name"], line["unit"]) == ("not verified", "share")
     assert (tmp_path / "curves.svg").read_text().count("<path") > 3
 
@@ -99,11 +100,12 @@ def test_sandbox_against_bubblewrap(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_train_step_against_trl(tmp_path: Path) -> None:
     pytest.importorskip("trl")
-    line = bench(str(tmp_path), "train_step", "--models", "tiny", "--rounds", "1")
+    settings = ("fp32, 32 a pass", "bf16, 8 a pass")
+    line = bench(str(tmp_path), "train_step", "--models", "tiny", "--rounds", "1", "--trl", *settings)
     assert line["unit"] == "s"
     assert line["peer_name"].startswith("trl")
     record = json.loads((tmp_path / "train_step.json").read_text())
-    assert len(record["cases"][0]["peer_settings"]) == 4
+    assert list(record["cases"][0]["peer_settings"]) == [f"trl {each}" for each in settings]
     assert {(one["rounds"][0]["tokens"], one["rounds"][0]["learned"]) for one in record["raw"]} == {(4096, 64)}
 
 
@@ -175,7 +177,7 @@ def test_spec_against_plain_sampling(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_two_ranks_against_ddp(tmp_path: Path) -> None:
     if len(machine.cores()) < 2:
         pytest.skip("one core")
-    line = bench(str(tmp_path), "ranks", "--models", "tiny", "--sharding", "none", "--rounds", "1")
+    line = bench(str(tmp_path), "ranks", "--models", "tiny", "--sharding", "none", "--passes", "32", "--rounds", "1")
     assert (line["unit"], line["case"]) == ("tokens/s", "tiny, 2 ranks, none")
     assert line["peer_name"].startswith("DDP, 2")
     cases = json.loads((tmp_path / "ranks.json").read_text())["cases"]

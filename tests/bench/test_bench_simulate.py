@@ -53,7 +53,8 @@ def test_a_plan_against_a_run(tmp_path: Path) -> None:
 def test_two_workers_measured_and_simulated(tmp_path: Path) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
     sizes = ("--model", "tiny", "--prompts", "4", "--new-tokens", "16", "--rounds", "1", "--steps", "2")
-    line = bench(str(tmp_path), "simulate", *sizes, "--staleness", "1", "--workers", "2,8", "--settle", "3")
+    options = ("--staleness", "1", "--workers", "2,8", "--settle", "3", "--warmups", "0")
+    line = bench(str(tmp_path), "simulate", *sizes, *options)
     assert (line["peer_name"], line["unit"]) == ("measured", "steps/s")
     [case] = json.loads((tmp_path / "simulate.json").read_text())["cases"]
     assert [row["workers"] for row in case["predicted"]] == [2, 8]

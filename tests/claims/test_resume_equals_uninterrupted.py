@@ -54,23 +54,23 @@ def undisturbed(server: Forks, folder: Path, changes: dict[str, Any]) -> dict[st
     return found
 
 
-def killed_and_resumed(server: Forks, folder: Path, out: str, dice: random.Random, kills: int) -> int:
-    """Run to the end, killed up to `kills` times on the way; how often it was."""
+def killed_and_resumed(server: Forks, folder: Path, out: str, dice: random.Random, kills: int, whole_s: float) -> int:
+    """Run to the end, which takes `whole_s` undisturbed, killed up to `kills` times on the way; how often it was."""
     run, killed = folder / out, 0
     while True:
         argv = ("resume", out) if (run / "config.yaml").exists() else ("run", "run.yaml", "--out", out)
         server.start(*argv, folder=folder)
         if killed < kills:
-            killed += _kill(server, run, dice)
+            killed += _kill(server, run, dice, whole_s)
         ended = server.wait()
         if ended.code == 0:
             return killed
         assert ended.code == -signal.SIGKILL, ended.err
 
 
-def _kill(server: Forks, run: Path, dice: random.Random) -> bool:
+def _kill(server: Forks, run: Path, dice: random.Random, whole_s: float) -> bool:
     """At a random moment, or while the next checkpoint after it is being written; False when the run ended before."""
-    time.sleep(dice.uniform(0.0, 3.0))
+    time.sleep(dice.uniform(0.0, whole_s))
     if dice.random() < 0.4:
         writing = (run / "checkpoints").glob
         if not server.reaches(lambda: any(True for _ in writing(".writing-*"))):
@@ -80,12 +80,14 @@ def _kill(server: Forks, run: Path, dice: random.Random) -> bool:
 
 
 def check(server: Forks, folder: Path, variant: str, kills: int, seed: int, **changes: Any) -> None:
+    began = time.monotonic()
     expected = undisturbed(server, folder, VARIANTS[variant] | changes)
+    whole_s = time.monotonic() - began
     dice = random.Random(f"{variant}:{seed}")
     total = runs = 0
     while total < kills:
         runs += 1
-        total += killed_and_resumed(server, folder, f"killed-{runs}", dice, min(kills - total, 6))
+        total += killed_and_resumed(server, folder, f"killed-{runs}", dice, min(kills - total, 6), whole_s)
         found = outcome(folder / f"killed-{runs}")
         for what, value in expected.items():
             assert found[what] == value, f"{what} differs after {total} kills (run {runs})"

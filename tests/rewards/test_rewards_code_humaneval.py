@@ -75,6 +75,6 @@ def test_mutants_are_rejected_and_those_that_no_check_notices_are_not(data_dir: 
 def test_a_thousand_mutants_are_rejected(data_dir: Path) -> None:
     wrong, same = sorted_out(load_rows(data_dir), 1150)
     assert len(wrong) >= 1000
-    accepted = earning(wrong, time_limit_s=2.0)
+    accepted = earning(wrong, time_limit_s=1.0)  # endless loops take all of it
     assert len(accepted) <= 0.02 * len(wrong), accepted
     assert len(earning(same)) >= 0.98 * len(same)
