@@ -14,6 +14,9 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
     """Choices of stages that need explorers in the trainer's process."""
     if not isinstance(config.placement, OnRay):
         return
+    if config.placement.address is not None and config.placement.address.startswith("ray://"):
+        text = "Ray Client cannot start runs; give HOST:PORT of the cluster's head (6379 by default), or `auto`"
+        yield ("placement", "address"), text
     for stage in stages:
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
