@@ -35,8 +35,9 @@ TRAINER = ("train_s", "publish_s")
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The costs of a simulation, as JSON; training by the number of groups."""
-    from rollmill.planning.calibration import transfer, watched
     from rollmill.planning.rollouts import PassCosts
+    from rollmill.planning.samples import watched
+    from rollmill.planning.transfer import transfer
 
     train: dict[int, list[float]] = {}
     around, judge, passes = [], [], []
@@ -70,7 +71,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
     """Passes with as many completions as the engine decodes together."""
-    from rollmill.planning.calibration import watched
+    from rollmill.planning.samples import watched
 
     with watched(engine) as passes:
         await asyncio.gather(*asked(engine, args, MANY // args.group))

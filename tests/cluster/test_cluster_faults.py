@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from forks import Forks, ended, send
 from tiny import outcome, tiny_run
@@ -20,6 +21,7 @@ import rollmill
 from rollmill.core.errors import TrainingError
 from rollmill.master import resume
 from rollmill.monitor.heartbeat import beats
+from rollmill.sync import shared_folder
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
@@ -231,6 +233,36 @@ def test_the_command_itself_is_killed_and_resumed_and_interrupted(server: Forks,
 
     resume(out)
     require_same(out, whole)
+
+
+class Insisting(Interrupting):
+    """A view that sends it twice."""
+
+    def step(self, metrics: dict[str, Any], experiences: Sequence[Any]) -> None:
+        super().step(metrics, experiences)
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_interrupted_twice_nothing_stays(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(KeyboardInterrupt):
+        rollmill.run(written(tmp_path, placement=ON_RAY), out=out, view=Insisting(out, 0))
+    assert happens(lambda: all(ended(beat.pid) for beat in beats(out)), 30.0)
+    run_id = json.loads((out / "machine.json").read_text())["run_id"]
+    assert not list(shared_folder().glob(f"rollmill-{run_id}*"))
+
+
+def test_a_ray_that_dies_ends_the_run(server: Forks, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    written(tmp_path, placement=ON_RAY, steps=1000)
+    server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
+    assert server.reaches(lambda: (out / "metrics.jsonl").exists() and len(learned(out)) >= 1)
+    for child in psutil.Process(server.pid).children(recursive=True):
+        if child.name() == "raylet":
+            child.kill()
+    found = server.wait()
+    assert found.code == 1, found.err
+    assert "Ray has died; go on with: rollmill resume" in found.err
 
 
 def test_a_trainer_that_dies_again_and_again_ends_the_run(tmp_path: Path) -> None:

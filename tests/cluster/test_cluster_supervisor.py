@@ -12,6 +12,8 @@ import pytest
 from tiny import tiny_run
 
 import rollmill
+from rollmill.cluster import ray_session
+from rollmill.cluster.ray_session import _why_not
 from rollmill.core.errors import ConfigError, DeadlineError, RankLostError
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.trainer_actor import _portable
@@ -61,3 +63,28 @@ def test_a_request_of_another_thread_interrupts() -> None:
         asyncio.run(work())
     assert answers == [True]
     assert interrupts.request(), "it has ended by itself"
+
+
+def test_a_ray_that_wants_a_token_is_told_from_none() -> None:
+    refused = ConnectionError("Failed to connect to Ray cluster at HOST:6379")
+    refused.__cause__ = RuntimeError("Failed to connect to GCS: Unauthenticated: RPC error: InvalidAuthToken")
+    assert "is protected, and this process has not its token; set RAY_AUTH_MODE=token" in _why_not("HOST:6379", refused)
+    assert _why_not("auto", ConnectionError("nothing")) == "no Ray at auto: nothing; start one with `ray start`"
+
+
+def test_a_process_joins_one_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray", reason="needs the extra `ray`")
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray_session, "_asked", [None])
+    with pytest.raises(ConfigError, match=r"placement\.address: this process has joined a Ray of its own before"):
+        ray_session.join("HOST:6379")
+
+
+def test_the_address_of_a_ray_client_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"placement\.address: Ray Client cannot start runs; give HOST:PORT"):
+        rollmill.run(tiny_run(tmp_path, placement={"name": "ray", "address": "ray://HOST:10001"}), out=tmp_path / "out")
+
+
+def test_a_trainer_has_time_to_answer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"placement\.health_s"):
+        rollmill.run(tiny_run(tmp_path, placement={"name": "ray", "health_s": 0.5}), out=tmp_path / "out")

@@ -31,6 +31,19 @@ def test_a_process_says_what_it_does_and_how_it_ended(tmp_path: Path) -> None:
     assert (last.ended, last.waits_for, last.version) == ("done", "", 3)
 
 
+def test_what_has_not_changed_is_not_written_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(heartbeat, "BEAT_S", 60.0)
+    beat, file = Heartbeat(tmp_path, "explorer 0"), tmp_path / "processes/explorer-0.json"
+    beat.says("roll out", version=1)
+    before = file.stat()
+    for _ in range(3):
+        beat.says("roll out", version=1)
+    assert file.stat() == before
+    beat.says("roll out", version=2)
+    assert file.stat() != before
+    beat.close("done")
+
+
 def test_it_beats_by_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.01)
     beat = Heartbeat(tmp_path, "trainer")

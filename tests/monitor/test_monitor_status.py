@@ -104,7 +104,12 @@ def test_no_run(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("error", "ended"),
-    [(KeyboardInterrupt(), "interrupted"), (ValueError("a bad day"), "failed: a bad day"), (None, "done")],
+    [
+        (KeyboardInterrupt(), "interrupted"),
+        (ValueError("a bad day"), "failed: a bad day"),
+        (MemoryError(), "failed: MemoryError"),
+        (None, "done"),
+    ],
 )
 def test_how_a_process_ended(tmp_path: Path, error: BaseException | None, ended: str) -> None:
     def work(heartbeat: Heartbeat) -> None:

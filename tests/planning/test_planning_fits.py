@@ -14,9 +14,9 @@ from toys import toy_model
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
-from rollmill.planning.calibration import Pass, watched
 from rollmill.planning.fits import fit, line
 from rollmill.planning.rollouts import Group, PassCosts, cache_tokens, steps_of
+from rollmill.planning.samples import Pass, watched
 
 POSITIVE = st.floats(0.1, 10.0)
 

@@ -12,9 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_run
 
 from rollmill.cli import main
+from rollmill.cli.plan import show
 from rollmill.config.loader import load_run
 from rollmill.monitor import read_metrics
 from rollmill.planning.advice import too_large
@@ -23,7 +25,7 @@ from rollmill.planning.memory import Memory
 from rollmill.planning.plan import Machine, plan_stage
 from rollmill.planning.prediction import Model, predict
 from rollmill.planning.rollouts import draw_groups
-from rollmill.planning.splits import best_split
+from rollmill.planning.splits import best_split, costs_of
 
 GRPO: dict[str, Any] = {
     "stages": None,
@@ -31,6 +33,7 @@ GRPO: dict[str, Any] = {
     "steps": 4,
     "evaluation": None,
     "rollout": {"batch": 8, "max_new_tokens": 24},
+    "threads": 1,
 }
 
 
@@ -90,6 +93,13 @@ def test_memory_by_rank_and_process(found: Calibration) -> None:
     assert "cache" not in plan.processes["trainer"].parts
 
 
+def test_with_residency_rollouts_need_the_policy_unless_there_is_a_cast_of_all_of_it(found: Calibration) -> None:
+    merged = replace(found, sizes=found.sizes | {"cast": found.sizes["policy"] // 2})  # adapters, in fp32
+    for precision, needed in (("fp32", {"policy", "cast"}), ("bf16", {"cast"})):
+        least = plan_stage(replace(merged, precision=precision), Machine(4, 64e9)).least["rollout"]
+        assert set(least.parts) & {"policy", "cast", "optimizer"} == needed
+
+
 def test_splits(found: Calibration) -> None:
     plan = plan_stage(found, Machine(4, 64e9))
     assert {split.explorers for split in plan.splits} == {0, 1, 2, 3}
@@ -101,6 +111,35 @@ def test_splits(found: Calibration) -> None:
     assert best_split(plan.splits, 0).max_staleness == 0
     assert {split.explorers for split in plan_stage(found, Machine(1, 64e9)).splits} == {0}
     assert {split.explorers for split in plan_stage(found, Machine(4, 1e9)).splits} == {0}  # no room for two
+
+
+def test_processes_take_as_many_cores_as_the_one_that_was_measured(found: Calibration) -> None:
+    plan = plan_stage(replace(found, threads=2), Machine(5, 64e9))
+    assert {split.explorers for split in plan.splits} == {0, 1}
+
+
+def test_on_gpus_each_process_has_one(found: Calibration, capsys: pytest.CaptureFixture[str]) -> None:
+    on_gpus = replace(found, device=torch.device("cuda"), threads=8)
+    apart = plan_stage(on_gpus, Machine(3, 64e9)).processes
+    largest = max(memory.total for memory in apart.values())
+    plan = plan_stage(on_gpus, Machine(3, 1.01 * largest))  # not enough for two processes together
+    assert {split.explorers for split in plan.splits} == {0, 1, 2}
+    assert {split.explorers for split in plan_stage(on_gpus, Machine(3, 0.99 * largest)).splits} == {0}
+    show(replace(plan, best=next(split for split in plan.splits if split.explorers == 2)))
+    printed = capsys.readouterr().out
+    assert "each process on a GPU of its own" in printed
+    assert "placement: {name: ray, explorers: 2, gpus: 1, trainer_gpus: 1}" in printed
+
+
+def test_what_passes_do_not_take_is_not_counted_again_for_groups_that_were_dropped(found: Calibration) -> None:
+    model = Model(found)
+    usual, prediction = costs_of(model, predict(model)), predict(model)
+    model.refill = 3.0
+    more = costs_of(model, prediction)
+    assert model.passes is not None
+    assert more.pass_s == pytest.approx(3 * usual.pass_s)
+    around = model.around_s(prediction.groups) / prediction.groups
+    assert more.group_s - around == pytest.approx(3 * (usual.group_s - around), abs=1e-12)
 
 
 def test_completions_that_were_cut_go_on(found: Calibration) -> None:
@@ -123,6 +162,9 @@ def test_what_does_not_fit_names_keys(found: Calibration) -> None:
     assert "residency: {budget_gb: 7} leaves 6 GB" in train
     assert "trainer.sharding: fsdp" in train
     assert list(too_large(stage, memory, least, 11e9)) == []
+    ranked = stage.model_copy(deep=True)
+    ranked.trainer.ranks = 2  # which has no residency
+    assert "residency" not in "".join(too_large(ranked, memory, least, 7e9))
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

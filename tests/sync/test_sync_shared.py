@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing as mp
 import os
 import signal
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from rollmill.core.errors import DeadlineError, SyncError
-from rollmill.sync import SharedReceiver, SharedSender
+from rollmill.sync import SharedReceiver, SharedSender, shared
 from rollmill.sync.shared import files
 
 
@@ -144,6 +145,47 @@ def test_a_sender_that_is_killed_amid_a_version_leaves_the_last_one(tmp_path: Pa
     sending.join()
     version = receiver.receive(into)
     assert into["w"].min() == into["w"].max() == version
+
+
+def _make_senders(paths: list[Path]) -> None:
+    senders = [SharedSender(path, weights(0)) for path in paths]
+    for sender in senders:
+        sender.send(1, weights(1))
+    time.sleep(600)
+
+
+def test_the_next_sender_removes_what_one_that_was_killed_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "shared_folder", lambda: tmp_path)
+    engine = tmp_path / "rollmill-vllm-x"
+    engine.mkdir()
+    alive = SharedSender(tmp_path / "rollmill-alive", weights(0))
+    paths = [tmp_path / "rollmill-killed", engine / "weights"]
+    process = mp.get_context("spawn").Process(target=_make_senders, args=(paths,), daemon=True)
+    process.start()
+    for path in paths:
+        SharedReceiver(path).receive(empty())
+    process.kill()
+    process.join()
+    assert len(list(tmp_path.iterdir())) == 7
+    SharedSender(tmp_path / "rollmill-next", weights(0)).close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rollmill-alive.{n}" for n in (0, 1, "owner")]
+    alive.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sender_without_room_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    room = iter([None, OSError(errno.ENOSPC, "No space left on device")])
+
+    def allocate(*arguments: int) -> None:
+        if (error := next(room)) is not None:
+            raise error
+
+    monkeypatch.setattr(os, "posix_fallocate", allocate)
+    with pytest.raises(SyncError, match=r"No space left on device\. Two versions"):
+        SharedSender(tmp_path / "w", weights(0))
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("checksum", ["xxh3", "crc32"])

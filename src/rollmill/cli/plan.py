@@ -22,7 +22,7 @@ def command(
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
-    cores: Annotated[int | None, typer.Option(min=1, help="Cores to split. Default: those of this machine.")] = None,
+    cores: Annotated[int | None, typer.Option(min=1, help="Cores (or GPUs) to split. Default: this machine's.")] = None,
     memory_gb: Annotated[float | None, typer.Option(help="Memory of the device. Default: this machine's.")] = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Completions end there while they are measured.")] = 512,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
@@ -36,10 +36,11 @@ def command(
         print_json({"config": str(config), "stages": [plan.to_json() for plan in plans]})
         return
     for plan in plans:
-        _show(plan)
+        show(plan)
 
 
-def _show(plan: StagePlan) -> None:
+def show(plan: StagePlan) -> None:
+    """Print the plan of a stage."""
     step, found = plan.prediction, plan.found
     print_line(
         f"stage {plan.stage.name}: {step.seconds['total']:.3g} s a step, {step.tokens_per_second:.4g} tokens a second "
@@ -77,9 +78,12 @@ def _show_splits(plan: StagePlan) -> None:
         for each in plan.splits
     ]
     header = ["processes", "max_staleness", "s a step", "tokens a second", "trainer waits"]
-    print_table("Splits, each process on a core of its own", header, rows)
+    cuda, each = plan.found.device.type == "cuda", plan.found.cores_each
+    of_its_own = "a GPU" if cuda else "a core" if each == 1 else f"{each} cores"
+    print_table(f"Splits, each process on {of_its_own} of its own", header, rows)
     if best.explorers:
-        keys = f"placement: {{name: ray, explorers: {best.explorers}}}, max_staleness: {best.max_staleness}"
+        gpus = ", gpus: 1, trainer_gpus: 1" if cuda else ""
+        keys = f"placement: {{name: ray, explorers: {best.explorers}{gpus}}}, max_staleness: {best.max_staleness}"
         gain = plan.prediction.seconds["total"] / best.step_s
         print_line(f"best: {keys} ({gain:.2f} times as fast as one process)")
     else:

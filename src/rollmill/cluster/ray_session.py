@@ -9,6 +9,7 @@ from typing import Any
 from rollmill.core.errors import ConfigError
 
 _CONNECT_S = 10.0
+_asked: list[str | None] = []  # the address that this process was told to join
 
 
 def ray_module() -> Any:
@@ -23,10 +24,14 @@ def ray_module() -> Any:
 def join(address: str | None) -> str:
     """Join the Ray of `address`, or start one on this machine; says where it is. Once per process.
 
-    Raises ConfigError where there is none at that address.
+    Raises ConfigError where there is none at that address, it is protected by a token that this process has not, or
+    this process has joined another one.
     """
     ray = ray_module()
     if ray.is_initialized():
+        if _asked and _asked != [address]:
+            text = f"this process has joined {_asked[0] or 'a Ray of its own'} before, and can join one only"
+            raise ConfigError(f"placement.address: {text}; call ray.shutdown() first, or use another process")
         return str(ray.get_runtime_context().gcs_address)
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     os.environ.setdefault("RAY_worker_niceness", "0")  # actors are the run itself
@@ -37,8 +42,9 @@ def join(address: str | None) -> str:
         options["include_dashboard"] = False
     try:
         found = ray.init(address=address or "local", **options)
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"placement.address: no Ray at {address}: {error}; start one with `ray start`") from error
+    except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(f"placement.address: {_why_not(address, error)}") from error
+    _asked[:] = [address]
     return str(found.address_info["gcs_address"])
 
 
@@ -47,9 +53,23 @@ def host_address() -> str:
     return str(ray_module().util.get_node_ip_address())
 
 
+def _why_not(address: str | None, error: BaseException) -> str:
+    """Why there is no joining the Ray of that address, and what to do. Ray itself says only in a cause that a token is
+    missing or wrong."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if "uthenticat" in f"{type(cause).__name__} {cause}":
+            return (
+                f"the Ray at {address} is protected, and this process has not its token; set RAY_AUTH_MODE=token and "
+                "RAY_AUTH_TOKEN_PATH=FILE, or RAY_AUTH_TOKEN"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return f"no Ray at {address}: {error}; start one with `ray start`"
+
+
 def _require_reachable(address: str) -> None:
     """Raises ConfigError where nothing listens at HOST:PORT: Ray itself would try for minutes."""
-    host, _, port = address.removeprefix("ray://").rpartition(":")
+    host, _, port = address.rpartition(":")
     if not port.isdigit():
         return
     try:

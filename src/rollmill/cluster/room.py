@@ -48,7 +48,12 @@ class Room:
         if not bundles:
             return
         self._group = placement_group(bundles, strategy="STRICT_PACK" if one_host else "PACK")
-        if not self._group.wait(_ROOM_S):
+        try:
+            there = self._group.wait(_ROOM_S)
+        except BaseException:  # Ctrl-C
+            self.close()
+            raise
+        if not there:
             self.close()
             where = "on one host, as weights `memory` needs it; or use `broadcast`" if one_host else "in the cluster"
             advice = f"Others use them: `ray status` shows who. There have to be enough {where}."

@@ -53,7 +53,8 @@ class OnRay(Section):
 
     name: Literal["ray"] = "ray"
     address: str | None = None
-    """Of a cluster, such as `auto` or `ray://HOST:10001`. Without one, Ray is started on this machine."""
+    """Of a cluster: `HOST:PORT` of its head (port 6379 by default), or `auto` on one of its hosts. Without one, the run
+    starts a Ray of its own on this machine."""
     explorers: ExplorerKinds = Field(1)  # type: ignore[arg-type]  # defaults are validated
     """How many; or, where they differ, one section for every kind of them."""
     cpus: float = Field(1.0, ge=0)
@@ -71,8 +72,8 @@ class OnRay(Section):
     """Broadcast by NCCL, where the trainer and each explorer have GPUs of their own; else by gloo. Not yet tried."""
     weights_folder: str | None = None
     """That folder; default RUN/weights."""
-    health_s: float = Field(60.0, gt=0)
-    """An explorer or trainer that does not answer for so long is started again."""
+    health_s: float = Field(60.0, ge=2)
+    """An explorer or trainer that does not answer for so long is started again. A trainer may take a second."""
     replacements: int = Field(3, ge=0)
     """How many explorers may be replaced between two steps before the run gives up."""
     restarts: int = Field(3, ge=0)

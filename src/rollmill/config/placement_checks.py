@@ -20,6 +20,9 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
     if config.placement.nccl and not (config.placement.trainer_gpus >= 1 and _all_with_gpus(config.placement)):
         text = "needs a GPU for each explorer and the trainer; set placement.gpus and placement.trainer_gpus to 1"
         yield ("placement", "nccl"), text
+    if config.placement.address is not None and config.placement.address.startswith("ray://"):
+        text = "Ray Client cannot start runs; give HOST:PORT of the cluster's head (6379 by default), or `auto`"
+        yield ("placement", "address"), text
     for stage in stages:
         for what in _needed_here(stage):
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"

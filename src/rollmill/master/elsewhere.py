@@ -230,8 +230,7 @@ def _transport(config: StageConfig, context: RunContext, policy: Policy, name: s
     placement, dtype = context.placement, torch.bfloat16 if context.precision == "bf16" else None
     assert isinstance(placement, OnRay)
     if placement.weights == "memory":
-        for left in shared_folder().glob(f"rollmill-{context.run_id}-*"):
-            left.unlink(missing_ok=True)
+        forget_weights(context.run_id)
         place = shared_folder() / f"rollmill-{context.run_id}-{name}"
         checksum = shared_checksum(config.generated_by(kind.engine) for kind in placement.explorers)
         return str(place), SharedSender(place, trained(policy), dtype=dtype, checksum=checksum)
@@ -242,3 +241,9 @@ def _transport(config: StageConfig, context: RunContext, policy: Policy, name: s
     folder = Path(placement.weights_folder or context.run_dir / "weights").absolute() / context.run_id
     shutil.rmtree(folder, ignore_errors=True)
     return str(folder / name), FolderSender(folder / name, trained(policy), dtype=dtype)
+
+
+def forget_weights(run_id: str) -> None:
+    """Remove what a trainer that died has left in this host's shared memory."""
+    for left in shared_folder().glob(f"rollmill-{run_id}-*"):
+        left.unlink(missing_ok=True)

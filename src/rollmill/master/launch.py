@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from rollmill.config.workflows import Traffic
 from rollmill.core.errors import CheckpointError, ConfigError
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints
+from rollmill.master.claim import claimed, is_claimed
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.master import Master, Serving
 from rollmill.master.setup import MACHINE, Setup, set_up
@@ -26,6 +28,7 @@ from rollmill.master.state import RunState
 from rollmill.master.summary import summarise
 from rollmill.master.training import making_stages
 from rollmill.monitor.files import atomic_write
+from rollmill.monitor.heartbeat import FOLDER as PROCESSES
 from rollmill.monitor.heartbeat import TRAINER, Heartbeat, beating
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.monitor import Monitor
@@ -60,9 +63,11 @@ def start(
     loaded: LoadedRun, out: str | Path | None, view: View | None, serving: Serving | None = None
 ) -> dict[str, Any]:
     """Run what was loaded, in a directory of its own; see `run`."""
-    run_dir = _fresh(Path(out)) if out is not None else numbered(loaded.out)
-    atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
-    return execute(loaded, run_dir, view, resumed=False, serving=serving)
+    run_dir = _folder(Path(out)) if out is not None else numbered(loaded.out)
+    with claimed(run_dir):
+        _require_fresh(run_dir)
+        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
+        return execute(loaded, run_dir, view, resumed=False, serving=serving)
 
 
 def resume(run_dir: str | Path, view: View | None = None, serving: Serving | None = None) -> dict[str, Any]:
@@ -70,7 +75,8 @@ def resume(run_dir: str | Path, view: View | None = None, serving: Serving | Non
     folder = Path(run_dir)
     if not (folder / CONFIG).is_file():
         raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
-    return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+    with claimed(folder):
+        return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
 
 
 def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
@@ -225,22 +231,26 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, given: _Given,
     return summary
 
 
-def _fresh(folder: Path) -> Path:
+def _folder(path: Path) -> Path:
+    if path.exists() and not path.is_dir():
+        raise ConfigError(f"{path} is a file; choose another folder with --out")
+    return path
+
+
+def _require_fresh(folder: Path) -> None:
     """A run that failed before its first result may be started again in the same directory, with another run file."""
-    if folder.exists() and not folder.is_dir():
-        raise ConfigError(f"{folder} is a file; choose another folder with --out")
     if (folder / CONFIG).exists() and (read_metrics(folder) or Checkpoints(folder).steps()):
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
     (folder / MACHINE).unlink(missing_ok=True)
-    return folder
+    shutil.rmtree(folder / PROCESSES, ignore_errors=True)
 
 
 def numbered(folder: Path) -> Path:
     """The folder, or the first of FOLDER-2, FOLDER-3 ... that holds no run."""
     number, candidate = 1, folder
-    while (candidate / CONFIG).exists():
+    while (candidate / CONFIG).exists() or is_claimed(candidate):
         number += 1
         candidate = folder.with_name(f"{folder.name}-{number}")
     return candidate

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
+import json
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from rollmill.cluster.room import Need, Room
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import OnRay
 from rollmill.core.errors import RankLostError, TrainingError
-from rollmill.master.elsewhere import START_S, explorer_needs, start_explorers
+from rollmill.master.elsewhere import START_S, explorer_needs, forget_weights, start_explorers
 from rollmill.master.interrupt import Interrupts
+from rollmill.master.setup import MACHINE
 from rollmill.master.trainer_actor import Ended, Shown, TrainerActor
 from rollmill.monitor.view import PlainView, View, make_view
 
 _END_S = 10.0
+_LOOK_S = 5.0
 
 
 def supervise(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: bool) -> dict[str, Any]:
@@ -27,15 +30,13 @@ def supervise(loaded: LoadedRun, run_dir: Path, view: View | None, *, resumed: b
     join(placement.address)
     ranks = max(stage.trainer.ranks for stage in loaded.stages)
     needs = [*explorer_needs(placement), *[Need(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
-    room = Room(needs, one_host=placement.weights == "memory")
-    supervisor = Supervisor(
-        placement, run_dir.absolute(), room, view or make_view(loaded.config.monitor.show_completions)
-    )
-    try:
-        return asyncio.run(supervisor.run(resumed))
-    finally:
-        supervisor.end()
-        room.close()
+    view = view or make_view(loaded.config.monitor.show_completions)
+    with closing(Room(needs, one_host=placement.weights == "memory")) as room:
+        supervisor = Supervisor(placement, run_dir.absolute(), room, view)
+        try:
+            return asyncio.run(supervisor.run(resumed))
+        finally:
+            supervisor.end()
 
 
 class Supervisor:
@@ -89,14 +90,17 @@ class Supervisor:
         )
         followed = asyncio.ensure_future(self._follow())
         signalled = asyncio.ensure_future(self._interrupts.wait())
+        hostless = asyncio.ensure_future(_no_host_is_left())
         try:
-            await asyncio.wait([followed, signalled], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([followed, signalled, hostless], return_when=asyncio.FIRST_COMPLETED)
+            if hostless.done() and not followed.done():
+                raise TrainingError(f"Ray has died; go on with: rollmill resume {self._run_dir}")
             if not followed.done() and not await self._asked_to_end():
                 raise KeyboardInterrupt
             return _outcome(await followed)
         finally:
-            signalled.cancel()
-            followed.cancel()
+            for pending in (signalled, followed, hostless):
+                pending.cancel()
 
     async def _follow(self) -> Ended:
         """Show what happens until the run ends; how it did."""
@@ -165,6 +169,9 @@ class Supervisor:
         self._kill_trainer()
         for explorer in self._explorers.values():
             ray_module().kill(explorer)
+        machine = self._run_dir / MACHINE
+        if machine.is_file():  # a trainer that was killed has left its weights
+            forget_weights(json.loads(machine.read_text()).get("run_id"))
 
 
 def _outcome(ended: Ended) -> dict[str, Any]:
@@ -184,6 +191,12 @@ class _GoneError(Exception):
     def __init__(self, how: str, why: str = "") -> None:
         super().__init__(how)
         self.why = why
+
+
+async def _no_host_is_left() -> None:
+    """Until Ray has no host that lives, where nothing could be started again."""
+    while any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
+        await asyncio.sleep(_LOOK_S)
 
 
 async def _awaited(reference: Any) -> Any:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from rollmill.core.errors import RollmillError
@@ -55,11 +55,12 @@ class Heartbeat:
     def says(self, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
         """What the process does from now on, and what it waits for."""
         with self._lock:
-            known = asdict(self._now) | {"doing": doing, "waits_for": waits_for}
-            if (doing, waits_for) != (self._now.doing, self._now.waits_for):
-                known["since"] = time.time()
-            self._now = Beat(**known | {"version": self._now.version if version is None else version})
-        self._write()
+            before = self._now
+            since = before.since if (doing, waits_for) == (before.doing, before.waits_for) else time.time()
+            version = before.version if version is None else version
+            self._now = replace(before, doing=doing, waits_for=waits_for, since=since, version=version)
+        if self._now != before:
+            self._write()
 
     def close(self, ended: str) -> None:
         """The last beat: how the process ended. May be called twice; the first call counts."""
@@ -68,7 +69,7 @@ class Heartbeat:
         self._ended.set()
         self._thread.join()
         with self._lock:
-            self._now = Beat(**asdict(self._now) | {"ended": ended, "waits_for": ""})
+            self._now = replace(self._now, ended=ended, waits_for="")
         self._write()
 
     def _keep_beating(self) -> None:
@@ -77,7 +78,7 @@ class Heartbeat:
 
     def _write(self) -> None:
         with self._lock:
-            self._now = Beat(**asdict(self._now) | {"beat": time.time()})
+            self._now = replace(self._now, beat=time.time())
             text = json.dumps(asdict(self._now)) + "\n"
             try:
                 atomic_write(self._path, text.encode())
@@ -95,7 +96,7 @@ def beating(run_dir: Path, name: str) -> Iterator[Heartbeat]:
         heartbeat.close("interrupted")
         raise
     except BaseException as error:
-        heartbeat.close(f"failed: {error or type(error).__name__}")
+        heartbeat.close(f"failed: {str(error) or type(error).__name__}")
         raise
     heartbeat.close("done")
 

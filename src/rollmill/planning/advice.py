@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from rollmill.config.residency_checks import unhonoured_by_residency
 from rollmill.config.run import StageConfig
 from rollmill.planning.memory import Memory, Phases
 
@@ -28,7 +29,8 @@ def too_large(stage: StageConfig, phases: Phases, least: Phases, limit: float) -
 
 
 def _ways(stage: StageConfig, phase: str, memory: Memory, least: Memory, limit: float) -> Iterator[str]:
-    if stage.residency is None and least.total <= limit:
+    honoured = ("residency",) not in unhonoured_by_residency(stage)
+    if stage.residency is None and honoured and least.total <= limit:
         yield f"residency: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"
     over = memory.total - limit
     if phase == "rollout" and memory.parts.get("cache", 0.0) + memory.parts.get("work", 0.0) > over:

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rollmill.config.residency_checks import needs_of, phases_of
-from rollmill.planning.calibration import Calibration, Sample, batch_of
+from rollmill.planning.calibration import Calibration, batch_of
 from rollmill.planning.fits import line
 from rollmill.planning.rollouts import Group, cache_tokens
+from rollmill.planning.samples import Sample
 
 _CPU_ROW = 2048  # trainer/batch.py: rows end there on a CPU
 _GRADIENTS, _CACHE = "gradients", "cache"
@@ -75,7 +76,7 @@ class MemoryModel:
 
     def _needed(self, phase: str) -> dict[str, float]:
         needs = {name: set(phases) for name, phases in needs_of(self._stage).items()}
-        if "cast" in self._found.sizes:
+        if self._found.precision == "bf16":  # the cast is all that rollouts decode with
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
         found = {name: size for name, size in self._everything(phase).items() if phase in needs.get(name, ())}

@@ -28,7 +28,7 @@ DEFAULT_TOKENS = 512
 class Machine:
     """What a run may use."""
 
-    cores: int
+    cores: int  #: or GPUs, where the run computes on one
     memory: float  #: bytes of the device
 
 
@@ -89,7 +89,7 @@ def plan_run(
     Args:
         path: the run file.
         overrides: `section.key=value` strings.
-        cores: processes that may work at the same time; default the cores of this machine.
+        cores: to split, or GPUs, where the run computes on one; default those of this machine.
         memory_gb: of the device; default this machine's.
         max_tokens: completions are ended at so many new tokens while measuring.
 
@@ -100,8 +100,9 @@ def plan_run(
     loaded = load_run(path, overrides)
     with tempfile.TemporaryDirectory(prefix="rollmill-plan-") as folder:
         found = calibrate(loaded, Path(folder), max_tokens=max_tokens)
-    memory = _device_memory(found[0].device) if memory_gb is None else memory_gb * GB
-    machine = Machine(len(os.sched_getaffinity(0)) if cores is None else cores, memory)
+    device = found[0].device
+    memory = _device_memory(device) if memory_gb is None else memory_gb * GB
+    machine = Machine(_cores(device) if cores is None else cores, memory)
     return [plan_stage(each, machine) for each in found]
 
 
@@ -121,19 +122,25 @@ def plan_stage(found: Calibration, machine: Machine) -> StagePlan:
     apart: dict[str, Memory] = {}
     if groups:
         apart = {"trainer": memory.of_trainer(groups), "explorer": memory.of_explorer(groups)}
-    splits = splits_of(model, prediction, machine.cores)
-    splits = [split for split in splits if _fits(split, apart, machine)] or splits[:1]
+    splits = splits_of(model, prediction, machine.cores // found.cores_each)
+    splits = [split for split in splits if _fits(split, apart, machine, found.device)]
     best = best_split(splits, max(stage.max_staleness, 1))
     chosen = everything if stage.residency is None else least
     large = list(too_large(stage, chosen, least, machine.memory))
     return StagePlan(stage, found, prediction, everything, least, by_rank, apart, splits, best, large)
 
 
-def _fits(split: Split, apart: dict[str, Memory], machine: Machine) -> bool:
-    """Whether the processes have room together, where memory is shared by all (a CPU)."""
+def _fits(split: Split, apart: dict[str, Memory], machine: Machine, device: torch.device) -> bool:
+    """Whether the processes have room: together in the memory of a CPU, or each on a GPU of its own."""
     if not split.explorers:
         return True
+    if device.type == "cuda":
+        return max(each.total for each in apart.values()) <= machine.memory
     return apart["trainer"].total + split.explorers * apart["explorer"].total <= machine.memory
+
+
+def _cores(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
 
 
 def _device_memory(device: torch.device) -> float:

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from rollmill.config.workflows import SingleTurn
-from rollmill.planning.calibration import Calibration, Sample, batch_of
+from rollmill.planning.calibration import Calibration, batch_of
 from rollmill.planning.fits import line
 from rollmill.planning.rollouts import Group, PassCosts, draw_groups
+from rollmill.planning.samples import Sample
 
 _DRAWS = 8
 _PHASES = ("rollout", "inference", "reward", "train", "move")

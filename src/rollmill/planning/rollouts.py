@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmill.engines.native.cache import SMALLEST, capacity_of
-from rollmill.planning.calibration import Calibration, Pass
+from rollmill.planning.calibration import Calibration
 from rollmill.planning.fits import fit
+from rollmill.planning.samples import Pass
 
 _OUTLIER = 3.0
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollmill.master.pacing import Pacing
-from rollmill.planning.calibration import Sample
 from rollmill.planning.prediction import Model, Prediction, in_no_phase
 from rollmill.planning.rollouts import draw_groups
+from rollmill.planning.samples import Sample
 from rollmill.planning.simulate import Costs, simulate
 
 _STEPS, _GROUPS = 120, 64
@@ -28,7 +28,7 @@ class Split:
 
     @property
     def processes(self) -> int:
-        """How many cores, or devices, it takes."""
+        """How many there are."""
         return 1 + self.explorers
 
 
@@ -43,14 +43,14 @@ def costs_of(model: Model, prediction: Prediction) -> Costs:
     else:
         pass_s = model.passes.step
         row_s = model.passes.token + model.passes.attended * (prompt + tokens / 2)
-        group_s = model.passes.prompt * prompt + model.around_s(prediction.groups) / prediction.groups
+        group_s = model.passes.prompt * prompt * model.refill + model.around_s(prediction.groups) / prediction.groups
     train = sum(prediction.seconds.get(phase, 0.0) for phase in ("inference", "train", "other"))
     return Costs(
         [group.lengths for group in groups],
         [train * each for each in _spread([sample for sample in model.samples if sample.groups == model.sizes[-1]])],
         pass_s * model.refill,
         row_s * model.refill,
-        group_s * model.refill,
+        group_s,
         statistics.median(sample.seconds.get("reward", 0.0) for sample in model.samples),
         found.publish_s,
         found.take_s,
@@ -58,15 +58,15 @@ def costs_of(model: Model, prediction: Prediction) -> Costs:
     )
 
 
-def splits_of(model: Model, prediction: Prediction, cores: int) -> list[Split]:
-    """One process, and the trainer with one to `cores` - 1 explorers, for staleness 0, 1, 4 and the run file's."""
+def splits_of(model: Model, prediction: Prediction, processes: int) -> list[Split]:
+    """One process, and the trainer with one to `processes` - 1 explorers, for staleness 0, 1, 4 and the run file's."""
     stage = model.found.stage
     alone = prediction.seconds["total"]
     found = [Split(0, stage.max_staleness, alone, prediction.tokens_per_second, 0.0)]
     if not prediction.generated:
         return found
     costs = costs_of(model, prediction)
-    for explorers in _counts(cores - 1, prediction.groups):
+    for explorers in _counts(processes - 1, prediction.groups):
         for staleness in sorted({0, 1, 4, stage.max_staleness}):
             pacing = Pacing(prediction.groups, staleness, _ENDLESS)
             done = simulate(costs, pacing, explorers, steps=_STEPS, max_sequences=stage.rollout.max_sequences)

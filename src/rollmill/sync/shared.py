@@ -2,7 +2,8 @@
 
 Two files hold a version each. The sender locks the older one, marks it empty, fills it and only then writes its version
 and checksum; a receiver locks the newer one for as long as it reads or decodes from it. So no one ever sees half of a
-version, and a process that dies lets go of its lock.
+version, and a process that dies lets go of its lock. A third file is locked as long as the sender lives: where it is
+not, the next sender on this host removes what was left.
 
     file: magic, bytes of the text, version, checksum | its kind, layout (JSON) | tensors, from a multiple of 4096 on
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import mmap
 import os
+import shutil
 import struct
 import time
 from collections.abc import Mapping
@@ -29,6 +31,7 @@ _MAGIC = b"rollmill weights"
 _HEADER = struct.Struct("<16sQqQ")
 _PAGE = 4096
 _EMPTY = -1
+_OWNER = ".owner"
 _POLL_S = 0.001
 
 
@@ -41,7 +44,7 @@ def shared_folder() -> Path:
 
 
 class SharedSender:
-    """Makes and fills the two files of `path` (PATH.0 and PATH.1) and removes them when it is closed.
+    """Makes and fills the two files of `path` (PATH.0 and PATH.1) and removes them, and PATH.owner, when it is closed.
 
     Args:
         dtype: what floating-point tensors are sent as; None leaves each as it is.
@@ -60,7 +63,15 @@ class SharedSender:
     ) -> None:
         self.layout = Layout.of(weights, dtype)
         self._deadline_s, self._next = deadline_s, 0
-        self._slots = [_Slot.made(file, self.layout, checksum) for file in files(path)]
+        sweep(shared_folder())
+        self._slots: list[_Slot] = []
+        self._owner = _Owner(path)
+        try:
+            for file in files(path):
+                self._slots.append(_Slot.made(file, self.layout, checksum))
+        except SyncError:
+            self.close()
+            raise
 
     def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
         """See WeightSender."""
@@ -81,6 +92,7 @@ class SharedSender:
         for slot in self._slots:
             slot.close()
             slot.path.unlink(missing_ok=True)
+        self._owner.close()
 
 
 class SharedReceiver:
@@ -183,6 +195,32 @@ class SharedReceiver:
 def files(path: Path) -> list[Path]:
     """The two files of a path."""
     return [path.with_name(f"{path.name}.{n}") for n in range(2)]
+
+
+def sweep(folder: Path) -> None:
+    """Remove what senders that were killed have left in a folder for shared weights; nothing of those that live."""
+    for owner in [*folder.glob(f"rollmill-*{_OWNER}"), *folder.glob(f"rollmill-*/*{_OWNER}")]:
+        with suppress(OSError), owner.open() as file:  # another user's; gone; or locked by a sender that lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in (*files(owner.with_name(owner.name.removesuffix(_OWNER))), owner):
+                path.unlink(missing_ok=True)
+            if owner.parent != folder:  # an engine's own
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+class _Owner:
+    """A file beside those of a path, locked as long as this process lives and does not close it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + _OWNER)
+        temporary = path.with_name(f".{self._path.name}.{os.getpid()}")
+        self._file = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.replace(temporary, self._path)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
 
 
 class _Slot:

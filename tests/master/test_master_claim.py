@@ -1,0 +1,65 @@
+"""Two processes cannot work on one run."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from tiny import tiny_run
+
+import rollmill
+from rollmill.core.errors import ConfigError
+from rollmill.master import resume
+from rollmill.master.claim import claimed, is_claimed
+from rollmill.master.launch import numbered
+
+
+def test_a_run_that_goes_on_cannot_be_started_or_resumed_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    path = tiny_run(tmp_path)
+    with claimed(out):
+        (out / "config.yaml").write_text("first")
+        with pytest.raises(ConfigError, match=rf"out is in use by process {os.getpid()} on .*; wait until it ends"):
+            rollmill.run(path, out=out)
+        with pytest.raises(ConfigError, match="out is in use"):
+            resume(out)
+        assert (out / "config.yaml").read_text() == "first"
+    assert not is_claimed(out)
+
+
+def test_a_run_without_out_takes_the_next_number(tmp_path: Path) -> None:
+    assert numbered(tmp_path / "out") == tmp_path / "out"
+    with claimed(tmp_path / "out"):
+        assert numbered(tmp_path / "out") == tmp_path / "out-2"
+
+
+def test_a_process_that_was_killed_has_nothing(tmp_path: Path) -> None:
+    if (child := os.fork()) == 0:
+        with claimed(tmp_path):
+            os.kill(os.getpid(), signal.SIGKILL)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    assert (tmp_path / "run.lock").read_text().startswith(f"process {child} ")
+    with claimed(tmp_path):
+        assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_a_disk_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    with claimed(tmp_path), claimed(tmp_path):
+        pass
+
+
+def test_a_run_that_begins_again_forgets_who_worked_on_it(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "processes").mkdir(parents=True)
+    (out / "processes" / "explorer-9.json").write_text("{}")
+    with pytest.raises(ConfigError, match="the budget is"):
+        rollmill.run(tiny_run(tmp_path, residency={"budget_gb": 1e-6}), out=out)
+    assert not (out / "processes" / "explorer-9.json").exists()
