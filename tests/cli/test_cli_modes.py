@@ -12,12 +12,14 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 from tiny import tiny_run
 from toys import toy_checkpoint
 
 import rollmill
 from rollmill.cli import main, serve
 from rollmill.core.errors import ConfigError
+from rollmill.web import hosts
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 RL = {"stages": None, "steps": 1, "algorithm": {"name": "grpo"}}
@@ -75,6 +77,7 @@ def test_serve_serves_the_run_files_model(model: Path, tmp_path: Path) -> None:
     ("mode", "more", "says"),
     [
         ("serve", ("--out", "x"), "mode `serve` writes no run directory"),
+        ("serve", ("--json",), "--json: mode `serve` prints no result"),
         ("explore", ("--set", "trainer_away_s=0.6", "--out", "x"), "the explorer waited 1 s for the trainer"),
     ],
 )
@@ -91,6 +94,18 @@ def test_what_cannot_begin(
     tiny_run(tmp_path, **RL, model={"path": str(model), "new": None})
     assert main(["run", "run.yaml", "--set", f"mode={mode}", *more]) in (1, 2)
     assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_serve_honours_the_device(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    listen = hosts.listen
+    monkeypatch.setattr(hosts, "listen", lambda host, port: listen(host, 0))
+    tiny_run(tmp_path, **RL, model={"path": str(model), "new": None}, device="cuda")
+    assert main(["run", "run.yaml", "--set", "mode=serve"]) == 2
+    assert "device: cuda, but torch finds no CUDA device" in capsys.readouterr().err
 
 
 def test_from_python_only_what_trains(tmp_path: Path) -> None:

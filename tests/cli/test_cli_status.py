@@ -68,8 +68,8 @@ def test_late_and_gone_processes_are_marked(tmp_path: Path, capsys: pytest.Captu
     assert main(["status", str(tmp_path)]) == 0
     assert "no process has said anything" in capsys.readouterr().out
     (tmp_path / "processes").mkdir()
-    beat = {"name": "explorer 0", "host": "another", "pid": 1, "began": 0.0, "beat": 0.0, "doing": "roll out"}
-    (tmp_path / "processes" / "explorer-0.json").write_text(json.dumps(beat))
+    beat = {"name": "trainer", "host": "another", "pid": 1, "began": 0.0, "beat": 0.0, "doing": "roll out"}
+    (tmp_path / "processes" / "trainer.json").write_text(json.dumps(beat))
     assert main(["status", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     assert "LATE" in printed

@@ -50,6 +50,16 @@ def test_stages_of_a_split_run_have_one_database(tmp_path: Path) -> None:
         load_run(tiny_run(tmp_path, **RL | {"stages": stages}, mode="train"))
 
 
+def test_all_processes_find_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wherever an explorer is started: it reads the run's own file, config.yaml."""
+    monkeypatch.chdir(tmp_path)
+    loaded = load_run(tiny_run(tmp_path, **RL, mode="train", buffer={"url": "sqlite:///mine.sqlite"}))
+    assert loaded.resolved()["buffer"]["url"] == f"sqlite:///{tmp_path}/mine.sqlite"
+    for url in ("postgresql://here/runs", "sqlite:////there/mine.sqlite", "sqlite:///:memory:"):
+        again = load_run(tiny_run(tmp_path, **RL, mode="train", buffer={"url": url}))
+        assert again.resolved()["buffer"]["url"] == url
+
+
 def test_a_frozen_policy_is_refused(tmp_path: Path) -> None:
     models = {"rival": {"policy": "initial"}}
     workflow = {"name": "reflection"}

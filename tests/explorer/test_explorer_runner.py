@@ -171,7 +171,7 @@ def test_a_rollout_ends_with_its_greedy_one() -> None:
     async def run() -> None:
         explorer = Explorer(engine, judge, TOKENIZER)
         with pytest.raises(EngineError, match="not greedy"):
-            await explorer.rollout_with_greedy(TASK, RolloutConfig(), n=2, seed=0, group="g")
+            await explorer.rollout(TASK, RolloutConfig(), n=2, seed=0, group="g", with_greedy=True)
         assert engine.stopped == 1
 
     asyncio.run(run())

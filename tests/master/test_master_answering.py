@@ -78,4 +78,4 @@ def test_a_teacher_that_is_not_there(run_file: Path, tmp_path: Path, capsys: pyt
     assert main(["tasks", "answer", str(run_file), "--by", str(file), "--out", out]) == 1
     assert "no connection" in capsys.readouterr().err
     assert main(["tasks", "answer", str(run_file), "--by", str(tmp_path / "none.yaml"), "--out", out]) == 2
-    assert "none.yaml" in capsys.readouterr().err
+    assert "none.yaml: no such file; write one with the `endpoint` of a server" in capsys.readouterr().err

@@ -144,6 +144,7 @@ def test_a_server_of_no_use_ends_the_bench(
     ("keys", "sections", "says"),
     [
         ({"temperature": 0.5}, {}, "theirs.yaml:3: temperature: not honoured in the file of a served model"),
+        ({"endpoint": None}, {}, "theirs.yaml: endpoint: is missing; give the base URL of an OpenAI-compatible server"),
         ({"endpiont": "x"}, {}, "theirs.yaml:1: endpiont: unknown key; did you mean `endpoint`?"),
         ({"api_key_env": "NOT_SET_HERE"}, {}, "the environment variable NOT_SET_HERE (api_key_env) is not set"),
         ({}, {"workflow": "reflection"}, "is asked by `single_turn` alone"),
@@ -161,3 +162,10 @@ def test_what_cannot_be_asked_is_said(
     argv = [file, "--config", settings(tmp_path, **sections), "--out", tmp_path / "out"]
     assert main(["bench", *map(str, argv)]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_checkpoints_are_chosen_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = described(tmp_path, "http://127.0.0.1:9/v1")
+    argv = [file, "--config", settings(tmp_path), "--out", tmp_path / "out", "--step", "all"]
+    assert main(["bench", *map(str, argv)]) == 2
+    assert "--step all chooses among the checkpoints of run directories" in capsys.readouterr().err

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import tempfile
+import time
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,22 +15,25 @@ import pytest
 from buffer_groups import experience, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import tiny_run
 
+import rollmill
 from rollmill.buffer.base import EXPLORER, JOINED
 from rollmill.buffer.build import FILE
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.sql import SqlStore
+from rollmill.config.loader import load_run
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import DeadlineError
+from rollmill.core.errors import ConfigError, DeadlineError
 from rollmill.core.types import Experience, Task
 from rollmill.explorer.runner import REJECTED
-from rollmill.master import explored_stage
+from rollmill.master import explored_stage, resume
 from rollmill.master.consuming import Consumption
 from rollmill.master.explored_stage import JoinedProduction
-from rollmill.master.notices import EXPLORERS, Notice, described
-from rollmill.master.places import Doing, Place, place
+from rollmill.master.notices import EXPLORERS, NOTICE, Notice, described, forget, is_trained, sole_trainer
+from rollmill.master.places import SILENT_S, Doing, Place, place
 from rollmill.master.producing import Facts, Line
 from rollmill.master.rollouts import Rollouts
 from rollmill.master.training import AwaitedSupply
@@ -61,8 +65,6 @@ class Scripted:
         made = replace(experience(f"{group}/0", version=version), task_id=task.id)
         made.info |= {} if kept else {REJECTED: "asked to"}
         return [made]
-
-    rollout_with_greedy = rollout
 
     def take_counts(self) -> dict[str, float]:
         return {}
@@ -257,13 +259,46 @@ def test_a_place_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None:
     assert (zero.number, one.number) == (0, 1)
     zero.say(0, Doing([(3, "t1"), (4, "t2")], 5))
     assert (zero.others(0), one.others(0)) == (0, 2)
+    alive = Heartbeat(tmp_path, "explorer 0")
+    assert one.others(0) == 2
+    alive.close("done")
+    beat = tmp_path / "processes/explorer-0.json"
+    beat.write_text(json.dumps(json.loads(beat.read_text()) | {"beat": time.time() - 2 * SILENT_S}))
+    assert one.others(0) == 0  # it hangs, though it has its lock
     first.close()
+    beat.unlink()
     assert one.others(0) == 0
     with place(tmp_path) as again:
         assert again.number == 0
         assert again.doing(0) == Doing([(3, "t1"), (4, "t2")], 5)
     second.close()
     assert (tmp_path / EXPLORERS / "0.lock").exists()
+
+
+def test_a_run_has_one_trainer(tmp_path: Path) -> None:
+    file, out = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, mode="train"), tmp_path / "out"
+    with sole_trainer(out):
+        before = sorted(out.rglob("*"))
+        with pytest.raises(ConfigError, match=r"another process trains a run in .*choose another --out"):
+            rollmill.run(file, out=out)
+        (out / "config.yaml").write_text(load_run(file).to_yaml())
+        with pytest.raises(ConfigError, match=r"another process trains the run in .*`rollmill status"):
+            resume(out)
+        (out / "config.yaml").unlink()
+        assert sorted(out.rglob("*")) == before  # the one that trains is not disturbed
+    assert not is_trained(out)
+
+
+def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path: Path) -> None:
+    with place(tmp_path) as own:
+        own.say(0, Doing([(0, "t1")], 1))
+        own.note({"version": 0})
+        Notice("id", 0, 0).write(tmp_path)
+        forget(tmp_path)
+        assert own.doing(0) is None
+    left = [path.name for path in (tmp_path / EXPLORERS).iterdir()]
+    assert sorted(left) == ["0.lock", "lock"]
+    assert not (tmp_path / NOTICE).exists()
 
 
 def test_what_explorers_have_put_for_an_earlier_stage_is_not_handed_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -183,6 +184,27 @@ def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: i
     writers = {group.writer for _, group in store.read(Shelf.USUAL)}
     store.close()
     assert writers == {JOINED + "train"}
+
+
+def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD.replace("0.03", "0.15"))
+    tiny_run(tmp_path, **RL | {"steps": 4, "rewards": [SLOW], "evaluation": {"every": 2}})
+    trainer, *explorers = servers
+    start(trainer, tmp_path, "train")
+    for server in explorers:
+        start(server, tmp_path, "explore")
+
+    def at_it() -> list[int]:
+        said = [each for each in beats(tmp_path / "out") if each.name.startswith("explorer")]
+        return [each.pid for each in said if each.doing.startswith("evaluate")]
+
+    wait_until(lambda: any((tmp_path / "out/asked").glob("*.begun")) and bool(at_it()), trainer)
+    assert send(at_it()[0])
+    fine(trainer)
+    ends = [server.wait().code for server in explorers]
+    assert sorted(ends) == [-signal.SIGKILL, 0]
+    evaluated = json.loads((tmp_path / "out/summary.json").read_text())["evaluations"]
+    assert [each["step"] for each in evaluated] == [0, 2, 4]
 
 
 def wait_until(happened: Callable[[], bool], server: Forks, limit_s: float = 90.0) -> None:

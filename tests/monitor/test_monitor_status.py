@@ -83,6 +83,10 @@ def test_an_id_that_another_process_has_now() -> None:
         ([replace(ALIVE, ended="interrupted")], "interrupted", "interrupted"),
         ([replace(ALIVE, ended="failed: out of memory")], None, "failed"),
         ([replace(ALIVE, beat=NOW - 1000)], "interrupted", "late"),
+        ([replace(ALIVE, ended="done"), replace(ALIVE, name="explorer 0", ended="failed: a reward")], "done", "done"),
+        ([replace(ALIVE, ended="done"), replace(ALIVE, name="explorer 0", pid=2**30)], "done", "done"),
+        ([replace(ALIVE, pid=2**30), replace(ALIVE, name="explorer 0")], None, "killed"),
+        ([replace(ALIVE, name="explorer 0")], None, "unknown"),
     ],
 )
 def test_states_of_runs(run: Path, found: list[Beat], summary: str | None, state: str) -> None:
@@ -93,7 +97,7 @@ def test_states_of_runs(run: Path, found: list[Beat], summary: str | None, state
 
 
 def test_a_killed_run(run: Path) -> None:
-    say(run, gone())
+    say(run, replace(gone(), name="trainer"))
     assert read_status(run).state == "killed"
 
 

@@ -33,7 +33,7 @@ def command(
         case "bench":
             _bench(loaded, overrides or [], out, as_json)
         case "serve":
-            _serve(loaded, overrides or [], out)
+            _serve(loaded, overrides or [], out, as_json)
         case "explore":
             _explore(loaded, as_json)
         case _:
@@ -67,16 +67,18 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
     bench.command([loaded.config.model.path], loaded.path, out=folder, overrides=overrides, as_json=as_json)
 
 
-def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None) -> None:
+def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """As `rollmill serve MODEL`, or `rollmill serve FILE --train` where applications make the rollouts."""
     from rollmill.cli import serve
     from rollmill.config.workflows import Traffic
 
+    if as_json:
+        raise ConfigError("--json: mode `serve` prints no result; leave it out")
     if any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
         serve.command(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:
         raise ConfigError("--out: mode `serve` writes no run directory, unless it trains on `traffic`; leave it out")
     assert isinstance(loaded.config.model.path, Path)
-    threads = loaded.config.threads
-    serve.command(loaded.config.model.path, threads=None if threads == "auto" else threads)
+    threads = None if loaded.config.threads == "auto" else loaded.config.threads
+    serve.command(loaded.config.model.path, threads=threads, device=loaded.config.device)

@@ -8,7 +8,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -39,6 +39,9 @@ Tokens = Annotated[int, typer.Option("--tokens", min=1, help="Tokens that all se
 Idle = Annotated[float, typer.Option("--idle", min=1, help="Seconds after which an unused session is dropped.")]
 Size = Annotated[int, typer.Option("--body", min=1024, help="Longest body in bytes.")]
 Threads = Annotated[int | None, typer.Option("--threads", min=1, help="CPU threads (1); without --train.")]
+Device = Annotated[
+    Literal["auto", "cpu", "cuda"] | None, typer.Option("--device", help="Where it computes (auto); without --train.")
+]
 
 
 def command(
@@ -60,9 +63,10 @@ def command(
     idle: Idle = 3600.0,
     body: Size = 8 * 2**20,
     threads: Threads = None,
+    device: Device = None,
 ) -> None:
     """Serve a model by OpenAI's interface; record sessions, and train on them."""
-    _check_for_training(train, (record, step, threads), (overrides or None, out))
+    _check_for_training(train, (record, step, threads, device), (overrides or None, out))
     from rollmill.explorer.serving.build import Limits
     from rollmill.explorer.serving.front import Rules
     from rollmill.master.serving import Place, serve_checkpoint, serve_training
@@ -86,7 +90,7 @@ def command(
         serve_training(model, place, overrides=overrides or [], out=out)
         return
     set_threads(threads or 1)
-    serve_checkpoint(model, place, step=step, record=record)
+    serve_checkpoint(model, place, step=step, record=record, device=device or "auto")
     print("ended", file=sys.stderr)
 
 
@@ -94,8 +98,8 @@ def _check_for_training(train: bool, without: Sequence[object], only: Sequence[o
     """Options that are given have to be honoured. Raises ConfigError."""
     if train and any(each is not None for each in without):
         raise ConfigError(
-            "--record, --step and --threads are honoured without --train: a run keeps what it learns from, goes on "
-            "from its newest checkpoint, and has the key `threads`"
+            "--record, --step, --threads and --device are honoured without --train: a run keeps what it learns from, "
+            "goes on from its newest checkpoint, and has the keys `threads` and `device`"
         )
     if not train and any(each is not None for each in only):
         raise ConfigError("--set and --out are honoured with --train only")

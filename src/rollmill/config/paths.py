@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from rollmill.config.tree import Node, Problem, dotted, edit
@@ -31,10 +32,12 @@ _STAGE_CODE = [
     ["environment", "describe"],
 ]
 
+_SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)((?!:memory:)[^/].*)")
+
 
 def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
-    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models, and
-    `FILE.py:NAME` functions.
+    """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models,
+    `FILE.py:NAME` functions, and SQLite's file in `buffer.url`.
 
     A path that is found nowhere is a problem if `required`, else it is left as written.
     """
@@ -74,6 +77,11 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         """A folder that is made where there is none, in the current folder."""
         return _changed(node, os.path.abspath(Path(str(node.value)).expanduser())) if node.value is not None else node
 
+    def settle_url(node: Node) -> Node:
+        """That of a SQLite file, which need not be there."""
+        match = _SQLITE_FILE.fullmatch(str(node.value))
+        return node if match is None else _changed(node, match[1] + os.path.abspath(match[2]))
+
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     root = edit(root, ["placement", "explorers", "*", "engine", "python"], settle_python)
@@ -87,6 +95,7 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         for section in ("workflow", "engine"):
             root = edit(root, [*prefix, section, "python"], settle_python)
         root = edit(root, [*prefix, "residency", "folder"], settle_new)
+        root = edit(root, [*prefix, "buffer", "url"], settle_url)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root
 

@@ -35,7 +35,7 @@ class Explores(Answers, Protocol):
     elsewhere: bool
     """It has weights of its own and goes on while the trainer trains."""
 
-    async def rollout_with_greedy(
+    async def rollout(
         self,
         task: Task,
         sampling: SamplingConfig,
@@ -44,8 +44,9 @@ class Explores(Answers, Protocol):
         seed: int,
         group: str,
         generated: Generated | None = None,
+        with_greedy: bool = False,
     ) -> list[Experience]:
-        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout."""
+        """See Answers. With `with_greedy` each experience's info has the reward of the task's greedy rollout."""
         ...
 
     def take_counts(self) -> dict[str, float]:

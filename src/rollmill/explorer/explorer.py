@@ -49,7 +49,7 @@ class Explorer:
         self._runner = runner
         self._drafts = drafts
 
-    async def rollout_with_greedy(
+    async def rollout(
         self,
         task: Task,
         sampling: SamplingConfig,
@@ -58,11 +58,23 @@ class Explorer:
         seed: int,
         group: str,
         generated: Generated | None = None,
+        with_greedy: bool = False,
     ) -> list[Experience]:
-        """As `rollout`; each experience's info has the reward of the prompt's greedy rollout, `greedy_reward`.
+        """The judged experiences of n rollouts of one task, ordered by index; a rollout may give several, or none.
 
-        `generated` is called when the greedy rollout has its tokens, too: both are of the same weights.
+        Args:
+            seed: what the rollouts' randomness derives from, besides their index.
+            group: id of the group of experiences that are compared with each other.
+            with_greedy: each experience's info has the reward of the task's greedy rollout, `greedy_reward`.
+                `generated` is called when that has its tokens, too: both are of the same weights.
+
+        Raises:
+            EngineError: the prompt does not fit.
+            RewardError: a reward raised or returned something that is not a reward.
+            WorkflowError: the workflow did.
         """
+        if not with_greedy:
+            return await self._group(task, sampling, n, seed, group, generated)
         greedy = sampling.model_copy(update={"temperature": 0.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0})
         arrived: dict[bool, list[Experience]] = {}  # by whether they are the greedy one
 
@@ -75,37 +87,26 @@ class Explorer:
         alone = partial(told, is_greedy=True)
         experiences, baseline = await together(
             [
-                self.rollout(task, sampling, n=n, seed=seed, group=group, generated=sampled),
-                self.rollout(task, greedy, n=1, seed=seed, group=f"{group}/greedy", generated=alone, reuse=False),
+                self._group(task, sampling, n, seed, group, sampled),
+                self._group(task, greedy, 1, seed, f"{group}/greedy", alone, reuse=False),
             ]
         )
         for experience in experiences:
             experience.info["greedy_reward"] = baseline[0].reward if baseline else None
         return experiences
 
-    async def rollout(
+    async def _group(
         self,
         task: Task,
         sampling: SamplingConfig,
-        *,
         n: int,
         seed: int,
         group: str,
-        generated: Generated | None = None,
+        generated: Generated | None,
+        *,
         reuse: bool = True,
     ) -> list[Experience]:
-        """The judged experiences of n rollouts of one task, ordered by index; a rollout may give several, or none.
-
-        Args:
-            seed: what the rollouts' randomness derives from, besides their index.
-            group: id of the group of experiences that are compared with each other.
-            reuse: begin with the task's drafts, where drafts are kept, and keep these completions.
-
-        Raises:
-            EngineError: the prompt does not fit.
-            RewardError: a reward raised or returned something that is not a reward.
-            WorkflowError: the workflow did.
-        """
+        """One group. With `reuse` it begins with the task's drafts, where drafts are kept, and leaves its own."""
         if self._runner is not None:
             return await self._runner.group(task, sampling, n=n, seed=seed, group=group)
         shelf = self._drafts if reuse else None

@@ -181,19 +181,6 @@ class RemoteExplorer:
             generated(reply.experiences)
         return reply.experiences
 
-    async def rollout_with_greedy(
-        self,
-        task: Task,
-        sampling: SamplingConfig,
-        *,
-        n: int,
-        seed: int,
-        group: str,
-        generated: Generated | None = None,
-    ) -> list[Experience]:
-        """See Explorer."""
-        return await self.rollout(task, sampling, n=n, seed=seed, group=group, generated=generated, with_greedy=True)
-
     def take_counts(self) -> dict[str, float]:
         """See Explorer."""
         counts, self._counts = self._counts, Counter()

@@ -273,8 +273,8 @@ class ExploredStage:
             question.fail(error)
         finally:
             result.cancel()
+            await evaluation.cancel()  # nobody waits for tokens that are not wanted any more
             await asyncio.gather(result, generating, return_exceptions=True)
-            await evaluation.cancel()
             question.close()
 
     async def close(self) -> None:

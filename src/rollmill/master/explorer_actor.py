@@ -121,8 +121,14 @@ class ExplorerActor:
         if asked.stage not in self._made:
             self._made[asked.stage] = self._make(asked.stage)
         explorer = self._made[asked.stage]
-        roll = explorer.rollout_with_greedy if asked.with_greedy else explorer.rollout
-        experiences = await roll(asked.task, asked.sampling, n=asked.n, seed=asked.seed, group=asked.group)
+        experiences = await explorer.rollout(
+            asked.task,
+            asked.sampling,
+            n=asked.n,
+            seed=asked.seed,
+            group=asked.group,
+            with_greedy=asked.with_greedy,
+        )
         before, self._tokens = self._tokens, self._engine.tokens_generated
         offset = time.time() - time.perf_counter()
         return Reply(

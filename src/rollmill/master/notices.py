@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from rollmill.core.errors import DeadlineError
+from rollmill.core.errors import ConfigError, DeadlineError
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.heartbeat import TRAINER, Beat, beats
 
 NOTICE, EXPLORERS, WEIGHTS, ASKED = "trainer.json", "explorers", "weights", "asked"
 EXPLORER = "explorer"
 """Names of processes; an explorer's has its number behind it."""
-_LOCK = "lock"
+_LOCK, _TRAINS = "lock", "trainer.lock"
 _LOOK_S = 0.5
 
 
@@ -63,6 +63,25 @@ def turn(run_dir: Path) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def sole_trainer(run_dir: Path) -> Iterator[None]:
+    """No other process trains the run inside. Raises ConfigError where one does."""
+    with turn(run_dir):
+        lock = locked(run_dir / EXPLORERS / _TRAINS)
+    if lock is None:
+        raise ConfigError(
+            f"another process trains the run in {run_dir}; `rollmill status {run_dir}` says which. Wait until it has "
+            "ended, or end it"
+        )
+    with lock:
+        yield
+
+
+def is_trained(run_dir: Path) -> bool:
+    """Whether a process trains the run, and explorers in other processes roll out for it."""
+    return is_held(run_dir / EXPLORERS / _TRAINS)
+
+
 def weights_folder(run_dir: Path, stage: int) -> Path:
     """Where the weights of a stage are."""
     return run_dir / WEIGHTS / f"stage-{stage}"
@@ -76,7 +95,8 @@ def explorers_folder(run_dir: Path, stage: int) -> Path:
 def forget(run_dir: Path) -> None:
     """Remove what another run in this directory has left, which ended before its first result."""
     with turn(run_dir):
-        (run_dir / NOTICE).unlink(missing_ok=True)
+        for left in (run_dir / NOTICE, *(run_dir / EXPLORERS).glob("*.jsonl")):
+            left.unlink(missing_ok=True)
         _remove(run_dir / WEIGHTS, run_dir / ASKED, *(run_dir / EXPLORERS).glob("stage-*"))
 
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollmill.master.notices import EXPLORERS, explorers_folder, is_held, locked, turn
+from rollmill.master.notices import EXPLORER, EXPLORERS, explorers_folder, is_held, locked, turn
 from rollmill.monitor.files import atomic_write, plain, writing
+from rollmill.monitor.heartbeat import beats
+
+SILENT_S = 30.0
+"""After how many seconds without a sign of life an explorer's groups are no longer waited for."""
 
 
 @dataclass(slots=True)
@@ -32,7 +38,9 @@ class Place:
 
     def doing(self, stage: int) -> Doing | None:
         """What this place said last in a stage; None where it has not been there."""
-        return _read(self._path(stage))
+        with suppress(FileNotFoundError):
+            return _read(self._path(stage))
+        return None
 
     def say(self, stage: int, doing: Doing) -> None:
         """Say what this explorer is doing from now on."""
@@ -45,10 +53,19 @@ class Place:
             file.write(json.dumps(plain(metrics), allow_nan=False) + "\n")
 
     def others(self, stage: int) -> int:
-        """How many groups other explorers that live say they have under way. Within `turn`, since it looks at locks."""
-        known = [(path, int(path.stem)) for path in explorers_folder(self.run_dir, stage).glob("*.json")]
-        alive = [path for path, number in known if number != self.number and is_held(_lock(self.run_dir, number))]
-        return sum(len(found.unfinished) for path in alive if (found := _read(path)) is not None)
+        """How many groups other explorers that live say they have under way. Within `turn`, since it looks at locks.
+
+        One that has been silent for SILENT_S counts as dead, though its lock is held: it hangs, or its machine is gone.
+        """
+        heard = {each.name: each.beat for each in beats(self.run_dir)}
+        since = time.time() - SILENT_S
+        found = 0
+        for path in explorers_folder(self.run_dir, stage).glob("*.json"):
+            number = int(path.stem)
+            speaks = heard.get(f"{EXPLORER} {number}", math.inf) > since
+            if number != self.number and speaks and is_held(_lock(self.run_dir, number)):
+                found += len(_read(path).unfinished)
+        return found
 
     def _path(self, stage: int) -> Path:
         return explorers_folder(self.run_dir, stage) / f"{self.number}.json"
@@ -69,9 +86,6 @@ def _lock(run_dir: Path, number: int) -> Path:
     return run_dir / EXPLORERS / f"{number}.lock"
 
 
-def _read(path: Path) -> Doing | None:
-    try:
-        known = json.loads(path.read_text())
-    except FileNotFoundError:
-        return None
+def _read(path: Path) -> Doing:
+    known = json.loads(path.read_text())
     return Doing(**known | {"unfinished": [(number, task) for number, task in known["unfinished"]]})

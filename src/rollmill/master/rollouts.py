@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from rollmill.buffer import GroupQueue, Store
@@ -74,7 +75,7 @@ class Rollouts:
         self._prefix = config.name if prefix is None else prefix
         self._first_version, self._seed = first_version, seed
         self._sampler, self._explorer, self._engine = sampler, explorer, engine
-        self._roll = explorer.rollout_with_greedy if uses_greedy else explorer.rollout
+        self._roll = partial(explorer.rollout, with_greedy=uses_greedy)
         self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
         self._submitted = 0
         self._unfinished: list[tuple[int, str]] = []  # what is started again, first of all

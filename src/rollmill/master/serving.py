@@ -73,14 +73,14 @@ def serve_checkpoint(
 
 def checkpoint_of(source: Path, step: int | None) -> Path:
     """The folder of the model that is meant. Raises ConfigError or CheckpointError where there is none."""
+    if step is not None and not (source / CONFIG).is_file():
+        raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
     if source.suffix in _RUN_FILES:
         model = load_run(source).config.model
         if not isinstance(model.path, Path):
             raise ConfigError(f"{source}: a new model has learned nothing; serve the directory of a run instead")
         return model.path
     if not (source / CONFIG).is_file():
-        if step is not None:
-            raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
         return source
     checkpoints = Checkpoints(source)
     steps = checkpoints.steps()

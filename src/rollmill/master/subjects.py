@@ -89,6 +89,8 @@ def subjects(paths: Sequence[Path], steps: str = "last") -> list[AnySubject]:
         CheckpointError: a run has no such checkpoint.
     """
     found = [each for path in paths for each in _of_path(path, steps)]
+    if steps != "last" and all(each.run is None for each in found):
+        raise ConfigError(f"--step {steps} chooses among the checkpoints of run directories; name one, or leave it out")
     counts = Counter(each.label for each in found)
     found = [replace(each, label=_full(each)) if counts[each.label] > 1 else each for each in found]
     labels = [each.label for each in found]

@@ -14,7 +14,7 @@ import psutil
 import yaml
 
 from rollmill.core.errors import ConfigError
-from rollmill.monitor.heartbeat import BEAT_S, Beat, beats
+from rollmill.monitor.heartbeat import BEAT_S, TRAINER, Beat, beats
 from rollmill.monitor.metrics import read_metrics
 from rollmill.monitor.summary import read_summary
 
@@ -89,17 +89,14 @@ def _lives(beat: Beat) -> bool:
 
 
 def _run_state(processes: Sequence[tuple[Beat, State]], summary: dict[str, Any]) -> str:
-    states = {state for _, state in processes}
-    if "alive" in states:
-        return "running"
-    if "late" in states:
-        return "late"
-    endings = [beat.ended for beat, state in processes if state == "ended"]
-    if "gone" in states:
-        return "killed"
-    if any(ended.startswith("failed") for ended in endings):
-        return "failed"
-    return str(summary.get("status", endings[0] if endings else "unknown"))
+    """That of the process that trains: a run goes on without any other, and not without this one."""
+    trainer = [(beat, state) for beat, state in processes if beat.name == TRAINER]
+    if not trainer:
+        return str(summary.get("status", "unknown"))
+    [(beat, state)] = trainer
+    if state != "ended":
+        return {"alive": "running", "late": "late", "gone": "killed"}[state]
+    return "failed" if beat.ended.startswith("failed") else str(summary.get("status", beat.ended))
 
 
 def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
