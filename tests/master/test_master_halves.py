@@ -15,24 +15,21 @@ import pytest
 from buffer_groups import experience, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_run
 
-import rollmill
 from rollmill.buffer.base import EXPLORER, JOINED
 from rollmill.buffer.build import FILE
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.ratings import Ratings
 from rollmill.buffer.sql import SqlStore
-from rollmill.config.loader import load_run
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import ConfigError, DeadlineError
+from rollmill.core.errors import DeadlineError
 from rollmill.core.types import Experience, Task
 from rollmill.explorer.runner import REJECTED
-from rollmill.master import explored_stage, resume
+from rollmill.master import explored_stage
 from rollmill.master.consuming import Consumption
 from rollmill.master.explored_stage import JoinedProduction
-from rollmill.master.notices import EXPLORERS, NOTICE, Notice, described, forget, is_trained, sole_trainer
+from rollmill.master.notices import EXPLORERS, NOTICE, Notice, described, forget
 from rollmill.master.places import SILENT_S, Doing, Place, place
 from rollmill.master.producing import Facts, Line
 from rollmill.master.rollouts import Rollouts
@@ -273,20 +270,6 @@ def test_a_place_is_free_again_when_its_process_is_gone(tmp_path: Path) -> None:
         assert again.doing(0) == Doing([(3, "t1"), (4, "t2")], 5)
     second.close()
     assert (tmp_path / EXPLORERS / "0.lock").exists()
-
-
-def test_a_run_has_one_trainer(tmp_path: Path) -> None:
-    file, out = tiny_run(tmp_path, stages=None, algorithm={"name": "grpo"}, mode="train"), tmp_path / "out"
-    with sole_trainer(out):
-        before = sorted(out.rglob("*"))
-        with pytest.raises(ConfigError, match=r"another process trains a run in .*choose another --out"):
-            rollmill.run(file, out=out)
-        (out / "config.yaml").write_text(load_run(file).to_yaml())
-        with pytest.raises(ConfigError, match=r"another process trains the run in .*`rollmill status"):
-            resume(out)
-        (out / "config.yaml").unlink()
-        assert sorted(out.rglob("*")) == before  # the one that trains is not disturbed
-    assert not is_trained(out)
 
 
 def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path: Path) -> None:

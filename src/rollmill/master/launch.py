@@ -22,7 +22,6 @@ from rollmill.master.checkpoint import Checkpoints
 from rollmill.master.claim import claimed, is_claimed
 from rollmill.master.interrupt import Interrupted, Interrupts
 from rollmill.master.master import Master, Serving
-from rollmill.master.notices import is_trained
 from rollmill.master.setup import MACHINE, Setup, set_up
 from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import RunState
@@ -244,8 +243,6 @@ def _require_fresh(folder: Path) -> None:
         raise ConfigError(
             f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
         )
-    if is_trained(folder):
-        raise ConfigError(f"another process trains a run in {folder}; choose another --out")
     (folder / MACHINE).unlink(missing_ok=True)
     shutil.rmtree(folder / PROCESSES, ignore_errors=True)
 

@@ -19,14 +19,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO
 
-from rollmill.core.errors import ConfigError, DeadlineError
+from rollmill.core.errors import DeadlineError
 from rollmill.monitor.files import atomic_write
 from rollmill.monitor.heartbeat import TRAINER, Beat, beats
 
 NOTICE, EXPLORERS, WEIGHTS, ASKED = "trainer.json", "explorers", "weights", "asked"
 EXPLORER = "explorer"
 """Names of processes; an explorer's has its number behind it."""
-_LOCK, _TRAINS = "lock", "trainer.lock"
+_LOCK = "lock"
 _LOOK_S = 0.5
 
 
@@ -61,25 +61,6 @@ def turn(run_dir: Path) -> Iterator[None]:
     with (folder / _LOCK).open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # gone with the process
         yield
-
-
-@contextmanager
-def sole_trainer(run_dir: Path) -> Iterator[None]:
-    """No other process trains the run inside. Raises ConfigError where one does."""
-    with turn(run_dir):
-        lock = locked(run_dir / EXPLORERS / _TRAINS)
-    if lock is None:
-        raise ConfigError(
-            f"another process trains the run in {run_dir}; `rollmill status {run_dir}` says which. Wait until it has "
-            "ended, or end it"
-        )
-    with lock:
-        yield
-
-
-def is_trained(run_dir: Path) -> bool:
-    """Whether a process trains the run, and explorers in other processes roll out for it."""
-    return is_held(run_dir / EXPLORERS / _TRAINS)
 
 
 def weights_folder(run_dir: Path, stage: int) -> Path:

@@ -23,7 +23,7 @@ from rollmill.master.asking import POLL_S, AskedEvaluator
 from rollmill.master.consuming import Consumption, oldest_allowed
 from rollmill.master.engine import native_engine
 from rollmill.master.explorer_actor import trained
-from rollmill.master.notices import Notice, clear, described, forget, read_notice, sole_trainer, weights_folder
+from rollmill.master.notices import Notice, clear, described, forget, read_notice, weights_folder
 from rollmill.master.stage import MakeStage, StageRun
 from rollmill.master.state import StageState
 from rollmill.models.load import Policy
@@ -182,17 +182,13 @@ class TrainingStage(StageRun):
 
 @contextmanager
 def making_stages(config: RunConfig, run_dir: Path, *, resumed: bool) -> Iterator[MakeStage]:
-    """What makes the stages of a run in its mode; what others have to know of its end is told when the block ends.
-
-    Raises ConfigError where another process trains the run.
-    """
+    """What makes the stages of a run in its mode; what others have to know of its end is told when the block ends."""
     if config.mode != "train":
         yield StageRun
         return
-    with sole_trainer(run_dir):
-        if not resumed:
-            forget(run_dir)
-        yield TrainingStage
-        notice = read_notice(run_dir)
-        assert notice is not None
-        replace(notice, done=True).write(run_dir)
+    if not resumed:
+        forget(run_dir)
+    yield TrainingStage
+    notice = read_notice(run_dir)
+    assert notice is not None
+    replace(notice, done=True).write(run_dir)
