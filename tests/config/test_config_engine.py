@@ -28,6 +28,18 @@ CASES = {
         GOOD + "engine: {name: native, after_update: keep}",
         "run.yaml:4: engine.after_update: not honoured with max_staleness 0: no completion is under way when",
     ),
+    "a sleep while completions are under way": (
+        GOOD + "engine: {name: vllm, sleep: true}\nmax_staleness: 1",
+        "run.yaml:4: engine.sleep: with max_staleness 1 completions are under way while the trainer works; remove",
+    ),
+    "a sleep of explorers": (
+        GOOD + "engine: {name: vllm, sleep: true}\nplacement: ray",
+        "run.yaml:5: placement: stage train has engine.sleep, which needs explorers in the trainer's process",
+    ),
+    "a sleep of explorers of a kind": (
+        GOOD + "placement: {name: ray, explorers: [{engine: {name: vllm, sleep: true}}, {}]}",
+        "run.yaml:4: placement.explorers.0.engine.sleep: explorers on Ray do not sleep; remove it",
+    ),
     "an option that is a key": (
         GOOD + "engine: {name: vllm, options: {max_num_seqs: 4}}",
         "max_num_seqs is no option: it is rollout.max_sequences; remove it",

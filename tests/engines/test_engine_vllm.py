@@ -18,10 +18,11 @@ import torch
 from toys import toy_checkpoint
 from vllm_service import PYTHON, needs_vllm
 
+from rollmill.config.engine import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import ContextError, EngineError
+from rollmill.core.errors import ConfigError, ContextError, EngineError
 from rollmill.core.types import Completion, StopReason
 from rollmill.engines.base import Request, SampledToken
 from rollmill.engines.vllm.engine import VLLMEngine
@@ -258,6 +259,27 @@ def _acted_on(running: Running, act: Callable[[], None], reason: StopReason) -> 
             assert [each.stop_reason for each in found] == [reason] * 2
             return list(found)
     pytest.fail(f"all tokens came, whatever was done after the fifth ({act.__name__})")
+
+
+def test_it_sleeps_until_new_weights_or_requests_come(running: Running) -> None:
+    """What is said between the processes: the CPU build has no memory to hand back."""
+    [before] = running.generate(PROMPTS[0], temperature=0)
+    running.run(running.engine.sleep())
+    [after] = running.generate(PROMPTS[0], temperature=0)
+    assert after.token_ids.tolist() == before.token_ids.tolist()
+    running.run(running.engine.sleep())
+    running.update()
+    [new] = running.generate(PROMPTS[0], temperature=0)
+    assert set(new.versions.tolist()) == {running.version}
+    np.testing.assert_allclose(new.logprobs, expected(running.policy, new), atol=1e-4)
+    assert running.engine.counters()["sleeps"] == 2
+
+
+def test_no_sleep_on_a_cpu(running: Running) -> None:
+    assert isinstance(running.config.engine, VLLMEngineConfig)
+    section = running.config.engine.model_copy(update={"sleep": True})
+    with pytest.raises(ConfigError, match=r"engine\.sleep: vLLM sleeps on GPUs only, and this run is on a CPU"):
+        make_engine(running.policy, running.config.generated_by(section), "fp32")
 
 
 def test_prompts_longer_than_what_is_taken_at_once(running: Running) -> None:

@@ -12,6 +12,9 @@ from forks import Forks
 from tiny import tiny_run
 from vllm_service import PYTHON, needs_vllm
 
+import rollmill
+from rollmill.engines.vllm.engine import VLLMEngine
+
 FUNCTION = "rollmill.quickstart.addition:rows"
 TASKS = {"function": FUNCTION, "options": {"size": 2000, "seed": 1, "digits": 2, "forget": 0.65}}
 HELD_OUT = {"function": FUNCTION, "options": {"size": 100, "seed": 2, "digits": 2}}
@@ -66,6 +69,29 @@ def test_reward_goes_up_with_vllm_though_its_process_is_killed(server: Forks, tm
     assert max(step["staleness/max"] for step in learned) == 0
     summary = json.loads((tmp_path / "out/summary.json").read_text())
     assert summary["accuracy_after"] > summary["accuracy_before"] + 0.2
+
+
+@pytest.mark.service
+@pytest.mark.timeout(600)
+@needs_vllm
+def test_it_sleeps_while_the_trainer_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU; on a CPU it says that it sleeps, and keeps its memory."""
+    made = VLLMEngine.__init__
+
+    def init(engine: VLLMEngine, *arguments: Any, **options: Any) -> None:
+        made(engine, *arguments, **options)
+        engine.sleeps = True
+
+    monkeypatch.setattr(VLLMEngine, "__init__", init)
+    shape = {"hidden_size": 64, "heads": 2, "kv_heads": 1}
+    path = tiny_run(
+        tmp_path, model={"new": shape}, stages=None, algorithm={"name": "grpo"}, engine=REPAIR["engine"], steps=3
+    )
+    rollmill.run(path, out=tmp_path / "out")
+    steps = [json.loads(line) for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    learned = [step for step in steps if "engine/sleeps" in step]
+    assert [step["engine/sleeps"] for step in learned] == [1, 1, 1]
+    assert max(step["logprob_gap/mean"] for step in learned) < 1e-3
 
 
 def _kill_vllm(owner: int) -> None:

@@ -22,6 +22,7 @@ _OWN = {
     "enforce_eager": "engine.compile",
     "logprobs_mode": "processed_logprobs",
     "worker_extension_cls": "rollmill's",
+    "enable_sleep_mode": "engine.sleep",
 }
 """Arguments of vLLM that are not options, and what they come from."""
 
@@ -47,6 +48,9 @@ class VLLMEngineConfig(Part):
     """Memory for keys and values, in units of 2**30 bytes."""
     compile: bool | Literal["auto"] = "auto"
     """Compile the model (and capture CUDA graphs): a slower start and faster tokens. `auto`: on GPUs only."""
+    sleep: bool = False
+    """Hand back the GPU memory of weights, keys and values while the trainer works, which may then be on the same GPU
+    (vLLM's sleep mode). On GPUs only, and with max_staleness 0, in one process."""
     options: dict[str, Any] = {}
     """Further arguments of vLLM's `AsyncEngineArgs`, such as tensor_parallel_size."""
     deadline_s: float = Field(600.0, gt=0)

@@ -35,6 +35,9 @@ def engine_contradictions(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """Key paths within the stage: what vLLM does not offer, or not with the log-probs that training needs."""
     if not isinstance(stage.engine, VLLMEngineConfig) or not generates(stage):
         return
+    if stage.engine.sleep and stage.max_staleness > 0:
+        text = f"with max_staleness {stage.max_staleness} completions are under way while the trainer works"
+        yield ("engine", "sleep"), f"{text}; remove sleep, or set max_staleness: 0"
     if stage.algorithm.uses_rollouts:
         yield from _of_rollouts(stage.rollout)
     sampled: dict[KeyPath, RolloutConfig] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from rollmill.config.engine import VLLMEngineConfig
 from rollmill.config.engine_checks import engine_contradictions, generates
 from rollmill.config.placement import OnRay
 from rollmill.config.run import RunConfig, StageConfig
@@ -28,6 +29,9 @@ def placement_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -
             text = f"stage {stage.name} has {what}, which needs explorers in the trainer's process; remove it, or use"
             yield ("placement",), f"{text} placement: inline"
     for number, kind in enumerate(config.placement.explorers):
+        if isinstance(kind.engine, VLLMEngineConfig) and kind.engine.sleep:
+            text = "explorers on Ray do not sleep; remove it"
+            yield ("placement", "explorers", number, "engine", "sleep"), text
         for stage in stages if kind.engine is not None else []:
             for path, text in engine_contradictions(stage.generated_by(kind.engine)):
                 yield ("placement", "explorers", number, "engine"), f"{dotted(path)} of stage {stage.name}: {text}"
@@ -71,6 +75,8 @@ def _needed_here(stage: StageConfig) -> Iterator[str]:
         yield "workflow `traffic`"
     if stage.residency is not None:
         yield "residency"
+    if isinstance(stage.engine, VLLMEngineConfig) and stage.engine.sleep:
+        yield "engine.sleep"
     for name, model in stage.models.items():
         if model.policy is not None:
             yield f"models.{name}.policy"

@@ -12,7 +12,7 @@ from rollmill.config.engine import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.engine_checks import generates
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import ModelError
+from rollmill.core.errors import ConfigError, ModelError
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.vllm.engine import VLLMEngine
@@ -30,7 +30,7 @@ def make_engine(policy: Policy, config: StageConfig, precision: str, weights: Pa
         weights: where vLLM's process finds shared weights that somebody else sends; None: `make_publisher` sends them.
 
     Raises:
-        ConfigError: engine.python is no Python with vLLM.
+        ConfigError: engine.python is no Python with vLLM; it shall sleep, and there is no GPU.
         ModelError: vLLM cannot be given this model's weights.
     """
     if isinstance(config.engine, VLLMEngineConfig) and generates(config):
@@ -83,6 +83,9 @@ def vllm_engine(
             "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
             "names in memory than vLLM reads; use engine `native`"
         )
+    gpu = policy.device.type == "cuda"
+    if engine.sleep and not gpu:
+        raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
     python = engine.python or this_python()
     found = look_at(python)
     folder = Path(tempfile.mkdtemp(prefix="rollmill-vllm-", dir=shared_folder()))
@@ -90,7 +93,6 @@ def vllm_engine(
     settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
     settings.architectures = [type(policy.model).__name__]
     settings.save_pretrained(model)
-    gpu = policy.device.type == "cuda"
     at_once = rollout.prefill_tokens + rollout.max_sequences
     arguments = {
         "model": str(model),
@@ -102,6 +104,7 @@ def vllm_engine(
         "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
         "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),
         "enforce_eager": not (gpu if engine.compile == "auto" else engine.compile),
+        **({"enable_sleep_mode": True} if engine.sleep else {}),
         **engine.options,
     }
     launch = Launch(

@@ -17,7 +17,7 @@ REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has
 STEPS, SECONDS = "environment/steps", "environment/step_seconds"
 PHASES = ("rollout", "inference", "reward", "train", "eval")
 """What the process of a step does, one after the other."""
-_ENGINE = ("updates", "update_seconds", "restarts")
+_ENGINE = ("updates", "update_seconds", "sleeps", "restarts")
 """What engines in other processes count."""
 
 

@@ -31,6 +31,7 @@ from rollmill.core.types import Experience
 from rollmill.engines.base import RolloutEngine
 from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.rng import fold
+from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.explorer.drafts import DraftShelf
 from rollmill.master.asking import AskedEvaluator
 from rollmill.master.context import RunContext
@@ -299,6 +300,8 @@ class StageRun:
         require_rewards(experiences, f"stage {self.config.name}, step {self.state.step + 1}")
         staleness = self.version
         self._infer_rest(experiences)
+        if isinstance(self._engine, VLLMEngine) and self._engine.sleeps:
+            await self._engine.sleep()
         with self._trace.during("train"):
             beside = isinstance(self.config.workflow, Traffic) or self._remote is not None
             learned = await self._learn_beside(experiences) if beside else self.learn(experiences)

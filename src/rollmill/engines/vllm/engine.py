@@ -49,6 +49,7 @@ class VLLMEngine:
         self.weights_path = Path(launch.settings["weights"])  #: where weights have to be sent
         self.checksum, self.deadline_s = checksum, launch.deadline_s
         self.tokens_generated = 0
+        self.sleeps = "enable_sleep_mode" in launch.settings["arguments"]  #: it was started so that it can
         self._launch, self._tokenizer = launch, tokenizer
         self._removed = weakref.finalize(self, shutil.rmtree, launch.folder, ignore_errors=True)
         self._eos_ids, self._context = eos_ids, context
@@ -114,6 +115,12 @@ class VLLMEngine:
             self._counts["updates"] += 1
             self._begin(self._update(self._process, self._process.ask("load"), version))
 
+    async def sleep(self) -> None:
+        """Hand back the memory of its device until new weights, or requests, come. Nothing may be under way."""
+        if self._process is not None:
+            self._counts["sleeps"] += 1
+            await self._answer(self._process, self._process.ask("sleep"))
+
     async def drain(self) -> None:
         """See RolloutEngine."""
         while self._tasks:
@@ -122,7 +129,7 @@ class VLLMEngine:
             await asyncio.sleep(0.01)
 
     def counters(self) -> dict[str, float]:
-        """See RolloutEngine: weight updates, the seconds they took, and processes started again."""
+        """See RolloutEngine: weight updates, the seconds they took, sleeps, and processes started again."""
         return dict(self._counts)
 
     async def close(self) -> None:

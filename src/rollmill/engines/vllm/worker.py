@@ -1,9 +1,9 @@
 """The program of vLLM's process: requests in, completions out, as lines of JSON over a socket. Imports no more than
 vLLM's environment has.
 
-The first line says what to start. Then come `generate`, `abort`, `load` (new weights), `pause` and `resume`; they are
-taken one after the other, so that what is asked for behind `load` is sampled with the new weights. When the socket is
-closed, the process ends itself and all that vLLM has started.
+The first line says what to start. Then come `generate`, `abort`, `load` (new weights), `sleep` (until then), `pause`
+and `resume`; they are taken one after the other, so that what is asked for behind `load` is sampled with the new weights.
+When the socket is closed, the process ends itself and all that vLLM has started.
 
     run as: python -m rollmill.engines.vllm.worker NUMBER_OF_THE_SOCKET
 """
@@ -29,7 +29,7 @@ class Server:
 
     def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
         self._engine, self._weights, self._writer = engine, weights, writer
-        self._paused = False
+        self._paused = self._asleep = False
         self._tasks: set[asyncio.Task[None]] = set()
 
     def say(self, **message: Any) -> None:
@@ -40,25 +40,38 @@ class Server:
         """Do what is asked for."""
         kind, number = message["kind"], message["id"]
         if kind == "generate":
+            if self._asleep:
+                await self.load()
             for index, seed in message["seeds"]:
                 self._begin(self._generate(index, seed, message))
         elif kind == "abort":
             self._begin(self._engine.abort(str(number)))
         elif kind == "load":
             await self._answer(number, self.load())
+        elif kind == "sleep":
+            await self._answer(number, self._sleep())
         else:
             await self._answer(number, self._switch(paused=kind == "pause"))
 
     async def load(self) -> int:
         """Take over the newest weights between two steps; their version. Requests under way are kept, and go on."""
         engine = self._engine
+        if self._asleep:
+            await engine.wake_up(tags=["weights"])
         await engine.pause_generation(mode="keep", clear_cache=False)
         versions = await engine.collective_rpc("load_shared_weights", args=(self._weights,))
         await engine.update_weight_version(str(versions[0]))
+        if self._asleep:
+            await engine.wake_up(tags=["kv_cache"])
+            self._asleep = False
         await engine.reset_prefix_cache(reset_running_requests=True)
-        if not self._paused:
-            await engine.resume_generation()
+        await self._switch(self._paused)
         return int(versions[0])
+
+    async def _sleep(self) -> None:
+        """Hand back the memory of weights, keys and values until `load`, once nothing is under way."""
+        await self._engine.sleep(level=2, mode="wait")
+        self._asleep = True
 
     async def _switch(self, paused: bool) -> None:
         self._paused = paused
