@@ -2,8 +2,8 @@
 vLLM's environment has.
 
 The first line says what to start. Then come `generate`, `abort`, `load` (new weights), `sleep` (until then), `pause`
-and `resume`; they are taken one after the other, so that what is asked for behind `load` is sampled with the new weights.
-When the socket is closed, the process ends itself and all that vLLM has started.
+and `resume`; they are taken one after the other, so that what is asked for behind `load` is sampled with the new
+weights. When the socket is closed, the process ends itself and all that vLLM has started.
 
     run as: python -m rollmill.engines.vllm.worker NUMBER_OF_THE_SOCKET
 """
