@@ -31,7 +31,7 @@ test-services: setup postgres-installed chromium-installed
 
 # Both of them at once, as CI runs them: tests are collected once, and no process waits for another in between.
 test-long: setup postgres-installed chromium-installed
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow or service'
+	$(BIN)/python -m pytest -n 2 --dist worksteal --durations 30 -m 'slow or service'
 
 # Starts such a server and prints its URL; Ctrl-C ends and removes it.
 postgres: setup postgres-installed
