@@ -63,8 +63,8 @@ def unhonoured_by_residency(stage: StageConfig) -> dict[KeyPath, str]:
         text = "not honoured by workflow `traffic`, whose requests need the policy at any time; remove it"
         return {("residency",): text}
     if generates(stage) and stage.engine.name != "native":
-        text = f"not honoured with engine `{stage.engine.name}`, which keeps its memory; use `native`, or remove it"
-        return {("residency",): text}
+        text = "which has a process of its own; let that sleep (engine.sleep), use `native`, or remove it"
+        return {("residency",): f"not honoured with engine `{stage.engine.name}`, {text}"}
     if stage.trainer.ranks > 1:
         text = (
             "not honoured with trainer.ranks above 1; shard what does not fit with trainer.sharding: fsdp, or remove it"
