@@ -9,6 +9,9 @@ from typing import Any
 
 import yaml
 
+import rollmill
+from rollmill.monitor.view import View
+
 TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 300, "seed": 1, "digits": 2}}
 HELD_OUT = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 6, "seed": 2, "digits": 2}}
 NEW_MODEL = {
@@ -41,6 +44,25 @@ def tiny_run(folder: Path, **changes: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run, sort_keys=False))
     return path
+
+
+def ran(base: dict[str, Any], folder: Path, name: str, view: View | None = None, **changes: Any) -> Path:
+    """The directory of a tiny run with `base` and then `changes` merged in, in `folder/name`."""
+    folder = folder / name
+    folder.mkdir()
+    rollmill.run(tiny_run(folder, **base | changes), out=folder / "out", view=view)
+    return folder / "out"
+
+
+def metrics(run: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def rolled_out(run: Path) -> list[Any]:
+    """Id, response and reward of each stored rollout."""
+    rows = [json.loads(line) for file in sorted((run / "rollouts").glob("*.jsonl")) for line in file.open()]
+    return [(row["id"], row["response"], row["reward"]) for row in rows]
 
 
 def merged(base: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -13,9 +12,8 @@ from typing import Any
 
 import pytest
 from forks import send
-from tiny import tiny_run
+from tiny import metrics, ran, rolled_out
 
-import rollmill
 from rollmill.monitor.heartbeat import beats
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -25,25 +23,9 @@ GRPO: dict[str, Any] = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"
 BROADCAST = {"name": "ray", "explorers": 2, "weights": "broadcast"}
 
 
-def ran(folder: Path, name: str, view: Any = None, **changes: Any) -> Path:
-    folder = folder / name
-    folder.mkdir()
-    rollmill.run(tiny_run(folder, **GRPO | changes), out=folder / "out", view=view)
-    return folder / "out"
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def rolled_out(run: Path) -> list[Any]:
-    rows = [json.loads(line) for file in sorted((run / "rollouts").glob("*.jsonl")) for line in file.open()]
-    return [(row["id"], row["response"], row["reward"]) for row in rows]
-
-
 def test_a_broadcast_brings_the_same_weights_as_shared_memory(tmp_path: Path) -> None:
-    memory = ran(tmp_path, "memory", placement=BROADCAST | {"weights": "memory"})
-    broadcast = ran(tmp_path, "broadcast", placement=BROADCAST)
+    memory = ran(GRPO, tmp_path, "memory", placement=BROADCAST | {"weights": "memory"})
+    broadcast = ran(GRPO, tmp_path, "broadcast", placement=BROADCAST)
     assert len(rolled_out(broadcast)) > 50
     assert rolled_out(broadcast) == rolled_out(memory)
     for key in ("loss", "grad_norm"):
@@ -76,7 +58,7 @@ class Killing:
 
 def test_explorers_that_are_killed_while_weights_travel_are_replaced(tmp_path: Path) -> None:
     view = Killing(tmp_path / "run/out", 0, (1, 3))
-    run = ran(tmp_path, "run", view, placement=BROADCAST, max_staleness=2, steps=8, evaluation=None)
+    run = ran(GRPO, tmp_path, "run", view, placement=BROADCAST, max_staleness=2, steps=8, evaluation=None)
     assert view.killed == ["explorer 0", "explorer 1"]
     rows = metrics(run)
     assert [row["step"] for row in rows] == list(range(1, 9))
@@ -90,10 +72,10 @@ LORA = {"rank": 4, "targets": ["q_proj", "v_proj"]}
 
 
 def test_of_a_model_with_adapters_the_adapters_are_broadcast(tmp_path: Path) -> None:
-    warm = ran(tmp_path, "warm", steps=1)
+    warm = ran(GRPO, tmp_path, "warm", steps=1)
     model = {"path": str(warm / "checkpoints" / os.listdir(warm / "checkpoints")[0]), "new": None, "lora": LORA}
     runs = [
-        ran(tmp_path, name, model=model, steps=3, placement=place)
+        ran(GRPO, tmp_path, name, model=model, steps=3, placement=place)
         for name, place in (("here", "inline"), ("there", BROADCAST | {"explorers": 1}))
     ]
     assert rolled_out(runs[1]) == rolled_out(runs[0])

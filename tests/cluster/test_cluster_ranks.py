@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +11,9 @@ from typing import Any
 import pytest
 from forks import Forks
 from safetensors.torch import load_file
-from tiny import tiny_run
+from tiny import metrics, ran, tiny_run
 from torch.testing import assert_close
 
-import rollmill
 from rollmill.cluster.ray_session import join
 from rollmill.cluster.room import Need, Room
 from rollmill.config.loader import load_run
@@ -35,19 +33,8 @@ def test_ranks_do_not_share_a_gpu(tmp_path: Path) -> None:
     load_run(tiny_run(tmp_path, **SHORT, trainer={"ranks": 1}, placement=half))
 
 
-def ran(folder: Path, name: str, **changes: Any) -> Path:
-    folder = folder / name
-    folder.mkdir()
-    rollmill.run(tiny_run(folder, **SHORT | changes), out=folder / "out")
-    return folder / "out"
-
-
 def weights(run: Path) -> dict[str, Any]:
     return load_file(sorted((run / "checkpoints").glob("step-*"))[-1] / "model.safetensors")
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
@@ -57,11 +44,11 @@ def test_ranks_on_ray_compute_the_same_in_every_stage(tmp_path: Path) -> None:
     sft = {"name": "warm", "algorithm": {"name": "sft", "batch": 8}, "steps": 3, "trainer": TWO | {"sharding": "fsdp"}}
     grpo = {"name": "repair", "algorithm": {"name": "grpo"}, "steps": 3, "trainer": TWO}
     stages = {"stages": [sft, grpo], "steps": None, "algorithm": None}
-    here = ran(tmp_path, "here", **stages)
-    there = ran(tmp_path, "there", **stages, placement={"name": "ray", "explorers": 1})
+    here = ran(SHORT, tmp_path, "here", **stages)
+    there = ran(SHORT, tmp_path, "there", **stages, placement={"name": "ray", "explorers": 1})
     assert_close(weights(there), weights(here), rtol=1e-5, atol=1e-6)
     for key in ("loss", "grad_norm"):
-        assert [row[key] for row in rows(there)] == pytest.approx([row[key] for row in rows(here)], rel=1e-4)
+        assert [row[key] for row in metrics(there)] == pytest.approx([row[key] for row in metrics(here)], rel=1e-4)
     states = {beat.name: beat.ended for beat in beats(there)}
     assert states == {"explorer 0": "done", "trainer": "done", "trainer rank 1": "done"}
     assert not (there / "ranks").exists()
@@ -110,7 +97,7 @@ def cluster() -> Iterator[Any]:
 @pytest.mark.timeout(240)
 def test_ranks_on_two_nodes(cluster: Any, server: Forks, tmp_path: Path) -> None:
     """Trainer and rank reserve 2 cores each, so they are on different nodes."""
-    here = ran(tmp_path, "here", trainer=TWO)
+    here = ran(SHORT, tmp_path, "here", trainer=TWO)
     there, nodes = tmp_path / "there", tmp_path / "nodes"
     for folder in (there, nodes):
         folder.mkdir()

@@ -10,10 +10,8 @@ from typing import Any
 import psutil
 import pytest
 from safetensors import safe_open
-from tiny import SFT, tiny_run
+from tiny import SFT, metrics, ran, rolled_out
 from vllm_service import PYTHON, needs_vllm
-
-import rollmill
 
 pytest.importorskip("ray", reason="needs the extra `ray`")
 
@@ -22,32 +20,16 @@ GRPO: dict[str, Any] = {"stages": None, "steps": 3, "algorithm": {"name": "grpo"
 VLLM = {"name": "vllm", "python": str(PYTHON), "cache_gb": 0.1}
 
 
-def ran(folder: Path, name: str, **changes: Any) -> Path:
-    folder = folder / name
-    folder.mkdir()
-    rollmill.run(tiny_run(folder, **GRPO | changes), out=folder / "out")
-    return folder / "out"
-
-
-def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
-def rolled_out(run: Path) -> list[Any]:
-    rows = [json.loads(line) for file in sorted((run / "rollouts").glob("*.jsonl")) for line in file.open()]
-    return [(row["id"], row["response"], row["reward"]) for row in rows]
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_of_a_model_with_adapters_the_adapters_alone_travel(tmp_path: Path) -> None:
     alone = {"evaluation": None, "rewards": None, "rollout": None}
-    warm = ran(tmp_path, "warm", steps=40, algorithm=SFT["algorithm"], trainer=SFT["trainer"], **alone)
+    warm = ran(GRPO, tmp_path, "warm", steps=40, algorithm=SFT["algorithm"], trainer=SFT["trainer"], **alone)
     model: dict[str, Any] = {"path": str(warm / "checkpoints/step-000040"), "new": None, "lora": LORA}
     trainer = {"lr": 1e-2, "precision": "fp32"}
-    here = ran(tmp_path, "here", model=model, trainer=trainer)
+    here = ran(GRPO, tmp_path, "here", model=model, trainer=trainer)
     placement = {"name": "ray", "explorers": 1, "weights": "folder"}
-    there = ran(tmp_path, "there", model=model, trainer=trainer, placement=placement)
+    there = ran(GRPO, tmp_path, "there", model=model, trainer=trainer, placement=placement)
     assert rolled_out(there) == rolled_out(here)
     losses = [[row.get("loss") for row in metrics(run)] for run in (here, there)]
     assert losses[1] == pytest.approx(losses[0], abs=1e-6)
@@ -70,7 +52,7 @@ def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp
     model = {"new": {"hidden_size": 96, "heads": 3}}
     placement = {"name": "ray", "explorers": 2, "cpus": 0.5}
     changes: dict[str, Any] = {"engine": VLLM, "model": model, "placement": placement, "steps": 4, "max_staleness": 1}
-    out = ran(tmp_path, "run", **changes)
+    out = ran(GRPO, tmp_path, "run", **changes)
     assert [row["step"] for row in metrics(out)] == [0, 1, 2, 3, 4]
     steps = [row for row in metrics(out) if "logprob_gap/mean" in row]  # the others had nothing to learn
     assert max(row["logprob_gap/mean"] for row in steps) < 1e-3

@@ -77,11 +77,6 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         """A folder that is made where there is none, in the current folder."""
         return _changed(node, os.path.abspath(Path(str(node.value)).expanduser())) if node.value is not None else node
 
-    def settle_url(node: Node) -> Node:
-        """That of a SQLite file, which need not be there."""
-        match = _SQLITE_FILE.fullmatch(str(node.value))
-        return node if match is None else _changed(node, match[1] + os.path.abspath(match[2]))
-
     for pattern in [["model", "path"], ["plugins", "*"]]:
         root = edit(root, pattern, settle)
     root = edit(root, ["placement", "explorers", "*", "engine", "python"], settle_python)
@@ -95,9 +90,15 @@ def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node
         for section in ("workflow", "engine"):
             root = edit(root, [*prefix, section, "python"], settle_python)
         root = edit(root, [*prefix, "residency", "folder"], settle_new)
-        root = edit(root, [*prefix, "buffer", "url"], settle_url)
+        root = edit(root, [*prefix, "buffer", "url"], _settle_url)
         root = edit(root, [*prefix, "workflow", "command", "*"], settle_argument)
     return root
+
+
+def _settle_url(node: Node) -> Node:
+    """That of a SQLite file, which need not be there."""
+    match = _SQLITE_FILE.fullmatch(str(node.value))
+    return node if match is None else _changed(node, match[1] + os.path.abspath(match[2]))
 
 
 def _changed(node: Node, value: str) -> Node:
