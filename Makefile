@@ -20,7 +20,7 @@ quickstart: setup
 	$(BIN)/rollmill quickstart $(if $(OUT),--out $(OUT))
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not slow and not gpu and not service'
+	$(BIN)/python -m pytest -n 2 --dist loadfile --durations 20 -m 'not slow and not gpu and not service'
 
 test-slow: setup
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'slow and not service'

@@ -17,6 +17,8 @@ from bench.harness import Measured, Side, need, note, run_in_turn
 from bench.report import Case, finish
 
 STEPS = 200
+PROMPT = 20
+"""Tokens."""
 
 
 def main(arguments: list[str], only_json: bool) -> None:
@@ -93,12 +95,14 @@ def simulated(
     from rollmill.planning.simulate import Costs, simulate
 
     passes = costs["passes"]
+    begun = {"group_s": costs["group_s"] + passes["prompt"] * PROMPT}
     step = Costs(
         groups=[[tokens] * 8],
         train_s=training(costs, batch, ranks),
         pass_s=passes["step"],
-        row_s=passes["token"] + passes["attended"] * (20 + tokens / 2),
-        **{name: costs[name] for name in ("group_s", "judge_s", "publish_s", "take_s", "again_s")},
+        row_s=passes["token"] + passes["attended"] * (PROMPT + tokens / 2),
+        **begun,
+        **{name: costs[name] for name in ("judge_s", "publish_s", "take_s", "again_s")},
     )
     return 1 / simulate(step, Pacing(batch, bound, 10**6), explorers, steps=steps).step_s()
 

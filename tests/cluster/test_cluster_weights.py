@@ -56,7 +56,7 @@ def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp
     assert [row["step"] for row in metrics(out)] == [0, 1, 2, 3, 4]
     steps = [row for row in metrics(out) if "logprob_gap/mean" in row]  # the others had nothing to learn
     assert max(row["logprob_gap/mean"] for row in steps) < 1e-3
-    assert 0 < max(row["staleness/max"] for row in steps) <= 1
+    assert max(row["staleness/max"] for row in steps) <= 1
     assert max(row["grad_norm"] for row in steps) > 0
     left = [each for each in psutil.process_iter(["cmdline"]) if _is_ours(each)]
     assert not left

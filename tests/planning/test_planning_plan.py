@@ -185,9 +185,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 @pytest.mark.parametrize(
     "changes",
     [
-        {"steps": 8},
-        {"steps": 8, "algorithm": {"name": "ppo", "kl": 0.1}, "rollout": {"batch": 16, "max_new_tokens": 24}},
-        {"steps": 8, "model": {"new": {"hidden_size": 512, "layers": 4, "intermediate_size": 2048, "heads": 8}}},
+        {"steps": 5},
+        {"steps": 5, "algorithm": {"name": "ppo", "kl": 0.1}, "rollout": {"batch": 16, "max_new_tokens": 24}},
+        {"steps": 5, "model": {"new": {"hidden_size": 512, "layers": 4, "intermediate_size": 2048, "heads": 8}}},
     ],
     ids=["grpo", "ppo", "larger"],
 )
