@@ -85,6 +85,10 @@ def _write_tokenizer(folder: Path, vocab_size: int) -> None:
     ).save_pretrained(folder)
 
 
+PROMPT = 20
+"""Tokens of a prompt, where a benchmark of whole steps does not say otherwise."""
+
+
 def prompts(name: str, count: int, length: int) -> list[list[int]]:
     """`count` random prompts of `length` token ids, the same on every side."""
     import random

@@ -14,11 +14,10 @@ import statistics
 from typing import Any
 
 from bench.harness import Measured, Side, need, note, run_in_turn
+from bench.models import PROMPT
 from bench.report import Case, finish
 
 STEPS = 200
-PROMPT = 20
-"""Tokens."""
 
 
 def main(arguments: list[str], only_json: bool) -> None:
@@ -95,13 +94,12 @@ def simulated(
     from rollmill.planning.simulate import Costs, simulate
 
     passes = costs["passes"]
-    begun = {"group_s": costs["group_s"] + passes["prompt"] * PROMPT}
     step = Costs(
         groups=[[tokens] * 8],
         train_s=training(costs, batch, ranks),
         pass_s=passes["step"],
         row_s=passes["token"] + passes["attended"] * (PROMPT + tokens / 2),
-        **begun,
+        group_s=costs["group_s"] + passes["prompt"] * PROMPT,
         **{name: costs[name] for name in ("judge_s", "publish_s", "take_s", "again_s")},
     )
     return 1 / simulate(step, Pacing(batch, bound, 10**6), explorers, steps=steps).step_s()

@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bench.models import prompts
+from bench.models import PROMPT, prompts
 from bench.ours.step import build_stage
 from bench.ours.train_step import ready_made
 from bench.worker import Channel, versions
@@ -100,7 +100,7 @@ def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
     from rollmill.engines.base import Request
 
     sampling = SamplingConfig(max_new_tokens=args.new_tokens)
-    for ids in prompts(args.model, count, 20):
+    for ids in prompts(args.model, count, PROMPT):
         yield engine.generate(Request(prompt_ids=ids, sampling=sampling, n=args.group, seed=1))
 
 

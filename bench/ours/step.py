@@ -9,13 +9,13 @@ import uuid
 from pathlib import Path
 from typing import Any
 
-from bench.models import model_dir, prompts
+from bench.models import PROMPT, model_dir, prompts
 from bench.worker import Channel, versions
 
 
 def rows(model: str) -> list[dict[str, Any]]:
     """The taskset: random prompts."""
-    return [{"prompt": " ".join(f"w{token}" for token in ids)} for ids in prompts(model, 256, 20)]
+    return [{"prompt": " ".join(f"w{token}" for token in ids)} for ids in prompts(model, 256, PROMPT)]
 
 
 def even_ids(task: Any, completion: Any) -> float:
