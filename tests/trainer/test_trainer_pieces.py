@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Source
-from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer import calibrate, choose_precision, choose_threads
 from rollmill.trainer.logprobs import token_logprobs
 from rollmill.trainer.parts import cut
 from rollmill.trainer.schedule import learning_rate
@@ -111,3 +111,13 @@ def test_calibration_answers_and_leaves_threads_alone(toy: Any) -> None:
     assert choose_precision(toy("qwen3"), "cuda") == "bf16"
     assert choose_threads(toy("qwen3")) >= 1
     assert torch.get_num_threads() == before
+
+
+def test_a_shape_is_measured_once(toy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seconds = iter([[1.0, 0.8], [1.0, 0.95]])
+    monkeypatch.setattr(calibrate, "_seconds", lambda *_: next(seconds))
+    calibrate._faster.cache_clear()
+    chosen = [choose_precision(toy("qwen3"), "cpu") for _ in range(3)]
+    calibrate._faster.cache_clear()
+    assert [*chosen, choose_precision(toy("qwen3"), "cpu")] == ["bf16"] * 3 + ["fp32"]
+    calibrate._faster.cache_clear()
