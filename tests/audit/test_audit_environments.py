@@ -24,7 +24,7 @@ def findings(folder: Path, environment: str, *, oracle: bool = False) -> dict[st
         "plugins": [str(ENVIRONMENTS)],
         "taskset": {"path": str(folder / "tasks.jsonl")},
         "workflow": {"name": "environment", "turns": 12},
-        "environment": {"name": environment, "time_limit_s": 0.3},
+        "environment": {"name": environment, "time_limit_s": 1.0 if environment == "hangs" else 30.0},
     }
     (folder / "run.yaml").write_text(json.dumps(run))
     loaded = load_tasks(folder / "run.yaml")

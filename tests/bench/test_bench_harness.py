@@ -65,7 +65,7 @@ def test_a_worker_is_stopped_between_its_runs(tmp_path: Path) -> None:
         if not state.exists():
             pytest.skip("no /proc")
         while (letter := state.read_text().rsplit(")", 1)[1].split()[0]) not in "Tt":
-            assert letter in "RS"
+            assert letter in "RSD"
         assert worker.run()["seconds"] == 1.0
     finally:
         worker.close()

@@ -14,6 +14,7 @@ SHORTER = ["stages.1.steps=12", "evaluation.every=12", "trainer.precision=fp32"]
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_success_rises(server: Forks, tmp_path: Path) -> None:
     settings = [word for each in SHORTER for word in ("--set", each)]
     ended = server.run("run", str(ROOT / "examples/frozen_lake.yaml"), "--out", "out", *settings, folder=tmp_path)

@@ -83,6 +83,7 @@ def test_a_group_that_was_being_verified_is_verified_again_from_the_start(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("at", [2, 10])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_nor_does_it_matter_in_other_modes(tmp_path: Path, variant: str, at: int) -> None:

@@ -41,6 +41,7 @@ def test_reward_goes_up(server: Forks, tmp_path: Path, repair: dict[str, Any], m
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("max_staleness", [0, 4])
 def test_reward_goes_up_on_ray(server: Forks, tmp_path: Path, repair: dict[str, Any], max_staleness: int) -> None:
     pytest.importorskip("ray", reason="needs the extra `ray`")
@@ -51,6 +52,7 @@ def test_reward_goes_up_on_ray(server: Forks, tmp_path: Path, repair: dict[str, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_reward_goes_up_with_an_explorer_beside_the_trainer(
     server: Forks, tmp_path: Path, repair: dict[str, Any]
 ) -> None:

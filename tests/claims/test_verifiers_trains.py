@@ -18,6 +18,7 @@ HERE = {"taskset": SUMS, "python": str(OWN), "options": {"size": 9}}
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.skipif(not OWN.is_file(), reason="needs .venv-verifiers/bin/python: make verifiers-setup")
 def test_rollouts_of_verifiers_are_learned_from(tmp_path: Path) -> None:
     pytest.importorskip("rollmill.explorer.serving.endpoint", reason="needs the explorer's endpoint")

@@ -227,10 +227,10 @@ REWARDS = [
     reward_case(
         "reward that outlasts the deadline",
         "import asyncio\nasync def mine(task, completion):\n    await asyncio.sleep(1000)\n",
-        "the trainer waited 1 s",
+        "the trainer waited 5 s",
         "4 of 4 groups",
         "rollout.deadline_s",
-        rollout={"deadline_s": 1},
+        rollout={"deadline_s": 5},
     ),
     reward_case(
         "reward that outlasts the deadline of an evaluation",

@@ -7,6 +7,8 @@ import pickle
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from tiny import tiny_run
@@ -55,12 +57,14 @@ def test_a_request_of_another_thread_interrupts() -> None:
     async def work() -> None:
         interrupts.requested = False
         with interrupts.installed():
-            threading.Timer(0.05, lambda: answers.append(interrupts.request())).start()
+            timer.start()
             await interrupts.guard(asyncio.sleep(60))
 
     answers: list[bool] = []
+    timer = threading.Timer(0.05, lambda: answers.append(interrupts.request()))
     with pytest.raises(Interrupted):
         asyncio.run(work())
+    timer.join()
     assert answers == [True]
     assert interrupts.request(), "it has ended by itself"
 
@@ -78,6 +82,28 @@ def test_a_process_joins_one_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray_session, "_asked", [None])
     with pytest.raises(ConfigError, match=r"placement\.address: this process has joined a Ray of its own before"):
         ray_session.join("HOST:6379")
+
+
+@pytest.mark.parametrize("failures", [1, 2])
+def test_a_ray_that_starts_too_slowly_is_started_once_more(monkeypatch: pytest.MonkeyPatch, failures: int) -> None:
+    ray = pytest.importorskip("ray", reason="needs the extra `ray`")
+    tried: list[str] = []
+
+    def init(**options: Any) -> SimpleNamespace:
+        tried.append(options["address"])
+        if len(tried) <= failures:
+            raise Exception("The current node timed out during startup.")  # as Ray does
+        return SimpleNamespace(address_info={"gcs_address": "HOST:1"})
+
+    monkeypatch.setattr(ray, "init", init)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray_session, "_asked", [])
+    if failures == 1:
+        assert ray_session.join(None) == "HOST:1"
+    else:
+        with pytest.raises(ConfigError, match="took longer to start than it waits for them"):
+            ray_session.join(None)
+    assert tried == ["local"] * 2
 
 
 def test_the_address_of_a_ray_client_is_refused(tmp_path: Path) -> None:

@@ -59,7 +59,7 @@ def test_every_explorer_has_a_vllm_of_its_own_which_reads_the_shared_weights(tmp
     assert max(row["staleness/max"] for row in steps) <= 1
     assert max(row["grad_norm"] for row in steps) > 0
     left = [each for each in psutil.process_iter(["cmdline"]) if _is_ours(each)]
-    assert not left
+    assert not psutil.wait_procs(left, timeout=30)[1]
     assert not list(Path("/dev/shm").glob(f"rollmill-{json.loads((out / 'machine.json').read_text())['run_id']}*"))
 
 

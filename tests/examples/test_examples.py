@@ -60,6 +60,7 @@ def test_sft_imitates_a_forgetful_teacher(imitated: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_ppo_learns_with_a_critic(server: Forks, tmp_path: Path) -> None:
     rows = run(server, tmp_path, "ppo.yaml", "out")
     before, *_, after = greedy(rows)
@@ -76,6 +77,7 @@ def test_ppo_learns_with_a_critic(server: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: Path) -> None:
     rows = run(server, tmp_path, "data.yaml", "out")
     before, *_, after = greedy(rows)
@@ -93,6 +95,7 @@ def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: P
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_dpo_prefers_right_carries(server: Forks, tmp_path: Path) -> None:
     rows = run(server, tmp_path, "dpo.yaml", "out")
     before, *_, after = greedy(rows)
@@ -107,6 +110,7 @@ def test_dpo_prefers_right_carries(server: Forks, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_mix_learns_from_rollouts_and_from_an_expert(server: Forks, tmp_path: Path) -> None:
     rows = run(server, tmp_path, "mix.yaml", "out")
     before, *_, after = greedy(rows)
@@ -275,6 +279,7 @@ def test_distillation_is_rewarded_by_a_teacher_alone(server: Forks, imitated: Pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_distillation_learns_what_the_teacher_knows(server: Forks, tmp_path: Path) -> None:
     run(server, tmp_path, "sft.yaml", "runs/teacher", "taskset.options.forget=0")
     rows = run(server, tmp_path, "distill.yaml", "out")
@@ -284,6 +289,7 @@ def test_distillation_learns_what_the_teacher_knows(server: Forks, tmp_path: Pat
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_an_unmodified_program_is_trained_through_the_endpoint(server: Forks, tmp_path: Path) -> None:
     """agent.py knows the openai client alone. With fewer rollouts, each of which is a process, and larger steps."""
     text = (EXAMPLES / "agent.py").read_text()

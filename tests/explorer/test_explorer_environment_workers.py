@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from environment_pools import HOSTILE, in_loop, pool, rollout
+from forks import ended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -31,7 +32,7 @@ def no_process_is_left() -> Iterator[None]:
     before = set(psutil.Process().children(recursive=True))
     yield
     left = set(psutil.Process().children(recursive=True)) - before
-    _, alive = psutil.wait_procs(left, timeout=5)
+    _, alive = psutil.wait_procs(left, timeout=20)
     assert not alive, [each.cmdline() for each in alive]
 
 
@@ -100,22 +101,26 @@ async def test_a_process_killed_while_idle_gets_no_further_episodes() -> None:
     async with AsyncExitStack() as stack:
         stack.push_async_callback(found.close)
         async with found.one(rollout()) as one:
-            os.kill(_pid(await one.reset()), signal.SIGKILL)
-            await asyncio.sleep(0.2)
-        async with found.one(rollout()) as one:
-            await one.reset()
+            pid = _pid(await one.reset())
+            os.kill(pid, signal.SIGKILL)
+            deadline = time.monotonic() + 20
+            while not ended(pid):
+                assert time.monotonic() < deadline
+                await asyncio.sleep(0.01)
+            async with found.one(rollout()) as other:
+                assert _pid(await other.reset()) != pid
         assert found.metrics()["environment/crashes"] == 0
 
 
 @in_loop
 async def test_what_hangs_is_ended_and_counted() -> None:
-    found = pool(processes=1, time_limit_s=0.3)
+    found = pool(processes=1, time_limit_s=2.0)
     async with AsyncExitStack() as stack:
         stack.push_async_callback(found.close)
         hanging, other = await _living(stack, found, 2)
         await hanging.reset()
         await other.reset()
-        with pytest.raises(EpisodeError, match=r"step took longer than environment.time_limit_s \(0.3 s\)"):
+        with pytest.raises(EpisodeError, match=r"step took longer than environment.time_limit_s \(2 s\)"):
             await hanging.step("sleep 60")
         with pytest.raises(EpisodeError, match="ended because another episode's step took longer"):
             await other.step("x")
@@ -245,7 +250,7 @@ async def test_a_cancelled_rollout_leaves_its_worker_at_work() -> None:
         async def hold() -> None:
             async with found.one(rollout()) as one:
                 await one.reset()
-                await one.step("sleep 0.3")
+                await one.step("sleep 2")
 
         task = asyncio.ensure_future(hold())
         await asyncio.sleep(0.15)
@@ -272,7 +277,7 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         assert parent.stdout is not None
         worker = psutil.Process(int(parent.stdout.readline()))
         parent.kill()
-    _, alive = psutil.wait_procs([worker], timeout=5)
+    _, alive = psutil.wait_procs([worker], timeout=20)
     assert not alive
 
 
@@ -288,14 +293,14 @@ def test_a_class_that_other_processes_cannot_find_is_refused(monkeypatch: pytest
 
 
 @pytest.mark.slow
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.lists(st.lists(st.sampled_from(["x", "raise", "die", "sleep 5", "print"]), max_size=3), max_size=6))
 def test_whatever_episodes_do_each_ends_and_the_pool_goes_on(plans: list[list[str]]) -> None:
     asyncio.run(_played(plans))
 
 
 async def _played(plans: list[list[str]]) -> None:
-    found = pool(processes=2, time_limit_s=0.25)
+    found = pool(processes=2, time_limit_s=1.0)
 
     async def play(plan: list[str]) -> str:
         try:

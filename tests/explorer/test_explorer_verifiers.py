@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -169,8 +170,12 @@ async def test_rollouts_of_the_library_against_our_server(serve: Callable[[Calla
 
 
 def _processes() -> list[psutil.Process]:
-    children = psutil.Process().children()
-    return [each for each in children if "verifiers_program.py" in " ".join(each.cmdline())]
+    found = []
+    for each in psutil.Process().children():
+        with suppress(psutil.Error):
+            if "verifiers_program.py" in " ".join(each.cmdline()):
+                found.append(each)
+    return found
 
 
 def test_a_missing_python_is_named(tmp_path: Path) -> None:

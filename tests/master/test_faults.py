@@ -92,7 +92,7 @@ def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: For
     (tmp_path / "mine.py").write_text(
         SLOW_REWARD.format("1000 if (__import__('pathlib').Path(__file__).parent / 'slow').exists() else 0")
     )
-    tiny_run(tmp_path, **ONLY_RL, max_staleness=1, rewards=MINE, evaluation=None)
+    tiny_run(tmp_path, **ONLY_RL | {"steps": 40}, max_staleness=1, rewards=MINE, evaluation=None)
     server.start("run", "run.yaml", "--out", "out", folder=tmp_path)
     assert server.reaches(lambda: (tmp_path / "out/checkpoints/step-000002").exists())
     (tmp_path / "slow").touch()
@@ -101,7 +101,7 @@ def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: For
     time.sleep(0.5)
     assert not ended(server.pid), "the first Ctrl-C waits for the rewards"
     send(server.pid, signal.SIGINT)
-    assert server.reaches(lambda: False, limit_s=5) is False, "the second does not"
+    assert server.reaches(lambda: False, limit_s=30) is False, "the second does not"
     clean(server.wait(), 130, "interrupted")
     (tmp_path / "slow").unlink()
     clean(server.run("resume", "out", folder=tmp_path), 0)
@@ -146,12 +146,13 @@ def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
     assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
     send(server.pid, signal.SIGSTOP)
+    newest = max((disk / "out/checkpoints").glob("step-*"))
     filler = fill(disk, 500_000)  # enough for metrics, too little for a checkpoint
     send(server.pid, signal.SIGCONT)
     clean(
         server.wait(), 1, "cannot write the checkpoint disk/out", "No space left", "free some space", "rollmill resume"
     )
-    assert {path.name for path in (disk / "out/checkpoints").iterdir()} >= {"step-000002"}
+    assert max((disk / "out/checkpoints").glob("step-*")) >= newest
     filler.unlink()
     clean(server.run("resume", "disk/out", folder=tmp_path), 0)
     assert outcome(disk / "out") == outcome(tmp_path / "whole")

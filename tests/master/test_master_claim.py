@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from tiny import tiny_run
 import rollmill
 from rollmill.core.errors import ConfigError
 from rollmill.master import resume
-from rollmill.master.claim import claimed, is_claimed
+from rollmill.master.claim import TRAINER_LOCK, claimed, is_claimed
 from rollmill.master.launch import numbered
 
 
@@ -45,6 +46,20 @@ def test_a_process_that_was_killed_has_nothing(tmp_path: Path) -> None:
     assert (tmp_path / "run.lock").read_text().startswith(f"process {child} ")
     with claimed(tmp_path):
         assert (tmp_path / "run.lock").read_text().startswith(f"process {os.getpid()} ")
+
+
+def test_a_trainer_waits_for_one_that_is_about_to_end(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    if (child := os.fork()) == 0:
+        with claimed(tmp_path, TRAINER_LOCK):
+            os.write(writer, b".")
+            time.sleep(0.5)
+            os.kill(os.getpid(), signal.SIGKILL)
+    os.read(reader, 1)
+    with pytest.raises(ConfigError, match=f"is in use by process {child} on"), claimed(tmp_path, TRAINER_LOCK):
+        pass
+    with claimed(tmp_path, TRAINER_LOCK, patience_s=60):
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
 
 
 def test_a_disk_without_locks_stops_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,12 +194,15 @@ def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Fork
     for server in explorers:
         start(server, tmp_path, "explore")
 
-    def at_it() -> list[int]:
-        said = [each for each in beats(tmp_path / "out") if each.name.startswith("explorer")]
-        return [each.pid for each in said if each.doing.startswith("evaluate")]
+    at_it: list[int] = []
 
-    wait_until(lambda: any((tmp_path / "out/asked").glob("*.begun")) and bool(at_it()), trainer)
-    assert send(at_it()[0])
+    def begun() -> bool:
+        said = [each for each in beats(tmp_path / "out") if each.name.startswith("explorer")]
+        at_it[:] = [each.pid for each in said if each.doing.startswith("evaluate")]
+        return bool(at_it) and any((tmp_path / "out/asked").glob("*.begun"))
+
+    wait_until(begun, trainer)
+    assert send(at_it[0])
     fine(trainer)
     ends = [server.wait().code for server in explorers]
     assert sorted(ends) == [-signal.SIGKILL, 0]
@@ -227,13 +230,13 @@ def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks
 def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: Path) -> None:
     tiny_run(tmp_path, **RL | {"steps": 200})
     start(servers[0], tmp_path, "train")
-    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=3")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
     wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
     send(servers[0].pid)
     servers[0].wait()
     done = servers[1].wait()
     assert done.code == 1
-    assert "the explorer waited 3 s for the trainer (process" in done.err
+    assert "the explorer waited 8 s for the trainer (process" in done.err
     assert "rollmill resume out" in done.err
 
 

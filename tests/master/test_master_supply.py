@@ -171,8 +171,8 @@ def test_an_operator_that_raises_is_named_with_the_task(tmp_path: Path) -> None:
 
 
 def test_an_operator_that_hangs_is_waited_for_no_longer_than_the_deadline(tmp_path: Path) -> None:
-    with pytest.raises(DeadlineError, match="the pipeline waited 2 s for operator `hanging` on task rows:"):
-        started(tmp_path, steps=1, rollout={"deadline_s": 2}, pipeline=[{"name": "hanging"}])
+    with pytest.raises(DeadlineError, match="the pipeline waited 5 s for operator `hanging` on task rows:"):
+        started(tmp_path, steps=1, rollout={"deadline_s": 5}, pipeline=[{"name": "hanging"}])
 
 
 @pytest.mark.parametrize("store", ["auto", "memory"])

@@ -25,6 +25,7 @@ from rollmill.planning.memory import Memory
 from rollmill.planning.plan import Machine, plan_stage
 from rollmill.planning.prediction import Model, predict
 from rollmill.planning.rollouts import draw_groups
+from rollmill.planning.samples import MIN_STEPS
 from rollmill.planning.splits import best_split, costs_of
 
 GRPO: dict[str, Any] = {
@@ -100,7 +101,21 @@ def test_with_residency_rollouts_need_the_policy_unless_there_is_a_cast_of_all_o
         assert set(least.parts) & {"policy", "cast", "optimizer"} == needed
 
 
+def with_fixed_times(found: Calibration) -> Calibration:
+    """The first samples of each size, as if work took the same on any machine."""
+    samples = []
+    for size in sorted({sample.groups for sample in found.samples}):
+        for sample in [each for each in found.samples if each.groups == size][:MIN_STEPS]:
+            passes = [replace(each, seconds=1e-3 + 1e-4 * each.tokens + 1e-5 * each.prompt) for each in sample.passes]
+            rollout = sum(each.seconds for each in passes) + 1e-3 * size
+            seconds = {"rollout": rollout, "inference": 2e-5 * sample.trained, "train": 6e-5 * sample.trained}
+            seconds["total"] = sum(seconds.values()) + 1e-3
+            samples.append(replace(sample, passes=passes, seconds=seconds, full_s=seconds["train"]))
+    return replace(found, samples=samples, publish_s=1e-3, take_s=1e-3)
+
+
 def test_splits(found: Calibration) -> None:
+    found = with_fixed_times(found)
     plan = plan_stage(found, Machine(4, 64e9))
     assert {split.explorers for split in plan.splits} == {0, 1, 2, 3}
     at = {(split.explorers, split.max_staleness): split.step_s for split in plan.splits}

@@ -126,14 +126,14 @@ def test_many_tests_of_uneven_weight_sum_to_one(made: Make) -> None:
 def test_other_tests_go_on_after_one_that_ends_the_process(made: Make) -> None:
     code = "import os, time\ndef square(x):\n    if x == 2: {}\n    return x * x"
     for end in ("os._exit(1)", "time.sleep(60)", "' ' * (1 << 40)", "1 / 0", "print('x' * (2 << 20))"):
-        found = of(made(credit="fraction", time_limit_s=0.5), code.format(end), **SQUARES)
+        found = of(made(credit="fraction", time_limit_s=1.0), code.format(end), **SQUARES)
         assert found.reward == pytest.approx(3 / 4)
         assert found.details == {"code/visible": 0.0, "code/hidden": 1.0}
 
 
 def test_the_limit_of_all_tests_ends_them(made: Make) -> None:
     tests = [{"args": [n], "expected": n} for n in range(40)]
-    judge = made(credit="fraction", time_limit_s=0.2, total_limit_s=0.5, timeout_reward=-0.5)
+    judge = made(credit="fraction", time_limit_s=1.0, total_limit_s=2.5, timeout_reward=-0.5)
     found = of(judge, "import time\ndef f(x): time.sleep(60)", entry_point="f", tests=tests)
     assert (found.reward, found.outcomes) == (-0.5, {"code": "timeout"})
     assert found.seconds < 10

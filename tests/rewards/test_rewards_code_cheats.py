@@ -192,7 +192,7 @@ PROGRAMS = {
 @pytest.fixture(scope="module")
 def judge() -> Iterator[Judge]:
     with build_judge(
-        [CodeReward(name="code", credit="fraction", time_limit_s=0.2, total_limit_s=0.4, memory_mb=256)]
+        [CodeReward(name="code", credit="fraction", time_limit_s=0.5, total_limit_s=1.0, memory_mb=256)]
     ) as made:
         yield made
 

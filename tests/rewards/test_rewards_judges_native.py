@@ -244,27 +244,35 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
     python = Path(os.environ.get("ROLLMILL_VLLM_PYTHON", ROOT / ".venv-vllm" / "bin" / "python"))
     if not python.exists():
         pytest.skip(f"no vLLM at {python}: run `make vllm-setup`, or set ROLLMILL_VLLM_PYTHON")
-    port = _free_port()
-    options = f"--served-model-name toy --host 127.0.0.1 --port {port} --dtype float32 --max-model-len {CONTEXT}"
+    options = f"--served-model-name toy --host 127.0.0.1 --dtype float32 --max-model-len {CONTEXT}"
     argv = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--enforce-eager", *options.split()]
     settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | settings
-    with log.open("wb") as output:
-        server = subprocess.Popen([str(each) for each in argv], env=environment, stdout=output, stderr=output)
+    for attempt in range(2):  # another process may take the port before the server does
+        port = _free_port()
+        command = [*map(str, argv), "--port", str(port)]
+        with log.open("wb") as output:
+            server = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
         try:
-            _wait_for(f"http://127.0.0.1:{port}/health", server, log)
-            yield f"http://127.0.0.1:{port}/v1"
+            if _answers(f"http://127.0.0.1:{port}/health", server, log, may_fail=attempt == 0):
+                yield f"http://127.0.0.1:{port}/v1"
+                return
         finally:
             server.terminate()
             server.wait(60)
 
 
-def _wait_for(url: str, server: subprocess.Popen[Any], log: Path) -> None:
+def _answers(url: str, server: subprocess.Popen[Any], log: Path, *, may_fail: bool) -> bool:
+    """Wait for the server. Where it may fail, False if its port was taken."""
     for _ in range(480):
-        assert server.poll() is None, log.read_text()[-3000:]
+        if server.poll() is not None:
+            said = log.read_text()
+            assert may_fail, said[-3000:]
+            assert "ddress already in use" in said, said[-3000:]
+            return False
         try:
             with urllib.request.urlopen(url, timeout=5):
-                return
+                return True
         except OSError:
             time.sleep(0.5)
     raise AssertionError(f"vLLM does not start\n{log.read_text()[-3000:]}")

@@ -233,7 +233,7 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
 
     async def judge_all() -> None:
         with build_judge(
-            [MathReward(name="math", time_limit_s=0.5, timeout_reward=-0.25)], JudgingConfig(workers=2)
+            [MathReward(name="math", time_limit_s=2.0, timeout_reward=-0.25)], JudgingConfig(workers=2)
         ) as judge:
 
             async def one(name: str) -> None:

@@ -125,6 +125,13 @@ def forged(*parts: str) -> str:
     )
 
 
+def test_what_a_program_said_before_it_died_is_its_answer(sandbox: Sandbox) -> None:
+    """However soon it does."""
+    for _ in range(20):
+        found = executed(sandbox, "0", forged("done", "2", "ok", "", "") + "os._exit(0)", "1")
+        assert [each.outcome for each in found] == ["ok", "ok", "killed"]
+
+
 FATAL = {
     "a loop": ("while True: pass", "timeout"),
     "sleep": ("import time; time.sleep(99)", "timeout"),
@@ -190,10 +197,10 @@ def test_questions_asked_without_waiting_for_answers_end_the_session(sandbox: Sa
 def test_a_signal_that_comes_late_is_the_programs_own_fault(sandbox: Sandbox) -> None:
     program = (
         "import os, signal, threading, time\n"
-        "def late():\n    time.sleep(.02)\n    os.kill(os.getpid(), signal.SIGINT)\n"
+        "def late():\n    time.sleep(.5)\n    os.kill(os.getpid(), signal.SIGINT)\n"
         "threading.Thread(target=late).start()"
     )
-    first, second, _ = executed(sandbox, program, "import time; time.sleep(1)", "1")
+    first, second, _ = executed(sandbox, program, "import time; time.sleep(2)", "1")
     assert first.outcome == "ok"
     assert second.outcome in ("error", "killed")
 
@@ -227,11 +234,11 @@ def test_nothing_runs_between_executions(sandbox: Sandbox, waker: str) -> None:
         async with sandbox.session() as session:
             await session.execute(program)
             before = int((await session.execute("n")).value or 0)
-            await asyncio.sleep(0.3)
+            await asyncio.sleep(1.0)
             return [before, int((await session.execute("n")).value or 0)]
 
     before, after = asyncio.run(both())
-    assert after - before < 20
+    assert after - before < 150  # several hundred, if it went on
 
 
 def test_the_host_answers(sandbox: Sandbox) -> None:

@@ -35,11 +35,11 @@ def whole(found: dict[str, Tensor], version: int) -> bool:
     return all(torch.equal(found[name], each) for name, each in weights(version).items())
 
 
-def receives(address: str, commands: Connection) -> None:
+def receives(address: str, commands: Connection, transfer_s: float) -> None:
     """A process that receives when it is told how, and says what it got: a version that is whole, or an error."""
     torch.set_num_threads(1)
     collective.BUCKET = SMALL
-    receiver = BroadcastReceiver(address, transfer_s=2.0)
+    receiver = BroadcastReceiver(address, transfer_s=transfer_s)
     while (habit := commands.recv()) is not None:
         if habit == "dies before":
             receiver._leave()  # of the group, so that another one has to be made
@@ -85,9 +85,9 @@ def _behave(habit: str) -> None:
 class Explorer:
     """Such a process, seen from here."""
 
-    def __init__(self, address: str) -> None:
+    def __init__(self, address: str, transfer_s: float = 2.0) -> None:
         self._pipe, theirs = SLOTS.Pipe()
-        self.process = SLOTS.Process(target=receives, args=(address, theirs), daemon=True)
+        self.process = SLOTS.Process(target=receives, args=(address, theirs, transfer_s), daemon=True)
         self.process.start()
         theirs.close()
 
@@ -116,13 +116,20 @@ def sender() -> Iterator[BroadcastSender]:
     made.close()
 
 
+@pytest.fixture
+def patient() -> Iterator[BroadcastSender]:
+    made = BroadcastSender(HERE, "name", weights(0), window_s=10.0, deadline_s=20.0)
+    yield made
+    made.close()
+
+
 def all_get(explorers: list[Explorer], version: int) -> None:
     for each in explorers:
         each.ask()
     assert [each.got() for each in explorers] == [version] * len(explorers)
 
 
-def test_every_version_reaches_all_by_one_broadcast(sender: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_version_reaches_all_by_one_broadcast(patient: BroadcastSender, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = BroadcastSender._made
 
@@ -131,9 +138,9 @@ def test_every_version_reaches_all_by_one_broadcast(sender: BroadcastSender, mon
         return plain(self, size, nccl)
 
     monkeypatch.setattr(BroadcastSender, "_made", made)
-    explorers = [Explorer(sender.address) for _ in range(3)]
+    explorers = [Explorer(patient.address, 20.0) for _ in range(3)]
     for version in range(6):
-        sender.send(version, weights(version))
+        patient.send(version, weights(version))
         all_get(explorers, version)
     assert sizes[-1] == 4
     assert len(sizes) <= 4, "one for each that came, and then one for all, which stays"

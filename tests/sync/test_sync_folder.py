@@ -91,6 +91,25 @@ def test_a_trainer_that_goes_back_to_a_checkpoint_is_followed(tmp_path: Path) ->
     assert torch.equal(read(receiver)[1]["w"], other["w"])
 
 
+def test_while_it_goes_back_what_is_left_can_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights, seen = [made()], []
+    sender = FolderSender(tmp_path, weights[0], whole_every=10)
+    for version in range(5):
+        sender.send(version, weights[version])
+        weights.append(moved(weights[version], 0.1, version))
+    unlink = Path.unlink
+
+    def removed(path: Path, missing_ok: bool = False) -> None:
+        unlink(path, missing_ok)
+        version, found = read(FolderReceiver(tmp_path))
+        torch.testing.assert_close(found, weights[version], rtol=0, atol=0)
+        seen.append(version)
+
+    monkeypatch.setattr(Path, "unlink", removed)
+    FolderSender(tmp_path, weights[0]).send(2, weights[2])
+    assert seen[:3] == [3, 2, 1]
+
+
 def test_after_a_failed_write_the_next_version_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sender, receiver = FolderSender(tmp_path, made()), FolderReceiver(tmp_path)
     sender.send(0, made())

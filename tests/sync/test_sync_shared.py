@@ -128,6 +128,7 @@ def sending(tmp_path: Path) -> Any:
 
 def test_no_version_is_ever_torn(tmp_path: Path, sending: Any) -> None:
     receiver, into, seen = SharedReceiver(tmp_path / "w"), {"w": torch.zeros(300_000)}, set()
+    receiver.receive(into)  # the sender has started
     ends = time.monotonic() + 30
     while len(seen) < 50 and time.monotonic() < ends:
         version = receiver.receive(into)

@@ -10,8 +10,11 @@ from typing import Any
 
 from rollmill.cluster.ray_session import ray_module
 from rollmill.core.errors import DeadlineError, EngineError
+from rollmill.core.patience import patiently
 
 _AGAIN_S = 0.2
+END_S = 30.0
+"""For actors that close what they have; a vLLM's processes may take 20 s to leave."""
 
 
 class NotBegunError(Exception):
@@ -108,7 +111,7 @@ class ActorPool:
             if worker.ready:
                 getattr(worker.actor, method).remote(*arguments)
 
-    async def end(self, *arguments: Any, deadline_s: float = 10.0) -> None:
+    async def end(self, *arguments: Any, deadline_s: float = END_S) -> None:
         """What they work on has ended; may be called twice."""
         if self._watch is not None:
             self._watch.cancel()
@@ -207,8 +210,7 @@ class ActorPool:
     async def _check(self, worker: Worker) -> None:
         life = worker.life
         try:
-            async with asyncio.timeout(self._health_s):
-                await self._call(worker, "ready")
+            await patiently(self._call(worker, "ready"), self._health_s)
         except TimeoutError:
             if worker.life == life:
                 ray_module().kill(worker.actor, no_restart=False)

@@ -9,6 +9,7 @@ from typing import Any
 from rollmill.core.errors import ConfigError
 
 _CONNECT_S = 10.0
+_TOO_LATE = "timed out during startup"
 _asked: list[str | None] = []  # the address that this process was told to join
 
 
@@ -41,11 +42,28 @@ def join(address: str | None) -> str:
     if address is None:
         options["include_dashboard"] = False
     try:
-        found = ray.init(address=address or "local", **options)
+        found = _joined(ray, address or "local", options)
     except (ConnectionError, ValueError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(f"placement.address: {_why_not(address, error)}") from error
     _asked[:] = [address]
     return str(found.address_info["gcs_address"])
+
+
+def _joined(ray: Any, address: str, options: dict[str, Any]) -> Any:
+    """What `ray.init` gives; tried twice where Ray gives its own processes too little time to start, which it does on
+    busy machines and says by a plain Exception. Raises ConfigError when that happens again, and what else it raises.
+    """
+    for _ in range(2):
+        try:
+            return ray.init(address=address, **options)
+        except Exception as error:
+            if _TOO_LATE not in str(error):
+                raise
+            ray.shutdown()
+    raise ConfigError(
+        "placement: Ray's own processes took longer to start than it waits for them (30 s), twice; is the machine very "
+        "busy, or out of memory? Try again, or start one by `ray start --head` and name it as placement.address"
+    )
 
 
 def host_address() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,29 +15,37 @@ from rollmill.core.errors import ConfigError
 from rollmill.master.notices import is_held, locked
 from rollmill.monitor.files import writing
 
-LOCK = "run.lock"
+LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
+"""The second is for a trainer that is another process than the command; it may outlive it by a moment."""
+_LOOK_S = 0.05
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
-def claimed(run_dir: Path) -> Iterator[None]:
+def claimed(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> Iterator[None]:
     """Inside, no other process runs or resumes what is in this directory; on a disk without locks nobody knows.
+
+    Args:
+        lock: TRAINER_LOCK: no other process trains.
+        patience_s: how long to wait for one that does.
 
     Raises:
         ConfigError: another process does; says which.
         RollmillError: the directory cannot be written.
     """
-    path = run_dir / LOCK
+    path = run_dir / lock
     with writing(path):
         run_dir.mkdir(parents=True, exist_ok=True)
-        lock = _locked(path)
-        if lock is None:
+        ends = time.monotonic() + patience_s
+        while (held := _locked(path)) is None and time.monotonic() < ends:
+            time.sleep(_LOOK_S)
+        if held is None:
             who = path.read_text().strip() or "another process"
             raise ConfigError(f"{run_dir} is in use by {who}; wait until it ends, or choose another folder with --out")
-        lock.truncate(0)
-        lock.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        lock.flush()
-    with lock:
+        held.truncate(0)
+        held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        held.flush()
+    with held:
         yield
 
 

@@ -93,10 +93,10 @@ def checkpoint_of(source: Path, step: int | None) -> Path:
 async def _serve(
     policy: Policy, engine: RolloutEngine, sampling: SamplingConfig, place: Place, sink: Sink | None
 ) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
     async with _served(policy, engine, sampling, place, sink):
-        ended, loop = asyncio.Event(), asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, ended.set)
         await ended.wait()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.remove_signal_handler(number)  # another one ends at once

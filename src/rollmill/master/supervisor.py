@@ -8,18 +8,19 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
+from rollmill.cluster.pool import END_S
 from rollmill.cluster.ray_session import join, ray_module
 from rollmill.cluster.room import Need, Room
 from rollmill.config.loader import LoadedRun
 from rollmill.config.placement import OnRay
 from rollmill.core.errors import RankLostError, TrainingError
+from rollmill.core.patience import patiently
 from rollmill.master.elsewhere import START_S, explorer_needs, forget_weights, start_explorers
 from rollmill.master.interrupt import Interrupts
 from rollmill.master.setup import MACHINE
 from rollmill.master.trainer_actor import Ended, Shown, TrainerActor
 from rollmill.monitor.view import PlainView, View, make_view
 
-_END_S = 10.0
 _LOOK_S = 5.0
 
 
@@ -123,8 +124,7 @@ class Supervisor:
     async def _answer(self, reference: Any, deadline_s: float) -> Any:
         """What the trainer answers. Raises _GoneError if it has died, or does not answer in time."""
         try:
-            async with asyncio.timeout(deadline_s):
-                return await reference
+            return await patiently(reference, deadline_s)
         except TimeoutError:
             raise _GoneError(f"did not answer for {deadline_s:g} s") from None
         except ray_module().exceptions.RayActorError as error:
@@ -156,7 +156,7 @@ class Supervisor:
         """Let explorers end what they have started."""
         calls = [_awaited(each.close.remote()) for each in self._explorers.values()]
         with suppress(TimeoutError):
-            async with asyncio.timeout(_END_S):
+            async with asyncio.timeout(END_S):
                 await asyncio.gather(*calls, return_exceptions=True)
 
     def _kill_trainer(self) -> None:

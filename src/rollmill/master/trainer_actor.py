@@ -17,13 +17,14 @@ from rollmill.config.loader import load_run
 from rollmill.config.placement import OnRay
 from rollmill.core.errors import RollmillError
 from rollmill.core.types import Experience
+from rollmill.master.claim import TRAINER_LOCK, claimed
 from rollmill.master.elsewhere import explorer_pool
 from rollmill.master.interrupt import Interrupts
 from rollmill.master.launch import CONFIG, execute
 from rollmill.monitor.metrics import Metrics
 from rollmill.monitor.progress import Stages
 
-_POLL_S = 1.0
+_POLL_S, _LEAVING_S = 1.0, 60.0
 
 
 @dataclass(frozen=True)
@@ -99,17 +100,18 @@ class TrainerActor:
             loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
             assert isinstance(loaded.config.placement, OnRay)
             explorers = explorer_pool(loaded.config.placement, self._explorers)
-            return Ended(
-                execute(
-                    loaded,
-                    self._run_dir,
-                    self._view,
-                    resumed=self._resumed,
-                    explorers=explorers,
-                    ranks=self._ranks,
-                    interrupts=self._interrupts,
+            with claimed(self._run_dir, TRAINER_LOCK, _LEAVING_S):  # one of a command that was killed may still end
+                return Ended(
+                    execute(
+                        loaded,
+                        self._run_dir,
+                        self._view,
+                        resumed=self._resumed,
+                        explorers=explorers,
+                        ranks=self._ranks,
+                        interrupts=self._interrupts,
+                    )
                 )
-            )
         except KeyboardInterrupt:
             return Ended()
         except BaseException as error:

@@ -112,7 +112,7 @@ class Conversation:
                 raise EOFError
             if channel in ready and not self._talk(ready[channel]):
                 return b"killed"
-            if self._process in ready:
+            if self._process in ready and channel not in ready:  # what it said before it ended has been read
                 return b"killed"
             if self._walls.full(self._program.pid, self._limits) and not has_ended(self._process):
                 self._output[self._program.stderr] += DISK_FULL

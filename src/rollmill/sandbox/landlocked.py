@@ -98,12 +98,11 @@ class LandlockWalls(Walls):
             os.kill(program, number)
 
     def full(self, program: int, limits: Limits) -> bool:
-        started = time.monotonic()
-        if started < self._next_look:
+        if time.monotonic() < self._next_look:
             return False
+        began = time.thread_time()
         found = too_full(os.getcwd(), program, limits)
-        ended = time.monotonic()
-        self._next_look = ended + max(self.look_s, _SHARE * (ended - started))
+        self._next_look = time.monotonic() + max(self.look_s, _SHARE * (time.thread_time() - began))
         before, self._suspected = self._suspected, found
         return found and before  # seen twice: a process that is just ending cannot be looked into either
 

@@ -89,8 +89,9 @@ class FolderSender:
         """The files stay: a receiver may come later."""
 
     def _forget(self, first: int) -> None:
-        """Remove what a trainer has written that was ahead of the checkpoint this one begins from."""
-        for each in versions(self._folder):
+        """Remove what a trainer has written that was ahead of the checkpoint this one begins from; the newest first, so
+        that what a reader sees meanwhile has no gaps."""
+        for each in reversed(versions(self._folder)):
             if each.version >= first:
                 each.path.unlink(missing_ok=True)
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import rollmill
 from rollmill.core.errors import ConfigError, DeadlineError, EngineError
+from rollmill.core.patience import patiently
 from rollmill.engines.vllm.worker import LONGEST_LINE
 
 _PROGRAM = "rollmill.engines.vllm.worker"
@@ -26,8 +27,6 @@ _SHOWN = 3000
 _LEAVING_S, _LOOK_S = 10.0, 0.05
 _LAST_WORDS_S = 2.0
 """For a process that has closed its socket: it is about to end, and tells by its exit code why."""
-_GRACE_S = 1.0
-"""After a deadline: a training step may have kept this process from reading the answer."""
 _ASKED = """
 import importlib.util, json, sys
 found = {name: importlib.util.find_spec(name) is not None for name in ("vllm", "xxhash")}
@@ -188,15 +187,12 @@ class VLLMProcess:
     async def _answer(self, number: int, future: asyncio.Future[Any], what: str) -> Any:
         limit = self._launch.deadline_s
         try:
-            for seconds in (limit, _GRACE_S):
-                if not future.done():
-                    await asyncio.wait([future], timeout=seconds)
+            return await patiently(future, limit)
+        except TimeoutError:
+            advice = f"Its log is {self._launch.log}. Raise engine.deadline_s, or see what holds it up."
+            raise DeadlineError("the engine", f"vLLM's process to {what}", limit, advice) from None
         finally:
             self._awaited.pop(number, None)
-        if future.done():
-            return future.result()
-        advice = f"Its log is {self._launch.log}. Raise engine.deadline_s, or see what holds it up."
-        raise DeadlineError("the engine", f"vLLM's process to {what}", limit, advice)
 
     def _write(self, message: dict[str, Any]) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")

@@ -59,10 +59,10 @@ class Gate:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _left(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        self.gauges.under_way.set(len(self._tasks))
         if task.cancelled():
             self.gauges.aborted.inc()
+        self._tasks.discard(task)
+        self.gauges.under_way.set(len(self._tasks))
 
 
 class Generation:
