@@ -16,6 +16,7 @@ from forks import Ended, Forks, ended, send
 from tiny import GRPO, SFT, outcome, tiny_run
 
 ONLY_RL = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
+LONGER = ONLY_RL | {"steps": 12}
 SLOW_REWARD = "import time\ndef mine(task, completion):\n    time.sleep({})\n    return float('1' in completion.text)\n"
 MINE = [{"name": "python", "function": "mine.py:mine"}]
 
@@ -141,7 +142,7 @@ def fill(disk: Path, left: int) -> Path:
 
 
 def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_path: Path, disk: Path) -> None:
-    tiny_run(tmp_path, **ONLY_RL, model={"new": {"hidden_size": 128}}, checkpoint={"keep_last": 1})
+    tiny_run(tmp_path, **LONGER, model={"new": {"hidden_size": 128}}, checkpoint={"keep_last": 1})
     assert server.run("run", "run.yaml", "--out", "whole", folder=tmp_path).code == 0
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
     assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
@@ -159,7 +160,7 @@ def test_a_full_disk_loses_no_checkpoint_and_the_run_resumes(server: Forks, tmp_
 
 
 def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Path, disk: Path) -> None:
-    tiny_run(tmp_path, **ONLY_RL, monitor={"report": False})
+    tiny_run(tmp_path, **LONGER, monitor={"report": False})
     server.start("run", "run.yaml", "--out", "disk/out", folder=tmp_path)
     assert server.reaches(lambda: (disk / "out/checkpoints/step-000002").exists())
     send(server.pid, signal.SIGSTOP)
@@ -168,7 +169,7 @@ def test_metrics_that_cannot_be_written_end_the_run(server: Forks, tmp_path: Pat
     clean(server.wait(), 1, "cannot write", "No space left", "ree some space")
     filler.unlink()
     clean(server.run("resume", "disk/out", folder=tmp_path), 0)
-    assert steps(disk / "out") == 6
+    assert steps(disk / "out") == 12
 
 
 # -- damaged and misused run directories --------------------------------------------------------------------------

@@ -50,6 +50,7 @@ class WorkerProcess:
             env=environment,
             start_new_session=True,
         )
+        self._over = False  # killed, or known to have ended
         self.loaded: set[tuple[str, str]] = set()  #: what it was told to load
 
     @property
@@ -59,7 +60,7 @@ class WorkerProcess:
     @property
     def running(self) -> bool:
         """Whether it has not ended."""
-        return self._popen.poll() is None
+        return not self._over and self._popen.poll() is None
 
     def ask(
         self, kind: str, payload: Any, time_limit_s: float, watch: Callable[[], str | None] | None = None
@@ -115,6 +116,7 @@ class WorkerProcess:
                 pipe.close()
 
     def _ending(self) -> str:
+        self._over = True  # while one thread waits for a process, `poll` tells others that it runs
         self.kill()
         return f"exit status {self._popen.wait()}"
 
