@@ -29,7 +29,7 @@ def main() -> None:
         (Task(str(i), "", answer), Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=0))
         for i, (text, answer) in enumerate(pairs(args.count))
     ]
-    judge = build_judge([MathReward(name="math")], JudgingConfig(workers=2))
+    judge = build_judge([MathReward(name="math", time_limit_s=10.0)], JudgingConfig(workers=2))
 
     async def judged() -> list[Any]:
         return await asyncio.gather(*(judge.judge(task, completion) for task, completion in answers))

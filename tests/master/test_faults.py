@@ -290,10 +290,11 @@ def graders(pid: int) -> list[int]:
 @pytest.mark.parametrize("end_it", ["kill", "interrupt", "fail", "finish"])
 def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) -> None:
     rewards = [{"name": "math"}]
-    if end_it == "fail":
+    if end_it in ("fail", "finish"):
+        then = "raise RuntimeError('enough')" if end_it == "fail" else "return 1.0"
         (tmp_path / "mine.py").write_text(
             "import time, pathlib\ndef mine(task, completion):\n"
-            "    while not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    raise RuntimeError('enough')\n"
+            f"    while not pathlib.Path('go').exists():\n        time.sleep(0.01)\n    {then}\n"
         )
         rewards += MINE
     tiny_run(
