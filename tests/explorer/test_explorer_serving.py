@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import math
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from http.client import HTTPConnection
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import openai
 import pytest
 from endpoints import KEY, Running, running
+from waiting import wait_until
 
 from rollmill.config.rollout import RepetitionConfig
 from rollmill.core.types import Experience
@@ -331,13 +331,6 @@ def test_too_many_requests_are_told_to_come_back_and_the_client_does() -> None:
         for each in threads:
             each.join()
         assert len(answers) == 2
-
-
-def wait_until(happened: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize("stream", [False, True])

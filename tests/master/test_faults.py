@@ -8,12 +8,13 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from forks import Ended, Forks, ended, send
 from tiny import GRPO, SFT, outcome, tiny_run
+from waiting import wait_until
 
 ONLY_RL = {"stages": None, "steps": 6, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
 LONGER = ONLY_RL | {"steps": 12}
@@ -311,13 +312,6 @@ def test_no_grader_outlives_its_run(server: Forks, tmp_path: Path, end_it: str) 
     code = server.wait().code
     assert code == {"kill": -9, "interrupt": 130, "fail": 1, "finish": 0}[end_it]
     wait_until(lambda: not graders(pid))
-
-
-def wait_until(happened: Callable[[], bool], limit_s: float = 20.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not happened():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # -- what is right about it ---------------------------------------------------------------------------------------

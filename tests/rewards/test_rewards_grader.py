@@ -9,10 +9,11 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import psutil
 import pytest
+from waiting import wait_until
 
 from rollmill.core.errors import RewardError
 from rollmill.rewards.grader import GraderPool
@@ -26,13 +27,6 @@ def pool() -> Iterator[GraderPool]:
     pool = GraderPool()
     yield pool
     pool.close()
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def busy(pid: int) -> bool:

@@ -13,15 +13,16 @@ import torch
 from torch import nn
 
 _ROWS, _FLOP = 1024, 1.5e9
-_LEAST, _MOST, _ENOUGH_S = 2, 10, 0.8
+_MOST, _ENOUGH_S = 10, 0.8
 
 
 def choose_precision(model: nn.Module, device: torch.device | str) -> Literal["fp32", "bf16"]:
     """The faster compute type over fp32 master weights.
 
     On a GPU bf16; on a CPU whichever ran a forward and backward pass of the model's largest linear layer faster
-    (bf16 where the CPU multiplies it in hardware, else fp32). Takes a second at most. A process measures layers of
-    one shape once: on a busy machine a second answer may differ, and models to be compared would compute differently.
+    (bf16 where the CPU multiplies it in hardware, else fp32). Takes about a second; more where the layer is very wide
+    and the CPU has no bf16. A process measures layers of one shape once: on a busy machine a second answer may differ,
+    and models to be compared would compute differently.
     """
     if torch.device(device).type != "cpu":
         return "bf16"
@@ -61,7 +62,7 @@ def _seconds(wide: int, narrow: int, *dtypes: torch.dtype | None) -> list[float]
     best = [float("inf")] * len(dtypes)
     began = time.perf_counter()
     for repeat in range(_MOST):
-        if repeat >= _LEAST and time.perf_counter() - began > _ENOUGH_S:
+        if repeat and time.perf_counter() - began > _ENOUGH_S:
             break
         for at, dtype in enumerate(dtypes):
             start = time.perf_counter()
