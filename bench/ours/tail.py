@@ -68,8 +68,8 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
             self.passes += 1
             super().step()
 
-        def _submit(self, request: Request) -> Group:
-            group = super()._submit(request)
+        def submit(self, request: Request) -> Group:
+            group = super().submit(request)
             for row in list(group.waiting):
                 row.__class__ = DrawnRow
                 if not row.tokens:

@@ -26,8 +26,8 @@ from rollmill.explorer.policy import Policy, Reply
 from rollmill.explorer.template import ChatMessage
 from rollmill.explorer.workflow import Rollout, Source
 from rollmill.models.load import Policy as Model
-from rollmill.models.load import load_policy
 from rollmill.rewards.judges.chat import LENGTH, NoReplyError, Sampling
+from rollmill.trainer.check import load_checked
 
 if TYPE_CHECKING:
     from rollmill.rewards.judges.endpoint import Endpoint
@@ -180,7 +180,7 @@ def _reply(text: str, cut: bool) -> Reply:
 def _read(name: str, section: OtherModelConfig, policy: Model) -> Model:
     assert section.path is not None
     try:
-        found = load_policy(ModelConfig(path=section.path), texts=[], seed=0, device=policy.device)
+        found = load_checked(ModelConfig(path=section.path), texts=[], seed=0, device=policy.device)
     except ModelError as error:
         raise ModelError(str(error).replace("model.path", f"models.{name}.path")) from error
     found.model.requires_grad_(False)

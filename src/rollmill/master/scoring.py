@@ -23,13 +23,14 @@ from rollmill.master.engine import make_engine, make_publisher
 from rollmill.master.explorers import Explorers
 from rollmill.master.selection import select_tasks
 from rollmill.master.setup import device_of
-from rollmill.models.load import Policy, load_policy
+from rollmill.models.load import Policy
 from rollmill.rewards import build_judge
 from rollmill.rewards.judges.difficulty import DifficultyJudge
 from rollmill.rewards.resources import Resources
 from rollmill.tasks import load_taskset
 from rollmill.tasks.scores import ScoreFile
 from rollmill.trainer import choose_precision
+from rollmill.trainer.check import load_checked
 
 SCORING_STREAM = 0x5C04
 _AT_ONCE = 64
@@ -98,7 +99,7 @@ def score_by_policy(loaded: LoadedRun, stage: StageConfig, out: Path, samples: i
     file = ScoreFile(out, _how(loaded, stage, samples, threshold))
     torch.set_num_threads(1 if loaded.config.threads == "auto" else loaded.config.threads)
     device = device_of(loaded.config.device)
-    policy = load_policy(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
+    policy = load_checked(loaded.config.model, texts=[], seed=loaded.config.seed, device=device)
     alone = stage.model_copy(update={"evaluation": None})
     tasks = select_tasks(alone, policy, load_taskset(stage.tasks_from), {}).training.tasks
     todo = [(number, task) for number, task in enumerate(tasks) if not file.has(task)]

@@ -31,9 +31,10 @@ from rollmill.master.launch import CONFIG, resume, start
 from rollmill.master.online import SessionGroups
 from rollmill.master.setup import device_of
 from rollmill.master.stage import StageRun
-from rollmill.models.load import Policy, load_policy
+from rollmill.models.load import Policy
 from rollmill.monitor.view import View
 from rollmill.trainer import choose_precision
+from rollmill.trainer.check import load_checked
 
 _RUN_FILES = (".yaml", ".yml")
 
@@ -65,7 +66,7 @@ def serve_checkpoint(
     """
     folder = checkpoint_of(source, step)
     where = device_of(device)
-    policy = load_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+    policy = load_checked(ModelConfig(path=folder), texts=(), seed=0, device=where)
     engine = native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
     sampling = SamplingConfig(max_new_tokens=policy.context)
     asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFiles(record)))

@@ -25,7 +25,7 @@ from rollmill.master.context import RunContext
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.models.classifier import require_classifier
-from rollmill.models.load import Policy, load_policy
+from rollmill.models.load import Policy
 from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
@@ -33,6 +33,7 @@ from rollmill.recipes import RewardModel
 from rollmill.rewards import Judge, build_judge
 from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer.check import load_checked
 
 NO_TASKS = Taskset("none", [], [])
 MACHINE = "machine.json"
@@ -98,7 +99,7 @@ def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool =
     model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
     training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
     try:
-        policy = load_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+        policy = load_checked(model, texts=lambda: _texts(training), seed=config.seed, device=device)
         if step is not None and adapted:
             load_adapter(policy.model, Checkpoints(run_dir).path(step) / ADAPTER)
     except ModelError as error:

@@ -25,6 +25,7 @@ from rollmill.rewards import Judge, build_judge
 from rollmill.tasks import Taskset, build_sampler
 from rollmill.trainer import RankedTrainer, ScoreTrainer, Trainer
 from rollmill.trainer.build import Plan
+from rollmill.trainer.check import require_right
 from rollmill.trainer.rank_actor import Actors
 from rollmill.trainer.ranks import Ranks
 
@@ -57,6 +58,7 @@ def trainer_of(
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:
         teacher = load_teacher(algorithm.teacher, policy)
+        require_right(teacher, algorithm.teacher)
     if config.trainer.ranks > 1:
         crew = Actors(context.ranks) if context.ranks else None
         return RankedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)

@@ -16,9 +16,10 @@ from rollmill.config.other_models import OtherModelConfig
 from rollmill.config.served import load_served
 from rollmill.core.errors import CheckpointError, ConfigError, ModelError
 from rollmill.master.checkpoint import STATE, Checkpoints
-from rollmill.models.load import Policy, load_policy
+from rollmill.models.load import Policy
 from rollmill.models.lora import ADAPTER, load_adapter
 from rollmill.monitor.summary import read_summary
+from rollmill.trainer.check import load_checked
 
 RUN_FILE = "config.yaml"
 _FILES = (".yaml", ".yml")
@@ -45,12 +46,12 @@ class Subject:
 
     def _load(self, seed: int, device: torch.device) -> Policy:
         if self.run is None:
-            return load_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
+            return load_checked(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
         model = load_run(self.run / RUN_FILE, out=self.run).config.model
         if model.lora is None:
             path = ModelConfig(path=self.folder, trust_remote_code=model.trust_remote_code)
-            return load_policy(path, texts=[], seed=seed, device=device)
-        policy = load_policy(model, texts=[], seed=seed, device=device)
+            return load_checked(path, texts=[], seed=seed, device=device)
+        policy = load_checked(model, texts=[], seed=seed, device=device)
         load_adapter(policy.model, self.folder / ADAPTER)
         return policy
 

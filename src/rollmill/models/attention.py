@@ -1,50 +1,142 @@
 """One attention implementation for rollouts and training, plugged into transformers' attention interface.
 
-Inside `attending(model, context)` every attention layer of `model` calls `context.attend`. What attends to what is
-the context's business: the engine's reads a KV cache, the trainer's a packed batch. The tokens of a forward pass are
-therefore always one flat row ([1, T] input ids), and no model code depends on how they are batched.
+Inside `attending(model, context)` every attention layer of `model` calls `context.attend`, and every recurrent layer
+(`rollmill.models.recurrent`) calls `context.recur`. The context decides which tokens belong together: the engine's
+reads a KV cache, the trainer's a packed batch. The tokens of a forward pass are therefore always one flat row ([1, T]
+input ids), and no model code depends on how they are batched.
+
+Shapes: T tokens of the row, H query heads, K key-value heads (a divisor of H), D head size, V size of a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
+from rollmill.core.errors import ModelError
+from rollmill.models.recurrent import RecurrentCall, recurring
+
 IMPLEMENTATION = "rollmill"
+
+_IGNORED = {
+    # Positions are in the queries and keys already, and what attends to what is the context's to say.
+    "position_ids",
+    "position_embeddings",
+    "cache_position",
+    "is_causal",
+    "past_key_values",
+    "use_cache",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    # What is returned besides the output.
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+    "return_dict",
+    # Settings of the model's forward pass that have no influence on attention.
+    "logits_to_keep",
+    "num_items_in_batch",
+}
+"""Arguments that transformers' layers hand to the attention interface and that do not change its result here."""
+
+
+Reach = tuple[int | None, int | None]
+"""Window and chunk: what limits how far back a token sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionOptions:
+    """The rule of one layer's attention besides queries, keys and values."""
+
+    scaling: float  #: factor on the scores
+    sliding_window: int | None = None  #: the latest positions (own included) that a token sees; None: all
+    chunk: int | None = None  #: a token sees only its own block of this many positions (Llama 4); None: all
+    softcap: float | None = None  #: scores become softcap * tanh(scores / softcap)
+    sinks: Tensor | None = None
+    """[H]: a score per head that takes part in the softmax and has no value (gpt-oss)."""
+
+    @property
+    def reach(self) -> Reach:
+        """Window and chunk."""
+        return self.sliding_window, self.chunk
 
 
 class AttentionContext(Protocol):
-    """What one forward pass attends to."""
+    """Says what the tokens of one forward pass attend to.
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention of one layer.
+    Layers are told apart by the order of their calls, which is the same in every pass: some models run a layer several
+    times, with keys and values of each run.
+    """
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Compute the attention of the next layer.
 
         Args:
             query: [1, H, T, D], rotary embedding applied.
-            key: [1, K, T, D] and value: [1, K, T, V]: K divides H.
-            scaling: factor on the scores.
-            sliding_window: how many latest positions (own included) a token sees, or None for all.
-            softcap: scores become softcap * tanh(scores / softcap), or None.
+            key: [1, K, T, D] and value: [1, K, T, V].
 
         Returns:
             [1, T, H, V].
         """
         ...
+
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """Run the next recurrent layer over the row's sequences: hidden states [1, T, d] -> [1, T, d]."""
+        ...
+
+
+def out_of_reach(at_query: Tensor, at_key: Tensor, reach: Reach) -> Tensor | None:
+    """Mark the keys that a window or a chunk hides from a query; the two position tensors are broadcast.
+
+    Returns:
+        bool, True where hidden; None where neither limits anything.
+    """
+    window, chunk = reach
+    hidden = None
+    if window is not None:
+        hidden = at_key <= at_query - window
+    if chunk is not None:
+        other = at_key // chunk != at_query // chunk
+        hidden = other if hidden is None else hidden | other
+    return hidden
+
+
+def within_reach(length: int, reach: Reach) -> bool:
+    """Whether sequences of this length are too short for the window and the chunk to hide anything."""
+    return all(limit is None or length <= limit for limit in reach)
+
+
+def with_sinks(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Turn sinks into one more key, so that any attention kernel takes account of them.
+
+    Queries get one more component, sink / scaling, which is multiplied with 1 in the new key and with 0 in all others.
+
+    Args:
+        query: [n, H, S, D]; key: [n, K, L, D]; value: [n, K, L, V].
+        mask: additive, [n or 1, 1, S, L]
+
+    Returns:
+        the same four for L + 1 keys, of which the last is the sink's.
+    """
+    assert options.sinks is not None
+    column = (options.sinks / options.scaling).to(query.dtype)[None, :, None, None]
+    query = torch.cat([query, column.expand(query.shape[0], -1, query.shape[2], 1)], dim=3)
+    sink = torch.zeros_like(key[:, :, :1])
+    key = torch.cat([key, sink], dim=2)
+    component = torch.zeros_like(key[..., :1])
+    component[:, :, -1] = 1
+    value = torch.cat([value, torch.zeros_like(value[:, :, :1])], dim=2)
+    return query, torch.cat([key, component], dim=3), value, torch.nn.functional.pad(mask, (0, 1))
 
 
 _active: dict[int, AttentionContext] = {}
@@ -62,14 +154,40 @@ def _attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     context = _active.get(id(module.config))
     assert context is not None, "a forward pass outside attending()"
-    layer: int = module.layer_idx  # type: ignore[assignment]
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    output = context.attend(layer, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
-    return output, None
+    unknown = sorted(name for name, given in kwargs.items() if given is not None and name not in _IGNORED)
+    if attention_mask is not None:
+        unknown.append("attention_mask")
+    if unknown:
+        raise ModelError(
+            f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which rollmill's attention does not "
+            "know; leaving it out would compute another model. Choose a model of another architecture"
+        )
+    window, chunk = _reach(module, sliding_window)
+    options = AttentionOptions(
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        sliding_window=window,
+        chunk=chunk,
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return context.attend(query, key, value, options).contiguous(), None
+
+
+def _reach(module: torch.nn.Module, window: int | None) -> Reach:
+    """Window and chunk of a layer. Some models have them in their masks alone, which are not made here."""
+    config: Any = module.config
+    kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
+    kind = kinds[layer] if kinds is not None and layer is not None and layer < len(kinds) else None
+    if kind == "chunked_attention":
+        return window, config.attention_chunk_size
+    if window is None and (kind == "sliding_attention" or kinds is None):
+        window = getattr(module, "sliding_window", None) or getattr(config, "sliding_window", None)
+    return window, None
 
 
 AttentionInterface.register(IMPLEMENTATION, _attention)
@@ -77,20 +195,25 @@ AttentionInterface.register(IMPLEMENTATION, _attention)
 
 @contextmanager
 def attending(model: torch.nn.Module, context: AttentionContext) -> Iterator[None]:
-    """Route the attention of `model` through `context`; outside, the model is an ordinary transformers model.
+    """Route the attention and the recurrent layers of `model` through `context`.
 
-    Backward passes that recompute activations (gradient checkpointing) must run inside as well.
+    Outside, the model is an ordinary transformers model. Backward passes that recompute activations (gradient
+    checkpointing) must run inside as well.
     """
     config: Any = model.config
     parts = [getattr(config, name) for name in config.sub_configs]
-    keys = {id(config), *(id(part) for part in parts if part is not None)}
-    previous, name = {key: _active[key] for key in keys if key in _active}, config._attn_implementation
+    configs = [config, *(part for part in parts if part is not None)]
+    keys = {id(each) for each in configs}
+    previous = {key: _active[key] for key in keys if key in _active}
+    names = [(each, each._attn_implementation) for each in configs]
     _active.update(dict.fromkeys(keys, context))
     config._attn_implementation = IMPLEMENTATION
     try:
-        yield
+        with recurring(model, context.recur):
+            yield
     finally:
         for key in keys:
             del _active[key]
         _active.update(previous)
-        config._attn_implementation = name
+        for each, name in names:
+            each._attn_implementation = name

@@ -23,6 +23,7 @@ from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.core.errors import ModelError
 from rollmill.models.lora import add_lora
 from rollmill.models.new import new_model, quiet
+from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storages import own_memory
 from rollmill.models.tokenizer import train_tokenizer
 
@@ -203,7 +204,7 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -
             len(unexpected),
             _some(unexpected),
         )
-    if not model._supports_attention_backend:
+    if not model._supports_attention_backend and not recurrent_layers(model):
         raise ModelError(
             f"model.path: {type(model).__name__} does not use transformers' attention interface, through which "
             "rollmill rolls out and trains; choose another architecture, for example Qwen, Llama, Mistral or Gemma"

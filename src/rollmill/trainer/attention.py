@@ -12,7 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.utils.rnn import pad_sequence
 
+from rollmill.models.attention import AttentionOptions, Reach, out_of_reach, with_sinks, within_reach
+from rollmill.models.recurrent import RecurrentCall, State
 from rollmill.models.varlen import Varlen, available
 
 _SHORT = 6_000_000  # scores of a block, in fp32 24 MB: larger ones would take fresh memory at every call
@@ -50,27 +53,20 @@ class PackedAttention:
     """AttentionContext of one packed row (see `rollmill.models.attention`)."""
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
+        self._layout = layout
         self._blocks = _blocks(layout, device)
         self._device = device
-        self._masks: dict[tuple[int, int | None, torch.dtype], Tensor | None] = {}
+        self._masks: dict[tuple[int, Reach, torch.dtype], Tensor | None] = {}
+        self._sequences: dict[bool, list[_Sequences]] = {}
         self._varlen = Varlen(layout.lengths, layout.parents, device) if available(device) else None
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
-        """Attention of one layer: query [1, H, T, D], key and value [1, K, T, D] -> [1, T, H, D]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+        """Attention of one layer: query [1, H, T, D], key [1, K, T, D] and value [1, K, T, V] -> [1, T, H, V]."""
         dtype = value.dtype
         q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
-        if self._varlen is not None and softcap is None and dtype in (torch.bfloat16, torch.float16):
-            return self._varlen.attend(q, k, v, scaling, sliding_window)[None]
+        plain = options.softcap is None and options.sinks is None and options.chunk is None
+        if self._varlen is not None and plain and dtype in (torch.bfloat16, torch.float16):
+            return self._varlen.attend(q, k, v, options.scaling, options.sliding_window)[None]
         sizes = [block.tokens for block in self._blocks]
         outputs = []
         for i, (block, q_block, k_block, v_block) in enumerate(
@@ -80,26 +76,61 @@ class PackedAttention:
             if block.parents is not None:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
-            by_products = softcap is not None or _short(q_pad, k_pad)
-            mask = self._mask(i, sliding_window, dtype, always=by_products)
+            by_products = options.softcap is not None or _short(q_pad, k_pad)
+            mask = self._mask(i, options.reach, dtype, always=by_products or options.sinks is not None)
+            if options.sinks is not None:
+                assert mask is not None
+                heads_first = [x.transpose(1, 2) for x in (q_pad, k_pad, v_pad)]
+                *heads_first, mask = with_sinks(heads_first[0], heads_first[1], heads_first[2], mask, options)
+                q_pad, k_pad, v_pad = (x.transpose(1, 2) for x in heads_first)
             if by_products:
                 assert mask is not None
-                padded = _products(q_pad, k_pad, v_pad, mask, scaling, softcap)
+                padded = _products(q_pad, k_pad, v_pad, mask, options.scaling, options.softcap)
             else:
-                padded = _fused(q_pad, k_pad, v_pad, mask, scaling)
+                padded = _fused(q_pad, k_pad, v_pad, mask, options.scaling)
             outputs.append(_unpad(padded, block))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
-    def _mask(self, i: int, window: int | None, dtype: torch.dtype, *, always: bool) -> Tensor | None:
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """Run a recurrent layer over every sequence of the row; children go on from the state after their parent, or,
+        where the layer cannot do that, read their parent's tokens once more."""
+        if call.continues not in self._sequences:
+            self._sequences[call.continues] = _sequences(self._layout, self._device, call.continues)
+        sequences = self._sequences[call.continues]
+        states: list[State] = []
+        pieces = []
+        for each in sequences:
+            before = None if each.parent is None else {k: s[each.parent_rows] for k, s in states[each.parent].items()}
+            output, after = call(each.places, before)
+            states.append(after)
+            pieces.append(
+                output.flatten(0, 1) if each.real is None else output.flatten(0, 1).index_select(0, each.real)
+            )
+        order = torch.cat([each.tokens for each in sequences])
+        row: Tensor = _Place.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
+        return row[None]
+
+    def _mask(self, i: int, reach: Reach, dtype: torch.dtype, *, always: bool) -> Tensor | None:
         """Additive mask [n or 1, 1, S, P + S] of a block; None where plain causal attention is right."""
         block = self._blocks[i]
-        if window is not None and window >= block.longest + block.parent_longest:
-            window = None
-        if block.parents is None and window is None and not always:
+        if within_reach(block.longest + block.parent_longest, reach):
+            reach = None, None
+        if block.parents is None and reach == (None, None) and not always:
             return None
-        if (i, window, dtype) not in self._masks:
-            self._masks[i, window, dtype] = _block_mask(block, window, self._device, dtype)
-        return self._masks[i, window, dtype]
+        if (i, reach, dtype) not in self._masks:
+            self._masks[i, reach, dtype] = _block_mask(block, reach, self._device, dtype)
+        return self._masks[i, reach, dtype]
+
+
+@dataclass(frozen=True)
+class _Sequences:
+    """Segments that a recurrent layer reads in one call: of the same kind and, if others go on from them, length."""
+
+    places: Tensor  #: [n, S] which tokens of the row are read, padded at the end
+    tokens: Tensor  #: [tokens] the segments' own tokens among them
+    real: Tensor | None  #: [tokens] which of the n * S those are; None: all
+    parent: int | None = None  #: the call after whose states they go on
+    parent_rows: Tensor | None = None  #: [n] whose state in that call
 
 
 class _Place(torch.autograd.Function):
@@ -175,7 +206,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, sof
     return output.permute(0, 3, 1, 2, 4).reshape(n, longest, heads, -1)
 
 
-def _block_mask(block: _Block, window: int | None, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _block_mask(block: _Block, reach: Reach, device: torch.device, dtype: torch.dtype) -> Tensor:
     own = torch.arange(block.longest, device=device)
     if block.parents is None:
         query_depth, key_depth = own[None], own[None]
@@ -188,11 +219,52 @@ def _block_mask(block: _Block, window: int | None, device: torch.device, dtype: 
         query_depth = lengths + own
         key_depth = torch.cat([before.expand(len(lengths), -1), query_depth], dim=1)
         real = torch.cat([before < lengths, torch.ones_like(query_depth, dtype=torch.bool)], dim=1)
-    distance = query_depth[:, :, None] - key_depth[:, None, :]
-    seen = (distance >= 0) & real[:, None, :]
-    if window is not None:
-        seen &= distance < window
+    at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
+    seen = (at_key <= at_query) & real[:, None, :]
+    hidden = out_of_reach(at_query, at_key, reach)
+    if hidden is not None:
+        seen &= ~hidden
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
+
+
+def _sequences(layout: Layout, device: torch.device, continues: bool) -> list[_Sequences]:
+    """The calls of a recurrent layer. Padding must not get into a state that others go on from, so parents share a call
+    only with parents of their length; others share one while the shorter ones have half the longest's length.
+
+    Args:
+        continues: children go on from their parent's state; else they are read from their parent's first token on.
+    """
+    starts = torch.tensor((0, *layout.lengths)).cumsum(0).tolist()
+    read = [torch.arange(start, start + n) for start, n in zip(starts, layout.lengths, strict=False)]
+    parents = {parent for parent in layout.parents if parent >= 0} if continues else set()
+    calls: dict[tuple[int, int], list[int]] = {}  # number of the parents' call and length -> segments
+    where: dict[int, tuple[int, int]] = {}  # parent -> its call and row
+    for i, parent in enumerate(layout.parents):
+        if parent >= 0 and not continues:
+            read[i] = torch.cat([read[parent], read[i]])
+        length = len(read[i])
+        key = (where[parent][0] if parent in where else -1, length if i in parents else -length.bit_length())
+        own = calls.setdefault(key, [])
+        if i in parents:
+            where[i] = list(calls).index(key), len(own)
+        own.append(i)
+    found = []
+    for (call, _), segments in calls.items():
+        places = pad_sequence([read[i] for i in segments], batch_first=True, padding_value=starts[segments[0]])
+        own_tokens = torch.zeros_like(places, dtype=torch.bool)
+        for row, i in enumerate(segments):
+            own_tokens[row, len(read[i]) - layout.lengths[i] : len(read[i])] = True
+        rows = torch.tensor([where[layout.parents[i]][1] for i in segments]).to(device) if call >= 0 else None
+        found.append(
+            _Sequences(
+                places.to(device),
+                places[own_tokens].to(device),
+                None if bool(own_tokens.all()) else own_tokens.flatten().nonzero()[:, 0].to(device),
+                None if rows is None else call,
+                rows,
+            )
+        )
+    return found
 
 
 def _blocks(layout: Layout, device: torch.device) -> list[_Block]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from rollmill.models.attention import attending
+from rollmill.models.forward import body, forward_inputs
 from rollmill.trainer.batch import MicroBatch, TokenTable
 
 CHUNK = 1 << 26  #: logits that exist at a time, unless a number of rows is given
@@ -57,7 +58,8 @@ def predict(
 def hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
     """Last hidden states of a micro-batch's row, [T, d]."""
     with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
-        output = model.base_model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False)
+        network = body(model)
+        output = network(**forward_inputs(network, micro.input_ids, micro.position_ids))
     hidden_Td: Tensor = output.last_hidden_state[0]
     return hidden_Td
 

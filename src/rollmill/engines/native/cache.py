@@ -11,10 +11,12 @@ Shapes: E entries of a bucket, K key-value heads, C capacity, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from rollmill.models.recurrent import State
 
 SMALLEST = 32
 
@@ -27,6 +29,7 @@ class Entry:
     index: int
     parent: Entry | None = None
     length: int = 0
+    states: dict[int, State] = field(default_factory=dict)  # of recurrent layers, after the last token
 
     @property
     def offset(self) -> int:
@@ -151,9 +154,11 @@ class Cache:
             bucket.moves += 1
 
     def bytes(self) -> int:
-        """What the buckets take, entries or not."""
+        """What the buckets take, entries or not, and the states of recurrent layers."""
         buckets = (*self._prompts.values(), *self._completions.values())
-        return sum(each.nbytes for b in buckets for store in (b.keys, b.values) for each in store.values())
+        states = [s for b in buckets for entry in b.entries for layer in entry.states.values() for s in layer.values()]
+        stores = [each for b in buckets for store in (b.keys, b.values) for each in store.values()]
+        return sum(each.nbytes for each in (*stores, *states))
 
     def moves(self) -> int:
         """Grows whenever an entry or its storage changes place: what was noted of indices and storage is void then."""
@@ -180,3 +185,8 @@ def capacity_of(length: int) -> int:
 def indices(entries: list[Entry], device: torch.device) -> Tensor:
     """Bucket indices of entries [n]."""
     return torch.tensor([entry.index for entry in entries], device=device)
+
+
+def stacked(states: list[State]) -> State:
+    """States of several sequences for one call: a copy, so that each may be gone on from again."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}

@@ -16,7 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollmill.engines.native.cache import Bucket, Entry
+from rollmill.engines.native.cache import Bucket, Entry, stacked
+from rollmill.models.attention import AttentionOptions, Reach, out_of_reach, within_reach
+from rollmill.models.recurrent import RecurrentCall, State
 
 NEVER = -1e30  # finite, so that fully masked rows stay free of NaN
 
@@ -68,15 +70,23 @@ class DecodeContext:
         self.device, self.exact = device, exact
         self._last_position = last_position  # of the model; only finished rows left in the batch get there
         self._entries = entries
+        self._longest = max(entry.offset + entry.length for entry in entries)
         self.own = _own_pieces(entries, device)
         self.prompts, self.order_B = _prompt_pieces(entries, device)
         self.positions_B = torch.tensor([entry.offset + entry.length for entry in entries], device=device)
         self.prompt_lengths_B = torch.tensor([entry.offset for entry in entries], device=device)
-        self._masks: dict[tuple[int, int | None], Tensor | None] = {}
+        self._masks: dict[tuple[int, Reach], Tensor | None] = {}
+        self._states: dict[int, State] = {}  # of recurrent layers, row by row
+        self._layers = 0  # called so far in this pass
+
+    def begin(self) -> None:
+        """A forward pass begins: layers are numbered in the order of their calls."""
+        self._layers = 0
 
     def advance(self) -> None:
         """One token per row has been added."""
         self.positions_B.add_(1).clamp_(max=self._last_position)
+        self._longest += 1
         for piece in self.own:
             piece.lengths_n += 1
             piece.longest += 1
@@ -86,6 +96,7 @@ class DecodeContext:
         """Lengths of entries have changed elsewhere. In place, as a captured graph reads the same tensors."""
         lengths = [entry.length for entry in self._entries]
         lengths_B = torch.tensor(lengths, device=self.device)
+        self._longest = max(entry.offset + entry.length for entry in self._entries)
         torch.add(self.prompt_lengths_B, lengths_B, out=self.positions_B)
         self.positions_B.clamp_(max=self._last_position)
         for piece in self.own:
@@ -102,35 +113,36 @@ class DecodeContext:
         """Masks depend on the lengths: compute them anew at the next use."""
         self._masks.clear()
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext."""
+        layer, self._layers = self._layers, self._layers + 1
         kv_heads = key.shape[1]
-        q_BKRD = (query[0].transpose(0, 1) * scaling).reshape(query.shape[2], kv_heads, -1, query.shape[3])
+        q_BKRD = (query[0].transpose(0, 1) * options.scaling).reshape(query.shape[2], kv_heads, -1, query.shape[3])
         k_BKD, v_BKD = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        own = [self._own(i, layer, q_BKRD, k_BKD, v_BKD, sliding_window, softcap) for i in range(len(self.own))]
-        shared = [self._prompt(i, layer, q_BKRD, key, value, sliding_window, softcap) for i in range(len(self.prompts))]
-        output = _merge(_concatenate(own), _reorder(shared, self.order_B))
+        own = [self._own(i, layer, q_BKRD, k_BKD, v_BKD, options) for i in range(len(self.own))]
+        shared = [self._prompt(i, layer, q_BKRD, key, value, options) for i in range(len(self.prompts))]
+        output = _merge(_concatenate(own), _reorder(shared, self.order_B), options.sinks)
         return output.flatten(1, 2)[None].to(query.dtype)
 
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """See AttentionContext. Every row goes on from its own state."""
+        layer, self._layers = self._layers, self._layers + 1
+        rows = len(self._entries)
+        if layer not in self._states:
+            self._states[layer] = stacked([entry.states[layer] for entry in self._entries])
+        output, after = call(torch.arange(rows, device=self.device)[:, None], self._states[layer])
+        self._states[layer] = after
+        return output.transpose(0, 1)
+
+    def hand_back(self) -> None:
+        """Give the rows' entries their states, which the steps have moved on."""
+        for layer, states in self._states.items():
+            for i, entry in enumerate(self._entries):
+                entry.states[layer] = {name: state[i] for name, state in states.items()}
+        self._states = {}
+
     def _own(
-        self,
-        i: int,
-        layer: int,
-        q_BKRD: Tensor,
-        k_BKD: Tensor,
-        v_BKD: Tensor,
-        window: int | None,
-        softcap: float | None,
+        self, i: int, layer: int, q_BKRD: Tensor, k_BKD: Tensor, v_BKD: Tensor, options: AttentionOptions
     ) -> Partial:
         piece = self.own[i]
         n, rows = piece.end - piece.start, slice(piece.start, piece.end)
@@ -143,18 +155,18 @@ class DecodeContext:
             store_k[at, :, piece.lengths_n] = k_BKD[rows]
             store_v[at, :, piece.lengths_n] = v_BKD[rows]
         length = piece.longest + 1 if self.exact and not _dense(store_k) else piece.bucket.capacity
-        mask = self._own_mask(i, length, window)
+        mask = self._own_mask(i, length, options.reach)
         partial = _attend(
             q_BKRD[rows].flatten(0, 1),
             store_k[:n].flatten(0, 1)[:, :length],
             store_v[:n].flatten(0, 1)[:, :length],
             None if mask is None else mask[:, None].expand(-1, q_BKRD.shape[1], -1).reshape(-1, 1, length),
-            softcap,
+            options.softcap,
         )
         return _map(partial, lambda x: x.unflatten(0, (n, -1)))
 
     def _prompt(
-        self, i: int, layer: int, q_BKRD: Tensor, key: Tensor, value: Tensor, window: int | None, softcap: float | None
+        self, i: int, layer: int, q_BKRD: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
     ) -> Partial:
         piece = self.prompts[i]
         kv_heads, repeats = q_BKRD.shape[1:3]
@@ -167,38 +179,44 @@ class DecodeContext:
         length = piece.longest if self.exact else piece.bucket.capacity
         q_PGKRD = q_BKRD.unflatten(0, (prompts, rows)) if piece.in_order else q_BKRD[piece.rows_PG]
         q = q_PGKRD.transpose(1, 2).reshape(prompts * kv_heads, rows * repeats, -1)
-        mask = self._prompt_mask(i, length, window)
+        mask = self._prompt_mask(i, length, options.reach)
         if mask is not None:  # [P, G, L] -> [P*K, G*R, L]
             mask = mask[:, None, :, None].expand(-1, kv_heads, -1, repeats, -1).reshape(q.shape[0], -1, length)
-        partial = _attend(q, store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length], mask, softcap)
+        keys, values = store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length]
+        partial = _attend(q, keys, values, mask, options.softcap)
         shape = (prompts, kv_heads, rows, repeats)
         return _map(partial, lambda x: x.view(*shape, -1).transpose(1, 2).flatten(0, 1))
 
-    def _own_mask(self, i: int, length: int, window: int | None) -> Tensor | None:
+    def _own_mask(self, i: int, length: int, reach: Reach) -> Tensor | None:
         """True where hidden, [n, L]; None where nothing is."""
         piece = self.own[i]
-        if self.exact and piece.even and length == piece.longest + 1 and (window is None or length <= window):
+        if self.exact and piece.even and length == piece.longest + 1 and self._sees_all(reach):
             return None
-        if (2 * i, window) not in self._masks:
+        if (2 * i, reach) not in self._masks:
             at = torch.arange(length, device=self.device)
             hidden = at > piece.lengths_n[:, None]
-            if window is not None:
-                hidden |= at <= piece.lengths_n[:, None] - window
-            self._masks[2 * i, window] = hidden
-        return self._masks[2 * i, window]
+            rows = slice(piece.start, piece.end)
+            starts, ends = self.prompt_lengths_B[rows, None], self.positions_B[rows, None]
+            far = out_of_reach(ends, starts + at, reach)
+            self._masks[2 * i, reach] = hidden if far is None else hidden | far
+        return self._masks[2 * i, reach]
 
-    def _prompt_mask(self, i: int, length: int, window: int | None) -> Tensor | None:
+    def _prompt_mask(self, i: int, length: int, reach: Reach) -> Tensor | None:
         """True where hidden, [P, G, L]; None where nothing is."""
         piece = self.prompts[i]
-        if (2 * i + 1, window) not in self._masks:
+        if (2 * i + 1, reach) not in self._masks:
             at = torch.arange(length, device=self.device)
             hidden = (at >= piece.lengths_P[:, None])[:, None].expand(-1, piece.rows_PG.shape[1], -1)
             nothing = self.exact and piece.even
-            if window is not None and not (nothing and int(self.positions_B.max()) < window):
-                hidden = hidden | (at <= self.positions_B[piece.rows_PG][..., None] - window)
-                nothing = False
-            self._masks[2 * i + 1, window] = None if nothing else hidden
-        return self._masks[2 * i + 1, window]
+            if not (nothing and self._sees_all(reach)):
+                far = out_of_reach(self.positions_B[piece.rows_PG][..., None], at, reach)
+                hidden, nothing = (hidden, nothing) if far is None else (hidden | far, False)
+            self._masks[2 * i + 1, reach] = None if nothing else hidden
+        return self._masks[2 * i + 1, reach]
+
+    def _sees_all(self, reach: Reach) -> bool:
+        """Whether no row is so long that a window or a chunk hides something from it."""
+        return within_reach(self._longest + 1, reach)
 
 
 def _dense(store: Tensor) -> bool:
@@ -238,12 +256,16 @@ def _reorder(parts: list[Partial], order_B: Tensor | None) -> Partial:
     return partial if order_B is None else _map(partial, lambda x: x[order_B])
 
 
-def _merge(a: Partial, b: Partial) -> Tensor:
-    """Attention over both parts, [B, K, R, D]."""
+def _merge(a: Partial, b: Partial, sinks: Tensor | None) -> Tensor:
+    """Attention over both parts, [B, K, R, V]; sinks [K * R] take part in the softmax and have no value."""
     top = torch.maximum(a.top, b.top)
     weight_a, weight_b = a.total * torch.exp(a.top - top), b.total * torch.exp(b.top - top)
     share_a = weight_a / (weight_a + weight_b)
-    return torch.lerp(b.output, a.output, share_a)
+    output = torch.lerp(b.output, a.output, share_a)
+    if sinks is None:
+        return output
+    logsumexp = top + torch.log(weight_a + weight_b)
+    return output * torch.sigmoid(logsumexp - sinks.float().view(*top.shape[1:]))
 
 
 def _own_pieces(entries: list[Entry], device: torch.device) -> list[OwnPiece]:

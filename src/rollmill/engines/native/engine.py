@@ -84,7 +84,7 @@ class NativeEngine:
 
     async def stream(self, request: Request) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served."""
-        group = self._submit(request)
+        group = self.submit(request)
         try:
             for _ in range(request.n):
                 result = await group.results.get()
@@ -171,7 +171,8 @@ class NativeEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def _submit(self, request: Request) -> Group:
+    def submit(self, request: Request) -> Group:
+        """Take a request; its completions come into the queue `results` of what is returned."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
         group = make_group(request, self._tokenizer, self._eos_ids, self._context)

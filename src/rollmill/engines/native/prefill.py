@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rollmill.engines.native.cache import Entry
+from rollmill.engines.native.cache import Entry, stacked
+from rollmill.models.attention import AttentionOptions, out_of_reach, with_sinks, within_reach
+from rollmill.models.recurrent import RecurrentCall
 from rollmill.models.varlen import Varlen, available
 
 
@@ -34,8 +36,12 @@ class PrefillContext:
 
     def __init__(self, segments: list[Segment]) -> None:
         self.segments = segments
-        self.layers = 0
+        self._layers = 0  # called so far
         self._varlen: Varlen | None = None
+
+    def begin(self) -> None:
+        """A forward pass begins: layers are numbered in the order of their calls."""
+        self._layers = 0
 
     def positions(self) -> list[int]:
         """Position of each token of the flat row."""
@@ -51,19 +57,9 @@ class PrefillContext:
             rows.append(end - 1)
         return rows
 
-    def attend(
-        self,
-        layer: int,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float,
-        sliding_window: int | None,
-        softcap: float | None,
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """See AttentionContext."""
-        self.layers += 1
+        layer, self._layers = self._layers, self._layers + 1
         lengths = [len(segment.tokens) for segment in self.segments]
         keys, values, queries = (x.split(lengths, dim=2) for x in (key, value, query))
         for segment, k, v in zip(self.segments, keys, values, strict=True):
@@ -71,31 +67,43 @@ class PrefillContext:
             span = slice(segment.start, segment.start + len(segment.tokens))
             store_k[segment.entry.index, :, span] = k[0]
             store_v[segment.entry.index, :, span] = v[0]
-        simple = all(segment.fresh for segment in self.segments) and softcap is None
-        if simple and (sliding_window is None or max(lengths) <= sliding_window):
+        plain = options.softcap is None and options.sinks is None and within_reach(max(lengths), options.reach)
+        if plain and all(segment.fresh for segment in self.segments):
             if value.dtype in (torch.bfloat16, torch.float16) and available(value.device):
                 self._varlen = self._varlen or Varlen(lengths, [-1] * len(lengths), value.device)
                 q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-                return self._varlen.attend(q, k, v, scaling, None)[None]
-            return _fresh(query, key, value, lengths, scaling)
+                return self._varlen.attend(q, k, v, options.scaling, None)[None]
+            return _fresh(query, key, value, lengths, options.scaling)
         parts = [
-            self._one(segment, layer, q, k, v, scaling, sliding_window, softcap)
+            self._one(segment, layer, q, k, v, options)
             for segment, q, k, v in zip(self.segments, queries, keys, values, strict=True)
         ]
         return torch.cat(parts, dim=1)
 
+    def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
+        """See AttentionContext. Segments share a call with others of their length; entries keep the states."""
+        layer, self._layers = self._layers, self._layers + 1
+        calls: dict[tuple[int, bool], list[tuple[int, Segment]]] = {}
+        start = 0
+        for segment in self.segments:
+            calls.setdefault((len(segment.tokens), segment.fresh), []).append((start, segment))
+            start += len(segment.tokens)
+        row = torch.empty_like(hidden[0])
+        for (length, fresh), members in calls.items():
+            firsts = torch.tensor([first for first, _ in members], device=hidden.device)
+            places = firsts[:, None] + torch.arange(length, device=hidden.device)
+            before = None if fresh else stacked([segment.entry.states[layer] for _, segment in members])
+            output, after = call(places, before)
+            row[places.flatten()] = output.flatten(0, 1)
+            for i, (_, segment) in enumerate(members):
+                segment.entry.states[layer] = {name: state[i] for name, state in after.items()}
+        return row[None]
+
     @staticmethod
     def _one(
-        segment: Segment,
-        layer: int,
-        query: Tensor,
-        like_k: Tensor,
-        like_v: Tensor,
-        scaling: float,
-        window: int | None,
-        softcap: float | None,
+        segment: Segment, layer: int, query: Tensor, like_k: Tensor, like_v: Tensor, options: AttentionOptions
     ) -> Tensor:
-        """One segment against its entry and its ancestors; [1, n, H, D]."""
+        """One segment against its entry and its ancestors; [1, n, H, V]."""
         n, end = len(segment.tokens), segment.start + len(segment.tokens)
         spans: list[tuple[Entry, int]] = [(segment.entry, end)]
         while (parent := spans[0][0].parent) is not None:
@@ -106,10 +114,9 @@ class PrefillContext:
         total = key.shape[2]
         at_query = torch.arange(total - n, total, device=key.device)[:, None]
         at_key = torch.arange(total, device=key.device)[None]
-        mask = at_key <= at_query
-        if window is not None:
-            mask &= at_key > at_query - window
-        return masked_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        unseen = at_key > at_query
+        hidden = out_of_reach(at_query, at_key, options.reach)
+        return masked_attention(query, key, value, unseen if hidden is None else unseen | hidden, options)
 
 
 def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scaling: float) -> Tensor:
@@ -132,16 +139,19 @@ def _fresh(query: Tensor, key: Tensor, value: Tensor, lengths: list[int], scalin
     return torch.cat([output[i, :n] for i, n in enumerate(lengths)])[None]
 
 
-def masked_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float, softcap: float | None
-) -> Tensor:
-    """Attention [1, H, n, D] under a boolean mask [n, total], with optional soft-capping of the scores."""
-    if softcap is None:
-        return scaled_dot_product_attention(
-            query, key, value, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != key.shape[1]
-        )
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, options: AttentionOptions) -> Tensor:
+    """Attention of queries [1, H, n, D] that do not see the keys marked in hidden [n, total]; [1, n, H, V]."""
+    mask = torch.zeros(hidden.shape, dtype=query.dtype, device=query.device).masked_fill_(hidden, -torch.inf)[
+        None, None
+    ]
+    if options.sinks is not None:
+        query, key, value, mask = with_sinks(query, key, value, mask, options)
+    if options.softcap is None:
+        gqa = query.shape[1] != key.shape[1]
+        output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scaling, enable_gqa=gqa)
+        return output.transpose(1, 2)
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    scores = torch.tanh((query @ key.transpose(2, 3)) * (scaling / softcap)) * softcap
-    probs = torch.softmax(scores.masked_fill(~mask, float("-inf")), dim=-1, dtype=torch.float32)
-    return probs.to(value.dtype) @ value
+    scores = torch.tanh((query @ key.transpose(2, 3)) * (options.scaling / options.softcap)) * options.softcap
+    probs = torch.softmax(scores + mask, dim=-1, dtype=torch.float32)
+    return (probs.to(value.dtype) @ value).transpose(1, 2)

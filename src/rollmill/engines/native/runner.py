@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.errors import EngineError, ModelError
+from rollmill.core.errors import EngineError
 from rollmill.engines.native.cache import Cache
 from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.graph import GraphedStep
@@ -19,8 +19,10 @@ from rollmill.engines.native.prefill import PrefillContext, Segment
 from rollmill.engines.native.rng import uniforms
 from rollmill.engines.native.sampler import Sampled, SamplingTensors, sample
 from rollmill.engines.native.sequence import Group, Row
-from rollmill.models.attention import AttentionContext, attending
+from rollmill.models.attention import attending
+from rollmill.models.forward import forward_inputs
 from rollmill.models.norms import find_norms, is_fp32_on_cpu, replaced
+from rollmill.models.recurrent import recurrent_layers
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +37,12 @@ class Runner:
         self._last_position = context - 1
         self._vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
         self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
-        self._graphs = self._device.type == "cuda"
+        #: whether the model keeps states besides keys and values: completions cannot be cut back then
+        self.recurrent = bool(recurrent_layers(model))
+        self._graphs = self._device.type == "cuda" and not self.recurrent
         #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
         self.slack = 0.25 if self._graphs else 0.0
-        self._layers_checked = False
+        self._context: DecodeContext | None = None
         self.reset(cache)
 
     def reset(self, cache: Cache) -> None:
@@ -48,7 +52,9 @@ class Runner:
 
     def changed(self) -> None:
         """Rows have come or gone: the decode context must be built anew."""
-        self._context: DecodeContext | None = None
+        if self._context is not None:
+            self._context.hand_back()
+        self._context = None
         self._graph: GraphedStep | None = None
         self._moves = -1
         self._params: dict[int, SamplingTensors] = {}
@@ -94,8 +100,8 @@ class Runner:
         for row in rows:
             assert row.group.entry is not None
             parents.append(row.group.entry)
-        for row, entry in zip(rows, self._cache.completions(parents), strict=True):
-            row.entry = entry
+        for row, parent, entry in zip(rows, parents, self._cache.completions(parents), strict=True):
+            row.entry, entry.states = entry, dict(parent.states)
         self.changed()
 
     def restore(self, rows: list[Row]) -> None:
@@ -152,21 +158,7 @@ class Runner:
         )
         for segment in segments:
             segment.entry.length = segment.start + len(segment.tokens)
-        self._check_layers(context)
         return logits
-
-    def _check_layers(self, context: PrefillContext) -> None:
-        """Refuse models with layers that keep state elsewhere than in attention keys and values."""
-        if self._layers_checked:
-            return
-        config: Any = self._model.config
-        expected = config.get_text_config().num_hidden_layers
-        if context.layers != expected:
-            raise ModelError(
-                f"{type(self._model).__name__} has {expected} layers but only {context.layers} use transformers' "
-                "attention interface; the native engine cannot decode such models (for example state-space layers)"
-            )
-        self._layers_checked = True
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
@@ -188,6 +180,8 @@ class Runner:
 
     def _prepare(self, rows: list[Row]) -> DecodeContext:
         """A context for these rows and, on a GPU, the captured step."""
+        if self._context is not None:
+            self._context.hand_back()
         self._context, self._graph = self._arrange(rows), None
         if self._graphs:
             try:
@@ -233,10 +227,14 @@ class Runner:
             self._params = {key: sampling_tensors(rows, self._device)}
         return self._params[key]
 
-    def _forward(self, context: AttentionContext, tokens: Tensor, positions: Tensor, keep: Tensor | int) -> Tensor:
+    def _forward(
+        self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
+    ) -> Tensor:
         """Logits of the kept rows (0: all)."""
+        context.begin()
         with attending(self._model, context), replaced(self._norms):
-            output: Any = self._model(input_ids=tokens, position_ids=positions, use_cache=False, logits_to_keep=keep)
+            inputs = forward_inputs(self._model, tokens, positions)
+            output: Any = self._model(**inputs, logits_to_keep=keep)
         logits: Tensor = output.logits[0]
         return logits
 

@@ -17,6 +17,7 @@ from rollmill.core.errors import ModelError, RewardError
 from rollmill.core.types import StopReason
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
+from rollmill.engines.native.check import require_engine
 from rollmill.models.load import load_policy
 from rollmill.rewards.judges.chat import LENGTH, ROOM, STOP, TOO_LONG, ChatMessage, NoReplyError, Reply, Sampling
 from rollmill.rewards.judges.loop import Loop
@@ -31,6 +32,7 @@ class Native:
     def __init__(self, folder: Path, device: str) -> None:
         try:
             policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device(device))
+            require_engine(policy.model, folder)
         except ModelError as error:
             raise ModelError(str(error).replace("model.path", "a judge's path")) from error
         if policy.tokenizer.chat_template is None:

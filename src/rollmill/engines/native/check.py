@@ -1,0 +1,144 @@
+"""The engine held against the model's own forward pass: what it says of tokens it has sampled, and what the model says.
+
+One run has everything in it that keeps keys, values and states: prompts read in pieces, several completions below one
+prompt, decoding, and weights that change in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.core.errors import ModelError
+from rollmill.core.types import Completion
+from rollmill.engines.base import Request
+from rollmill.engines.native.engine import NativeEngine
+from rollmill.models.own_forward import (
+    Gap,
+    cut_down,
+    first_difference,
+    own_layers,
+    own_logprobs,
+    recorded_layers,
+    sequences,
+    tolerance,
+)
+
+PROMPTS = (29, 14)  #: tokens; of the first, more than are read at a time
+NEW = 14  #: tokens of a completion
+_PIECE, _COMPLETIONS = 16, 2
+
+
+def require_engine(model: Any, folder: Path) -> None:
+    """Check the engine alone, for a model that is not trained.
+
+    Raises:
+        ModelError: the engine computes something else than the model, or cannot run it.
+    """
+    with cut_down(model), refused(model, folder):
+        gap, _ = engine_gap(model)
+    if not gap.right:
+        raise wrong_model(folder, model, [gap])
+
+
+def wrong_model(folder: Path, model: Any, gaps: list[Gap]) -> ModelError:
+    """The error for a model that is computed wrongly."""
+    said = "; ".join(
+        f"{gap.path} {gap.value:.2g} off (rounding gives at most {gap.tolerance:.0e})"
+        + (f", from {gap.layer} on" if gap.layer else "")
+        for gap in gaps
+    )
+    return ModelError(
+        f"model.path: {folder}: {type(model).__name__} would not be computed as transformers computes it: {said}; "
+        "choose another architecture (docs/guide/models.md lists those that can be trained)"
+    )
+
+
+@contextmanager
+def refused(model: Any, folder: Path) -> Iterator[None]:
+    """Errors of a model's code on rollmill's inputs become a ModelError that names the folder."""
+    try:
+        with torch.no_grad():
+            own_logprobs(model, sequences(model, (4,)), 1)
+    except Exception as error:  # whatever a model's code raises
+        raise ModelError(f"model.path: {folder}: the model's own forward pass fails: {error}") from error
+    training = model.training
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"model.path: {folder}: {error}") from error
+    except Exception as error:  # as above
+        raise ModelError(
+            f"model.path: {folder}: rollmill cannot run {type(model).__name__} ({type(error).__name__}: {error}); "
+            "choose another architecture (docs/guide/models.md lists those that can be trained)"
+        ) from error
+    finally:
+        model.train(training)
+
+
+def engine_gap(model: Any) -> tuple[Gap, list[list[Completion]]]:
+    """Compare the log-probs that the engine records with the model's own; `model` is as `cut_down` makes it.
+
+    Returns:
+        the largest gap in nats, and the completions of each prompt.
+    """
+    prompts = sequences(model, PROMPTS)
+    found = _generated(model, prompts, _COMPLETIONS)
+    worst = 0.0
+    with torch.no_grad():
+        for prompt, completions in zip(prompts, found, strict=True):
+            own = own_logprobs(model, [prompt + each.token_ids.tolist() for each in completions], NEW)
+            recorded = torch.from_numpy(np.stack([each.logprobs for each in completions])).to(own)
+            worst = _larger(worst, float((own - recorded).abs().max()))
+    gap = Gap("engine: prefill and decode", worst, tolerance(model))
+    return (gap if gap.right else Gap(gap.path, worst, gap.tolerance, _layer(model, prompts[0]))), found
+
+
+def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Completion]]:
+    """Completions of each prompt, by an engine that nobody else drives."""
+    engine = NativeEngine(
+        model,
+        eos_ids=frozenset(),
+        context=max(PROMPTS) + NEW,
+        dtype=next(model.parameters()).dtype,
+        prefill_tokens=_PIECE,
+    )
+    engine.pause()
+    sampling = SamplingConfig(max_new_tokens=NEW)
+    groups = [engine.submit(Request(ids, sampling, n=count, seed=i)) for i, ids in enumerate(prompts)]
+    steps = 0
+    while any(group.unfinished for group in groups):
+        engine.step()
+        steps += 1
+        if steps == NEW // 2:
+            engine.weights_updated(1)
+    found: list[list[Completion]] = []
+    for group in groups:
+        results = [group.results.get_nowait() for _ in range(count)]
+        found.append(sorted((each for each in results if isinstance(each, Completion)), key=lambda each: each.index))
+    return found
+
+
+def _layer(model: Any, prompt: list[int]) -> str:
+    """Where the engine parts with the model, seen on one completion alone: its passes are its tokens in order."""
+    engine = NativeEngine(model, eos_ids=frozenset(), context=max(PROMPTS) + NEW, dtype=next(model.parameters()).dtype)
+    engine.pause()
+    with recorded_layers(engine.weights.model) as outputs:
+        group = engine.submit(Request(prompt, SamplingConfig(max_new_tokens=NEW)))
+        while group.unfinished:
+            engine.step()
+    completion = group.results.get_nowait()
+    assert isinstance(completion, Completion)
+    read = prompt + completion.token_ids.tolist()[:-1]
+    return first_difference(model, own_layers(model, read), [torch.cat(each)[: len(read)] for each in outputs])
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN counts as the largest."""
+    return b if not b <= a else a

@@ -1,0 +1,224 @@
+"""The check of a checkpoint at load: engine and trainer against the model's own forward pass in transformers.
+
+Engine and trainer compute a model by attention of their own. Where an architecture does something that they do not
+know, both would be wrong in the same way and their log-probs would still agree, so neither is asked about the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import rollmill
+from rollmill.config.model import ModelConfig
+from rollmill.core.errors import ModelError
+from rollmill.core.types import Completion, Experience
+from rollmill.engines.native.check import NEW, engine_gap, refused, wrong_model
+from rollmill.models.load import Policy, load_policy
+from rollmill.models.norms import find_norms, replaced
+from rollmill.models.own_forward import (
+    Gap,
+    cut_down,
+    first_difference,
+    own_layers,
+    own_logprobs,
+    recorded_layers,
+    tolerance,
+)
+from rollmill.models.storages import own_memory
+from rollmill.trainer.batch import micro_batches, token_table
+from rollmill.trainer.logprobs import attending_to, hidden_states, predict
+from rollmill.trainer.preparation import evaluation_mode
+
+log = logging.getLogger(__name__)
+
+_GRADIENT_TOLERANCE = 1e-2
+_GRADIENTS = 300_000_000  # parameters up to which gradients are compared
+_EXACT = 500_000_000  # parameters up to which a failure is looked at once more in float64
+_BUDGET = 4096  # tokens of a row: all sequences share one
+
+
+def load_checked(
+    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+) -> Policy:
+    """`load_policy`, and the check of what came from a folder.
+
+    Raises:
+        ModelError: see `load_policy` and `require_right`.
+    """
+    policy = load_policy(config, texts=texts, seed=seed, device=device)
+    if isinstance(config.path, Path):
+        require_right(policy.model, config.path)
+    return policy
+
+
+def require_right(model: Any, folder: Path) -> None:
+    """Check the model of a checkpoint folder unless one with the same configuration and shapes has passed before.
+
+    Raises:
+        ModelError: engine or trainer compute something else than the model, or cannot run it.
+    """
+    noted = _notes() / f"{_digest(model, folder)}.json"
+    if noted.is_file():
+        return
+    gaps = check_model(model, folder)
+    wrong = [gap for gap in gaps if not gap.right]
+    if wrong:
+        raise wrong_model(folder, model, wrong)
+    try:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        noted.write_text(json.dumps([asdict(gap) for gap in gaps]))
+    except OSError as error:
+        log.warning("the check of %s cannot be remembered, so it is made at every load: %s", folder, error)
+
+
+def check_model(model: Any, folder: Path) -> list[Gap]:
+    """Compare the engine, the trainer's forward pass and its gradient with the model's own.
+
+    A gap that float64 closes is a matter of rounding and is given as it is in float64.
+
+    Raises:
+        ModelError: the model cannot be run by one of them.
+    """
+    with cut_down(model):
+        gaps = _gaps(model, folder)
+        small = sum(p.numel() for p in model.parameters()) <= _EXACT
+        if small and not all(gap.right for gap in gaps) and next(model.parameters()).dtype == torch.float32:
+            gaps = _without_rounding(model, folder, gaps)
+    return gaps
+
+
+def _without_rounding(model: Any, folder: Path, gaps: list[Gap]) -> list[Gap]:
+    """The same gaps, with those of float64 where these are a hundred times smaller: then it was rounding."""
+    try:
+        with _in_float64(model):
+            exact = _gaps(model, folder)
+    except ModelError:  # a model that computes in float32 whatever its weights are
+        return gaps
+    rounded = [replace(gap, value=a.value, layer="") for a, gap in zip(exact, gaps, strict=True)]
+    return [b if b.value < a.value / 100 else a for a, b in zip(gaps, rounded, strict=True)]
+
+
+def _gaps(model: Any, folder: Path) -> list[Gap]:
+    with refused(model, folder):
+        engine, completions = engine_gap(model)
+        return [engine, *_trainer_gaps(model, completions)]
+
+
+def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[Gap]:
+    """Packed rows with shared prompts, in training mode: log-probs and the gradient of a weighted sum of them."""
+    device = next(model.parameters()).device
+    experiences = [_experience(each, i) for i, group in enumerate(completions) for each in group]
+    table = token_table(experiences, device)
+    weights = torch.randn(len(table.target), generator=torch.Generator().manual_seed(0)).to(device)
+    with_gradient = sum(p.numel() for p in model.parameters()) <= _GRADIENTS
+    found = torch.zeros(len(table.target), dtype=torch.float64, device=device)
+    norms = find_norms(model) if device.type == "cpu" else []
+    with torch.set_grad_enabled(with_gradient), evaluation_mode(model.train()), replaced(norms):
+        for micro in micro_batches(experiences, table, range(len(experiences)), _BUDGET, device):
+            with attending_to(model, micro):
+                logprob, _ = predict(model, micro, table)
+                found[micro.tokens] = logprob.detach().double()
+                if with_gradient:
+                    (logprob * weights[micro.tokens]).sum().backward()
+    gradient = _taken_gradient(model)
+    at, worst = 0, 0.0
+    for group in completions:
+        ids = [[*each.prompt_ids.tolist(), *each.token_ids.tolist()] for each in group]
+        with torch.set_grad_enabled(with_gradient):
+            own = own_logprobs(model, ids, NEW).flatten()
+            part = slice(at, at + len(own))
+            if with_gradient:
+                (own * weights[part]).sum().backward()
+        gap = float((own.detach().double() - found[part]).abs().max())
+        worst = gap if not gap <= worst else worst
+        at += len(own)
+    gaps = [Gap("trainer: log-probs", worst, tolerance(model))]
+    if not gaps[0].right:
+        gaps = [replace(gaps[0], layer=_layer(model, experiences))]
+    if with_gradient:
+        gaps.append(_gradient_gap(gradient, _taken_gradient(model)))
+    return gaps
+
+
+def _gradient_gap(found: dict[str, Tensor], own: dict[str, Tensor]) -> Gap:
+    """Relative, over all parameters; names the parameter that contributes most."""
+    apart = {name: float((found[name] - own[name]).double().norm()) for name in own}
+    norm = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
+    total = sum(value**2 for value in apart.values()) ** 0.5
+    gap = Gap("trainer: gradient", total / norm if norm else total, _GRADIENT_TOLERANCE)
+    return gap if gap.right else replace(gap, layer=max(apart, key=lambda name: apart[name]))
+
+
+def _taken_gradient(model: Any) -> dict[str, Tensor]:
+    """The gradient by parameter, which the model loses."""
+    taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return taken
+
+
+def _layer(model: Any, experiences: list[Experience]) -> str:
+    """Where the trainer's forward pass parts with the model, seen on one sequence alone."""
+    one, device = [experiences[0]], next(model.parameters()).device
+    micro = micro_batches(one, token_table(one, device), [0], _BUDGET, device)[0]
+    with torch.no_grad(), evaluation_mode(model.train()), attending_to(model, micro), recorded_layers(model) as outputs:
+        hidden_states(model, micro)
+    return first_difference(
+        model, own_layers(model, micro.input_ids[0].tolist()), [torch.cat(each) for each in outputs]
+    )
+
+
+def _experience(completion: Completion, group: int) -> Experience:
+    prompt, own = completion.prompt_ids, completion.token_ids
+    return Experience(
+        id=f"{group}-{completion.index}",
+        task_id=str(group),
+        group=str(group),
+        token_ids=np.concatenate([prompt, own]),
+        action_mask=np.arange(len(prompt) + len(own)) >= len(prompt),
+        logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
+        versions=np.concatenate([np.full(len(prompt), -1, np.int32), completion.versions]),
+    )
+
+
+@contextmanager
+def _in_float64(model: Any) -> Iterator[None]:
+    """The same weights in float64, and back: nothing is lost on the way."""
+    model.double()
+    try:
+        yield
+    finally:
+        model.float()
+        own_memory(model.parameters())
+
+
+def _notes() -> Path:
+    """The folder where passed checks are noted."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rollmill")
+    return Path(os.environ.get("ROLLMILL_CACHE", cache)) / "models"
+
+
+def _digest(model: Any, folder: Path) -> str:
+    """Names a configuration, the names and shapes of its weights, and the code that computes it."""
+    found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    found.update((folder / "config.json").read_bytes())
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    root = Path(rollmill.__file__).parent
+    for part in ("models", "engines/native", "trainer"):
+        for file in sorted((root / part).glob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()
