@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+if "ROLLMILL_CACHE" not in os.environ:  # one for all workers of pytest
+    os.environ["ROLLMILL_CACHE"] = tempfile.mkdtemp(prefix="rollmill-tests-")
+    atexit.register(shutil.rmtree, os.environ["ROLLMILL_CACHE"], ignore_errors=True)
 os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")  # Ray kills for what other programs take
 
 import torch

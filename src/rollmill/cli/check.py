@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from rollmill.cli.printing import print_json, print_table
 from rollmill.config.describe import describe, estimated_parameters, section_of
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards import PythonReward
@@ -17,18 +18,27 @@ from rollmill.core.registry import reward_function
 
 
 def command(
-    config: Annotated[Path, typer.Argument(help="Run file.")],
+    config: Annotated[Path | None, typer.Argument(help="Run file.")] = None,
     overrides: Annotated[
         list[str] | None, typer.Option("--set", metavar="SECTION.KEY=VALUE", help="Change one value (repeatable).")
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Run directory. Default: runs/NAME.")] = None,
     data: Annotated[bool, typer.Option("--data/--no-data", help="Load tasksets and reward functions.")] = True,
+    model: Annotated[
+        Path | None, typer.Option("--model", help="Check this checkpoint folder alone: is it computed as it should be?")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the resolved run as JSON.")] = False,
     as_yaml: Annotated[bool, typer.Option("--yaml", help="Print the resolved run file.")] = False,
 ) -> None:
     """Resolve a run file and print the run, or say what is wrong with it."""
     if as_json and as_yaml:
         raise ConfigError("give --json or --yaml, not both")
+    if (config is None) == (model is None):
+        raise ConfigError("give a run file, or --model with the folder of a checkpoint")
+    if model is not None:
+        _check_model(model, as_json)
+        return
+    assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
     counts = load_everything(run) if data else {}
     if as_yaml:
@@ -37,6 +47,34 @@ def command(
         print(json.dumps(_answer(run, counts), indent=2, ensure_ascii=False))
     else:
         print(describe(run, counts))
+
+
+def _check_model(folder: Path, as_json: bool) -> None:
+    """Print how far engine and trainer are from the model's own forward pass.
+
+    Raises:
+        ModelError: the folder cannot be loaded, or something is further off than rounding explains.
+    """
+    import torch
+
+    from rollmill.config.model import ModelConfig
+    from rollmill.engines.native.check import wrong_model
+    from rollmill.models.load import load_policy
+    from rollmill.trainer.check import check_model
+
+    policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"))
+    gaps = check_model(policy.model, folder)
+    if as_json:
+        found = [{"compared": g.path, "gap": g.value, "tolerance": g.tolerance, "layer": g.layer or None} for g in gaps]
+        print_json({"model": type(policy.model).__name__, "right": all(g.right for g in gaps), "gaps": found})
+    else:
+        header = ("compared with transformers", "gap", "tolerance", "verdict", "first layer that differs")
+        rows = [
+            [g.path, f"{g.value:.1e}", f"{g.tolerance:.0e}", "right" if g.right else "WRONG", g.layer] for g in gaps
+        ]
+        print_table(f"{type(policy.model).__name__} in {folder}", header, rows)
+    if wrong := [gap for gap in gaps if not gap.right]:
+        raise wrong_model(folder, policy.model, wrong)
 
 
 def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from rollmill.config.describe import section_of
+from rollmill.config.engine import NativeEngineConfig
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig
 from rollmill.config.placement import Inline, PlacementConfig
@@ -27,6 +29,7 @@ from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.models.classifier import require_classifier
 from rollmill.models.load import Policy
 from rollmill.models.lora import ADAPTER, load_adapter
+from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
 from rollmill.recipes import RewardModel
@@ -108,6 +111,9 @@ def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool =
         raise unreadable(Checkpoints(run_dir).path(step), error) from error
     if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
         require_classifier(policy.model)
+    for stage in loaded.stages:
+        if isinstance(stage.engine, NativeEngineConfig) and recurrent_layers(policy.model):
+            _refuse_drafts(stage, type(policy.model).__name__)
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     if joined and config.threads != "auto":
@@ -119,6 +125,20 @@ def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool =
     if not joined:
         save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
     return Setup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _refuse_drafts(stage: StageConfig, model: str) -> None:
+    """Raises ConfigError where a stage has drafts checked: the state of recurrent layers cannot be cut back."""
+    rollouts = {"rollout": stage.rollout}
+    for name, each in ({} if stage.evaluation is None else stage.evaluation.all_sets()).items():
+        rollouts[section_of(name)] = stage.examined(each).rollout
+    for place, rollout in rollouts.items():
+        keys = [key for key in ("reuse", "ngram_draft") if getattr(rollout, key) is not None]
+        if keys:
+            raise ConfigError(
+                f"stage {stage.name}: {place}: {keys[0]} does not work with {model}: it has recurrent layers, whose state "
+                "cannot go back to before a draft that is rejected; remove this key"
+            )
 
 
 def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:

@@ -175,6 +175,11 @@ class NativeEngine:
         """Take a request; its completions come into the queue `results` of what is returned."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
+        if self._runner.recurrent and (request.drafts or request.sampling.ngram_draft is not None):
+            raise EngineError(
+                f"{request.id}: the model has recurrent layers, whose state cannot go back to before a draft that is "
+                "rejected; ask without drafts and ngram_draft"
+            )
         group = make_group(request, self._tokenizer, self._eos_ids, self._context)
         if group.unfinished:
             self._queue.append(group)
