@@ -99,11 +99,76 @@ SIZES: dict[str, Any] = {
 }
 """By the name of a configuration's field; applied where the class has the field, to what it is composed of, too."""
 
-SPECIAL: dict[str, dict[str, Any]] = {}
-"""By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
+_CONV = ["conv", "full_attention", "conv"]
+_HYBRID = ["linear_attention", "full_attention", "linear_attention"]
+_SWA = ["sliding_attention", "full_attention", "sliding_attention"]
+_ROPES = {kind: {"rope_type": "default", "rope_theta": 1e4} for kind in ("sliding_attention", "full_attention")}
+_VISION = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": 96,
+    "num_hidden_layers": 1,
+    "num_attention_heads": HEADS,
+    "image_size": 32,
+    "patch_size": 16,
+}
+_DRAFTER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3}
+_DRAFTER |= {"num_hidden_layers": 3, "layer_types": _SWA}
 
-PARTS = ("vision_config", "audio_config", "vq_config", "text_encoder", "audio_encoder", "audio_encoder_config")
-"""Sub-configurations of what no text passes through; made small only where a model would be large otherwise."""
+SPECIAL: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
+    "blt": {
+        "encoder_hash_byte_group_vocab": 100,
+        **{
+            f"{part}_config": {"hidden_size": HIDDEN, "num_attention_heads": HEADS, "num_hidden_layers": 2}
+            | {"intermediate_size": 96, "vocab_size": VOCABULARY, "hidden_size_global": 2 * HIDDEN}
+            for part in ("patcher", "encoder", "decoder")
+        },
+        "global_config": {"hidden_size": 2 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS},
+    },
+    "cohere_compass_text": {"layer_types": _SWA, "num_hidden_layers": 3, "rope_parameters": _ROPES},
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dots3_note": {
+        "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "mlp_layer_types": ["dense"] * 4},
+        "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+    },
+    "fuyu": {"text_config": {"model_type": "persimmon"}},
+    "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "layer_types": ["sliding_attention", "full_attention", *_SWA],
+        "num_kv_shared_layers": 2,
+        "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
+    },
+    "gemma4_assistant": {"backbone_hidden_size": HIDDEN, "text_config": {"model_type": "gemma4_text", **_DRAFTER}},
+    "gemma4_unified_assistant": {
+        "backbone_hidden_size": HIDDEN,
+        "text_config": {"model_type": "gemma4_unified_text", **_DRAFTER},
+    },
+    "git": {"vision_config": _VISION},
+    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granitemoehybrid": {"layer_types": _HYBRID, "num_hidden_layers": 3},
+    "hrm_text": {"num_hidden_layers": 2},
+    "laguna": {"layer_types": _SWA, "num_hidden_layers": 3, "mlp_layer_types": ["dense", "sparse", "sparse"]},
+    "lfm2": {"layer_types": _CONV, "num_hidden_layers": 3},
+    "lfm2_moe": {"layer_types": _CONV, "num_hidden_layers": 3},
+    "longcat_flash": {"head_dim": 8},
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "mellum": {"layer_types": _SWA, "num_hidden_layers": 3, "mlp_layer_types": ["sparse"] * 3},
+    "ministral": {"layer_types": _SWA, "num_hidden_layers": 3},
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse"],
+        "num_hidden_layers": 3,
+        "mlp_layer_types": ["dense", "sparse", "sparse"],
+        "index_block_size": 8,
+        "index_topk_blocks": 2,
+    },
+    "modernbert-decoder": {"cls_token_id": 2, "sep_token_id": 1, "local_attention": 2 * WINDOW},
+    "moshi": {"audio_vocab_size": 16},
+    "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
+    "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
+}
+"""By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
 
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "indexer_types", "layer_rope_theta")
 """Lists with one entry per layer."""
@@ -137,7 +202,8 @@ def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
         torch.manual_seed(seed)
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         randomise(model)
-    return model.eval()
+    spread_logits(model.eval())
+    return model
 
 
 @torch.no_grad()
@@ -159,6 +225,16 @@ def randomise(model: nn.Module) -> None:
             tensor.add_(noise, alpha=0.1 * spread)
 
 
+@torch.no_grad()
+def spread_logits(model: Any) -> None:
+    """Scale the output layer until logits have a standard deviation of about 1.5, so that tokens differ clearly."""
+    tokens = torch.randint(8, VOCABULARY, (1, 64), generator=torch.Generator().manual_seed(0))
+    head = model.get_output_embeddings()
+    for _ in range(0 if head is None else 4):
+        logits = model(input_ids=tokens, use_cache=False).logits
+        head.weight.mul_(min(8.0, max(0.1, 1.5 / float(logits.std(-1).mean()))))
+
+
 def _floating_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     for name, buffer in model.named_buffers():
         if buffer.is_floating_point():
@@ -167,6 +243,8 @@ def _floating_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
     """Arguments of a configuration class: small sizes, no dropout, and one layer of every kind."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
     fields = {field.name: field for field in dataclasses.fields(kind)}
     chosen: dict[str, Any] = {}
     for name, field in fields.items():
@@ -177,17 +255,27 @@ def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
     if "kv_lora_rank" in fields:  # multi-head latent attention has as many keys as queries
         chosen["num_key_value_heads"] = HEADS
     for name, part in (kind.sub_configs or {}).items():
-        if name not in PARTS and dataclasses.is_dataclass(part) and part.__name__ != "AutoConfig":
-            own = special.get(name)
-            chosen[name] = _fields(part, own if isinstance(own, dict) else {})
-    chosen |= _layers(kind, chosen, special)
-    chosen |= {name: value for name, value in special.items() if not isinstance(value, dict) or name not in chosen}
+        own = special.get(name, {})
+        part = CONFIG_MAPPING[own["model_type"]] if "model_type" in own else part
+        if dataclasses.is_dataclass(part) and part.__name__ not in ("AutoConfig", "PreTrainedConfig"):
+            chosen[name] = _fields(part, own)
+    if "num_hidden_layers" not in special:
+        chosen |= _layers(kind, chosen, special)
+    chosen |= {name: value for name, value in special.items() if name not in (kind.sub_configs or {})}
     return {name: value for name, value in chosen.items() if name in fields or name in special or name == "attn_implementation"}
+
+
+def _default(kind: Any, chosen: dict[str, Any]) -> Any:
+    """The configuration with its usual number of layers, if it is valid."""
+    try:
+        return kind(**{name: value for name, value in chosen.items() if name != "num_hidden_layers"})
+    except Exception:  # each class checks in its own way
+        return kind()
 
 
 def _layers(kind: Any, chosen: dict[str, Any], special: dict[str, Any]) -> dict[str, Any]:
     """Lists with the kind of each layer, cut down to one layer (at least two together) of every combination."""
-    default = kind()
+    default = _default(kind, {**chosen, **special})
     lists = {name: list(value) for name in KINDS if isinstance(value := getattr(default, name, None), Sequence)}
     lists = {name: value for name, value in lists.items() if value and name not in special}
     if not lists or "num_hidden_layers" not in chosen:
