@@ -67,6 +67,15 @@ SIZES: dict[str, Any] = {
     **dict.fromkeys(("chunk_size", "mamba_chunk_size", "local_attn_chunk_length", "lsh_attn_chunk_length"), WINDOW),
     **dict.fromkeys(("index_topk", "local_attention_window_len", "rel_extent"), WINDOW),
     "block_size": 8,
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), 5.0),
+    "clip_qkv": 2.0,
+    "logit_scale": 0.25,
+    **dict.fromkeys(("logits_scaling", "embedding_multiplier"), 2.0),
+    **dict.fromkeys(("residual_multiplier", "attention_multiplier", "lm_head_multiplier", "key_multiplier"), 0.5),
+    **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier", "attention_out_multiplier"), 0.75),
+    "attention_in_multiplier": 1.5,
+    "routed_scaling_factor": 1.5,
+    **dict.fromkeys(("qk_layernorm", "use_qk_norm"), True),
     "floor_scale": 32,  # position-dependent temperatures begin within the sequences
     # state spaces, linear attention and short convolutions
     **dict.fromkeys(("state_size", "mamba_d_state", "ssm_state_size"), 16),
@@ -111,8 +120,34 @@ _VISION = {
     "image_size": 32,
     "patch_size": 16,
 }
-_DRAFTER = {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3}
-_DRAFTER |= {"num_hidden_layers": 3, "layer_types": _SWA}
+_DOTS3 = {
+    "swa_num_attention_heads": HEADS,
+    "swa_num_key_value_heads": HEADS,
+    "swa_q_lora_rank": 24,
+    "swa_kv_lora_rank": 24,
+    "swa_head_dim": 24,
+    "swa_qk_nope_head_dim": HEAD,
+    "swa_v_head_dim": HEAD,
+}
+_QWEN4 = {
+    "indexer_n_heads": HEADS,
+    "indexer_kv_heads": 1,
+    "indexer_head_dim": HEAD,
+    "indexer_budget": WINDOW,
+    "indexer_compress_ratio": 4,
+    "ple_layer_ids": [1],
+    "ngram_vocab_size_base": 200,
+    "make_ngram_vocab_size_divisible_by": 8,
+    "split_ngram_parts": 4,
+    "heads_per_ngram": 4,
+    "hc_lowrank": 16,
+}
+_GEMMA4 = {
+    "num_hidden_layers": 5,
+    "layer_types": ["sliding_attention", "full_attention", *_SWA[:2], "full_attention"],
+    "num_kv_shared_layers": 2,
+    "attention_k_eq_v": True,
+}
 
 SPECIAL: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1], "num_hidden_layers": 3},
@@ -126,11 +161,13 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "global_config": {"hidden_size": 2 * HIDDEN, "num_hidden_layers": 2, "num_attention_heads": HEADS},
     },
     "cohere_compass_text": {"layer_types": _SWA, "num_hidden_layers": 3, "rope_parameters": _ROPES},
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 2.0}},
     "dots3_note": {
         "vision_config": {"adapter_in_dim": HIDDEN, "adapter_out_dim": HIDDEN, "mlp_layer_types": ["dense"] * 4},
         "audio_config": {"adapter_input_size": HIDDEN, "adapter_out_dim": HIDDEN},
+        "text_config": _DOTS3,
     },
+    "dots3_note_text": _DOTS3,
     "fuyu": {"text_config": {"model_type": "persimmon"}},
     "gemma3": {"vision_config": {"model_type": "siglip_vision_model", **_VISION}, "mm_tokens_per_image": 4},
     "gemma3n_text": {
@@ -139,13 +176,14 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "num_kv_shared_layers": 2,
         "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
     },
-    "gemma4_assistant": {"backbone_hidden_size": HIDDEN, "text_config": {"model_type": "gemma4_text", **_DRAFTER}},
-    "gemma4_unified_assistant": {
-        "backbone_hidden_size": HIDDEN,
-        "text_config": {"model_type": "gemma4_unified_text", **_DRAFTER},
-    },
+    "gemma4_text": _GEMMA4 | {"enable_moe_block": True},
+    "gemma4_unified_text": _GEMMA4,
     "git": {"vision_config": _VISION},
-    "got_ocr2": {"text_config": {"model_type": "qwen2"}},
+    "got_ocr2": {
+        "text_config": {"model_type": "qwen2"},
+        "vision_config": _VISION | {"output_channels": HIDDEN, "mlp_dim": 96, "global_attn_indexes": [0]},
+    },
+    "gpt-sw3": {"scale_attn_by_inverse_layer_idx": True},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granitemoehybrid": {"layer_types": _HYBRID, "num_hidden_layers": 3},
     "hrm_text": {"num_hidden_layers": 2},
@@ -166,6 +204,25 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "modernbert-decoder": {"cls_token_id": 2, "sep_token_id": 1, "local_attention": 2 * WINDOW},
     "moshi": {"audio_vocab_size": 16},
     "moss_transcribe_diarize": {"text_config": {"model_type": "qwen3"}},
+    "phi4_multimodal": {
+        "vision_config": _VISION | {"crop_size": 32},
+        "audio_config": {"num_blocks": 1, "ext_pw_out_channel": HIDDEN, "depthwise_separable_out_channel": HIDDEN}
+        | {"nemo_conv_channels": HIDDEN},
+    },
+    "qwen4_exp": {"text_config": _QWEN4},
+    "qwen4_exp_text": _QWEN4,
+    "reformer": {"axial_pos_embds_dim": [16, 48], "axial_pos_shape": [16, 32], "attn_layers": ["local", "lsh"]},
+    "roc_bert": {
+        "pronunciation_vocab_size": VOCABULARY,
+        "pronunciation_embed_dim": 16,
+        "shape_vocab_size": VOCABULARY,
+        "shape_embed_dim": 16,
+    },
+    "xmod": {"default_language": "en_XX"},
+    **dict.fromkeys(
+        ("zamba", "zamba2"),
+        {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4},
+    ),
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
 }
 """By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
@@ -179,6 +236,16 @@ def architectures() -> list[str]:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     return list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+
+
+UNBUILT = {
+    "gemma3n": "its image encoder needs the library timm",
+    "gemma4_assistant": "a drafter: it reads the keys and values of the model that it drafts for",
+    "gemma4_unified_assistant": "a drafter: it reads the keys and values of the model that it drafts for",
+    "musicgen": "AutoModelForCausalLM cannot make its decoder from the whole configuration",
+    "musicgen_melody": "AutoModelForCausalLM cannot make its decoder from the whole configuration",
+}
+"""Why transformers' AutoModelForCausalLM does not make or run these, in words."""
 
 
 def tiny_config(architecture: str) -> Any:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from bench.tiny_architectures import VOCABULARY, tiny_model
+from bench.tiny_architectures import UNBUILT, VOCABULARY, tiny_model
 from rollmill.config.model import ModelConfig, TokenizerConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.core.errors import RollmillError
@@ -72,7 +72,7 @@ def judge(architecture: str, folder: Path) -> Finding:
     try:
         reference = _built(architecture, folder, finding)
     except NotBuiltError as error:
-        finding.verdict, finding.why = "not built", str(error)
+        finding.verdict, finding.why = "not built", UNBUILT.get(architecture, str(error))
         return finding
     policy = _guarded(
         finding,
