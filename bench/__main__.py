@@ -30,6 +30,7 @@ NAMES = (
     "ranks",
     "simulate",
     "plan",
+    "architectures",
     "gpu_check",
 )
 

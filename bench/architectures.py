@@ -1,0 +1,178 @@
+"""Which of transformers' causal language models rollmill rolls out and trains right, and which it refuses.
+
+Every architecture is tried as a tiny random model: rollouts, packed training and the gradient against the checkpoint's
+own eager forward pass in transformers. `wrong` and `traceback` are bugs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import os
+import resource
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from bench import machine
+from bench.harness import RESULTS, ROOT, BenchError, note
+from bench.worker import versions
+
+VERDICTS = ("right", "refused", "wrong", "traceback", "not built")
+PAGE = ROOT / "docs" / "guide" / "models.md"
+BEGIN, END = "<!-- matrix: python -m bench architectures --table -->", "<!-- end of matrix -->"
+PROCESSOR_S, WALL_S = 60, 300  #: limits of one architecture
+
+
+def main(arguments: list[str], only_json: bool) -> int:
+    """Run the benchmark; see the module's docstring. Exit code 1 where something is wrong or ends in a traceback."""
+    parser = argparse.ArgumentParser(prog="bench architectures", description=__doc__)
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="model types of transformers; nothing is written")
+    parser.add_argument("--workers", type=int, default=min(2, len(machine.cores())))
+    parser.add_argument("--folder", type=Path, default=RESULTS, help="where architectures.json goes")
+    parser.add_argument("--table", action="store_true", help=f"only write the matrix of {PAGE.name} from the last result")
+    args = parser.parse_args(arguments)
+    if args.table:
+        PAGE.write_text(with_matrix(PAGE.read_text(), json.loads((args.folder / "architectures.json").read_text())))
+        return 0
+    findings = judged(args.only, args.workers, progress=not only_json)
+    count = Counter(finding["verdict"] for finding in findings)
+    line = {
+        "bench": "architectures",
+        **{verdict.replace(" ", "_"): count[verdict] for verdict in VERDICTS},
+        "architectures": len(findings),
+        "versions": versions("torch", "transformers"),
+        "machine": machine.describe(),
+    }
+    if args.only is None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        record = json.dumps({**line, "findings": findings}, indent=1)
+        (args.folder / "architectures.json").write_text(record + "\n")
+    elif only_json:
+        line["findings"] = findings
+    print(json.dumps(line))
+    return 1 if count["wrong"] or count["traceback"] else 0
+
+
+def judged(only: Sequence[str] | None, workers: int, progress: bool) -> list[dict[str, Any]]:
+    """A finding for each architecture, in transformers' order. Each is judged in a process of its own."""
+    os.environ["TRANSFORMERS_VERBOSITY"] = "error"
+    import torch
+
+    torch.set_num_threads(1)
+    from bench.ours.architectures import judge  # noqa: F401  (imported before the processes fork)
+    from bench.tiny_architectures import architectures, tiny_model
+
+    tiny_model("llama")  # what it imports is there for all processes
+    known = architectures()
+    if unknown := sorted(set(only or ()) - set(known)):
+        raise BenchError(f"transformers has no causal language model of type {', '.join(unknown)}")
+    waiting, running = [name for name in known if only is None or name in only], list[_Process]()
+    found: dict[str, dict[str, Any]] = {}
+    order = list(waiting)
+    while waiting or running:
+        while waiting and len(running) < workers:
+            running.append(_Process(waiting.pop(0)))
+        wait([process.answer for process in running], timeout=1)
+        for process in [process for process in running if process.done()]:
+            running.remove(process)
+            finding = found[process.name] = process.finding()
+            if progress:
+                note(one_line(finding))
+    return [found[name] for name in order]
+
+
+class _Process:
+    """A forked process that judges one architecture. It has limits of processor time and of time."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.answer, answer = multiprocessing.Pipe(duplex=False)
+        self._process = multiprocessing.get_context("fork").Process(target=_judge, args=(name, answer), daemon=True)
+        self._process.start()
+        answer.close()
+        self._began = time.monotonic()
+
+    def done(self) -> bool:
+        return self.answer.poll() or time.monotonic() - self._began > WALL_S
+
+    def finding(self) -> dict[str, Any]:
+        result: dict[str, Any]
+        try:
+            if not self.answer.poll():
+                raise EOFError
+            result = self.answer.recv()
+        except EOFError:
+            self._process.kill()
+            self._process.join()
+            why = f"its process ended with {self._process.exitcode}; it may take {PROCESSOR_S} s of processor time"
+            result = {"name": self.name, "model": "", "verdict": "traceback", "stage": "", "why": why}
+        self._process.join(20)
+        result["seconds"] = round(time.monotonic() - self._began, 1)
+        return result
+
+
+def _judge(name: str, answer: Connection) -> None:
+    from bench.ours.architectures import judge
+
+    resource.setrlimit(resource.RLIMIT_CPU, (PROCESSOR_S, PROCESSOR_S + 5))
+    with open(os.devnull, "w") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+    with tempfile.TemporaryDirectory(prefix="architecture-") as folder:
+        answer.send(asdict(judge(name, Path(folder))))
+
+
+def one_line(finding: dict[str, Any]) -> str:
+    """A finding for the terminal."""
+    values = [finding.get(key) for key in ("rollout_gap", "chunked_gap", "training_gap", "gradient")]
+    numbers = " ".join("   --  " if value is None else f"{value:7.1e}" for value in values)
+    extra = "; ".join([finding["why"], *finding.get("notes", [])]).strip("; ")
+    stage = f" at {finding['stage']}" if finding["stage"] else ""
+    return f"{finding['name']:26} {finding['verdict'] + stage:20} {numbers}  {extra}"
+
+
+def with_matrix(page: str, record: dict[str, Any]) -> str:
+    """The page with the matrix between its markers.
+
+    Raises:
+        BenchError: it has no markers.
+    """
+    head, begin, rest = page.partition(BEGIN)
+    _, end, tail = rest.partition(END)
+    if not begin or not end:
+        raise BenchError(f"{PAGE} lacks the markers {BEGIN} and {END}")
+    return f"{head}{BEGIN}\n\n{matrix(record)}\n\n{END}{tail}"
+
+
+def matrix(record: dict[str, Any]) -> str:
+    """The findings as Markdown: what is right with its gaps, the rest with the reason."""
+    groups = {verdict: [f for f in record["findings"] if f["verdict"] == verdict] for verdict in VERDICTS}
+    counts = ", ".join(f"{len(found)} {verdict}" for verdict, found in groups.items() if found)
+    parts = [
+        f"transformers {record['versions']['transformers']}, {record['architectures']} architectures: {counts}.",
+        "| architecture | rollout gap | in chunks, new weights | training gap | gradient |\n|---|---|---|---|---|\n"
+        + "\n".join(
+            f"| {f['name']} | {f['rollout_gap']:.0e} | {f['chunked_gap']:.0e} | {f['training_gap']:.0e} "
+            f"| {f['gradient']:.0e} |"
+            for f in groups["right"]
+        ),
+    ]
+    for verdict in VERDICTS[1:]:
+        if groups[verdict]:
+            rows = "\n".join(f"| {f['name']} | {_cell(f['why'])} |" for f in groups[verdict])
+            parts.append(f"| {verdict} | why |\n|---|---|\n{rows}")
+    return "\n\n".join(parts)
+
+
+def _cell(text: str) -> str:
+    """Without folders and line breaks, at most 200 characters."""
+    words = [word for word in text.split() if not word.startswith("/")]
+    short = " ".join(words).replace("|", "\\|").removeprefix("model.path: ")
+    return short if len(short) <= 200 else short[:197] + "..."
