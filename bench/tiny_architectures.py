@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,7 +89,9 @@ SIZES: dict[str, Any] = {
     # positions and vocabularies
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
     **dict.fromkeys(("max_target_positions", "position_bias_max_distance"), CONTEXT),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 16),
     "eos_token_id": 1,
     "bos_token_id": 2,
@@ -219,10 +220,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shape_embed_dim": 16,
     },
     "xmod": {"default_language": "en_XX"},
-    **dict.fromkeys(
-        ("zamba", "zamba2"),
-        {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4},
-    ),
+    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
 }
 """By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
@@ -276,9 +275,9 @@ def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
     """Move every parameter away from where it was initialised, and saved buffers (biases of routers), too."""
-    saved = set(model.state_dict())
+    saved, buffers = set(model.state_dict()), {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *_floating_buffers(model)]:
-        if name not in saved or "running_" in name or "inv_freq" in name:
+        if name not in saved or (name in buffers and "bias" not in name):  # others are made of the configuration
             continue
         generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
         noise = torch.randn(tensor.shape, generator=generator)
@@ -329,7 +328,11 @@ def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
     if "num_hidden_layers" not in special:
         chosen |= _layers(kind, chosen, special)
     chosen |= {name: value for name, value in special.items() if name not in (kind.sub_configs or {})}
-    return {name: value for name, value in chosen.items() if name in fields or name in special or name == "attn_implementation"}
+    return {
+        name: value
+        for name, value in chosen.items()
+        if name in fields or name in special or name == "attn_implementation"
+    }
 
 
 def _default(kind: Any, chosen: dict[str, Any]) -> Any:

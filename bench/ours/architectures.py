@@ -1,7 +1,7 @@
 """The judge of `bench architectures`: rollouts and training of one tiny model against transformers' own forward pass.
 
 The reference is `AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")` in fp32 and eval mode, fed
-with one sequence at a time, without padding, mask or cache. Everything of rollmill's goes through `load_policy`.
+with one sequence at a time, without padding, mask or cache. Everything of rollmill's goes through `load_checked`.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from rollmill.core.errors import RollmillError
 from rollmill.core.types import Completion, Experience
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
-from rollmill.models.load import load_policy
 from rollmill.models.new import quiet
 from rollmill.models.norms import find_norms, replaced
 from rollmill.models.tokenizer import train_tokenizer
 from rollmill.trainer.batch import micro_batches, token_table
+from rollmill.trainer.check import load_checked
 from rollmill.trainer.logprobs import attending_to, predict
 from rollmill.trainer.preparation import evaluation_mode
 
-GAP, GRADIENT = 1e-4, 1e-3  #: largest |log-prob - reference| in nats, and relative L2 difference of gradients
+GAP, GRADIENT = 1e-3, 1e-2  #: largest |log-prob - reference| in nats, and relative L2 difference of gradients
 NEW_TOKENS = 40
 PROMPTS = (41, 25)  #: tokens; four completions of the first, two of the second
 ROWS = ((37, (40, 23, 9)), (21, (30, 5)), (12, (50,)))  #: prompts and completions that are trained on in one row
@@ -77,7 +77,7 @@ def judge(architecture: str, folder: Path) -> Finding:
     policy = _guarded(
         finding,
         "load",
-        lambda: load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
+        lambda: load_checked(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
     )
     if policy is None:
         return finding
@@ -93,7 +93,7 @@ def _decide(finding: Finding, reference: nn.Module) -> None:
     gap, gradient = max(gaps, default=0.0), finding.gradient or 0.0
     if gap <= GAP and gradient <= GRADIENT:
         return
-    if gap < 100 * GAP and gradient < 100 * GRADIENT:
+    if gap < 10 * GAP and gradient < 10 * GRADIENT:
         _widen_bounds(finding, reference)
     if gap <= finding.gap_bound and gradient <= finding.gradient_bound:
         return
