@@ -74,7 +74,12 @@ def _fill(weight: Tensor) -> None:
 def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions, seed: int = 0) -> Any:
     """Rollouts with everything that advantages look at, and the demonstrations or pairs that the algorithm needs."""
     if options.uses_pairs:
-        return _pairs(make_batch(seed=seed, groups=5, size=2))
+        return _preferred(make_batch(seed=seed, groups=5, size=2))
+    if options.uses_labels:
+        batch = _preferred(make_batch(seed=seed, groups=5, size=2))
+        for e in batch:
+            e.group = e.id
+        return batch
     batch = make_batch(seed=seed, experts=3 if options.uses_experts else 0)
     for e in batch:
         index = int(e.id.rpartition("-")[2])
@@ -112,7 +117,7 @@ def _compares_steps(options: AlgorithmOptions) -> bool:
     return advantage is not None and advantage.uses_episodes
 
 
-def _pairs(batch: list[Experience]) -> list[Experience]:
+def _preferred(batch: list[Experience]) -> list[Experience]:
     for e in batch:
         e.source, e.temperature = Source.PREFERENCE, 1.0
         e.logprobs, e.versions = np.zeros_like(e.logprobs), np.full_like(e.versions, -1)

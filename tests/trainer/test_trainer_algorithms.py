@@ -73,6 +73,10 @@ CUT = {
     "mix": {"mu": 0.3, "kl": 0.1},
     "ppo": {"advantage": {"lam": 0.9}},
     "dpo": {"sft": 0.2},
+    "orpo": {"weight": 0.5},
+    "kto": {"desirable_weight": 1.3},
+    "sft_is": {},
+    "sft_phi": {"cutoff": 0.9},
 }
 
 

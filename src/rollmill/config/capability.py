@@ -61,8 +61,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys that no component of this stage honours, each with who would."""
     keys: dict[KeyPath, str] = {}
     algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
-    data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
-    learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
+    learner = f"algorithm `{algorithm.name}` learns from {algorithm.examples} and rolls nothing out"
     if not algorithm.uses_rollouts:
         names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
         batch = [("rollout", name) for name in names]
@@ -120,11 +119,11 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what lies between explorer and trainer."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
-    if not (algorithm.uses_experts or algorithm.uses_pairs):
+    if not algorithm.uses_examples:
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text
     elif algorithm.uses_pairs:
-        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; those that imitate honour it"
+        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
         keys["experts", "rated_at_least"] = text
     if buffer.store == "memory":
         keys["buffer", "url"] = "not honoured by store `memory`; it is by `sql`"

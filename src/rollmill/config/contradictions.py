@@ -24,7 +24,7 @@ from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks,
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, dotted
 from rollmill.config.workflow_checks import workflow_contradictions
-from rollmill.recipes import Distill
+from rollmill.recipes import KTO, Distill
 
 Finding = tuple[KeyPath, str]
 
@@ -232,6 +232,9 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
     if trainer.updates_per_batch > batch:
         text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"
         yield ("trainer", "updates_per_batch"), text
+    if isinstance(algorithm, KTO) and algorithm.batch < 2:
+        text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
+        yield ("algorithm", "batch"), text
     if trainer.warmup_steps > stage.steps:
         text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
         yield ("trainer", "warmup_steps"), text

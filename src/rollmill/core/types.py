@@ -37,7 +37,9 @@ class Source(StrEnum):
 
     USUAL = "usual"  #: rolled out by the policy
     EXPERT = "expert"  #: a demonstration to imitate
-    PREFERENCE = "preference"  #: one of a pair that is its group; the chosen one has the greater reward
+    PREFERENCE = "preference"
+    """One of a pair that is its group, where the chosen one has the greater reward; or a group of its own: a desirable
+    (reward 1) or undesirable (reward 0) completion."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Task:
 
     `prompt` is the text or the chat messages shown to the policy (templates already applied, chat template not yet);
     `response` is a worked solution, if the taskset has one: what SFT and MIX imitate, and DPO prefers to `rejected`.
+    KTO takes `response` for desirable and `rejected` for undesirable; a task may have one of them only.
     """
 
     id: str

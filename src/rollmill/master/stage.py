@@ -119,7 +119,7 @@ class StageRun:
         self._engine_counted: dict[str, float] = {}  # at the end of the last step
         self._store = context.buffers.of_stage(config)
         self._experts: ExpertPool | None = None
-        if config.algorithm.uses_experts or config.algorithm.uses_pairs:
+        if config.algorithm.uses_examples:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, context.buffers, seed=self._seed)
         reuse = config.rollout.reuse
         self._drafts = None if reuse is None else DraftShelf(reuse)

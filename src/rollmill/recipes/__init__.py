@@ -22,8 +22,10 @@ from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
 from rollmill.recipes.gspo import GSPO
 from rollmill.recipes.kimi import Kimi
+from rollmill.recipes.kto import KTO
 from rollmill.recipes.mix import MIX
 from rollmill.recipes.opmd import OPMD
+from rollmill.recipes.orpo import ORPO
 from rollmill.recipes.ppo import PPO
 from rollmill.recipes.raft import RAFT
 from rollmill.recipes.rec import REC
@@ -35,6 +37,8 @@ from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
 from rollmill.recipes.sft import SFT
+from rollmill.recipes.sft_is import SFTImportance
+from rollmill.recipes.sft_phi import SFTPhi
 from rollmill.recipes.sppo import SPPO
 from rollmill.recipes.stepwise_grpo import StepwiseGRPO
 from rollmill.recipes.topr import TOPR
@@ -65,9 +69,13 @@ AlgorithmUnion = Annotated[
     | StepwiseGRPO
     | GiGPO
     | SFT
+    | SFTImportance
+    | SFTPhi
     | MIX
     | CHORD
     | DPO
+    | ORPO
+    | KTO
     | Distill
     | RewardModel,
     Field(discriminator="name"),
@@ -92,8 +100,10 @@ __all__ = [
     "GPG",
     "GRPO",
     "GSPO",
+    "KTO",
     "MIX",
     "OPMD",
+    "ORPO",
     "PPO",
     "RAFT",
     "REC",
@@ -114,6 +124,8 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "RewardModel",
+    "SFTImportance",
+    "SFTPhi",
     "StepwiseGRPO",
     "known_algorithms",
 ]

@@ -4,6 +4,7 @@ from rollmill.tasks.render import (
     encode_demonstration,
     encode_prompt,
     expert_experience,
+    labelled_completion,
     preference_pair,
     prompt_text,
 )
@@ -18,6 +19,7 @@ __all__ = [
     "encode_demonstration",
     "encode_prompt",
     "expert_experience",
+    "labelled_completion",
     "load_taskset",
     "preference_pair",
     "prompt_text",

@@ -72,6 +72,15 @@ def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list
     return pair
 
 
+def labelled_completion(task: Task, tokenizer: Any, eos_id: int, group: str) -> Experience:
+    """The task's only solution as a group of its own: reward 1 where it is desirable (`response`), else 0."""
+    desirable = task.response is not None
+    name, text = ("desirable", task.response) if desirable else ("undesirable", task.rejected)
+    made = _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=Source.PREFERENCE)
+    made.reward = float(desirable)
+    return made
+
+
 def _demonstrated(
     task: Task, response: str | None, tokenizer: Any, eos_id: int, *, name: str, group: str, source: Source
 ) -> Experience:

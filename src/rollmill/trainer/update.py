@@ -16,6 +16,7 @@ from rollmill.trainer.divergences import token_divergences
 from rollmill.trainer.failure import training_failure
 from rollmill.trainer.logprobs import attending_to
 from rollmill.trainer.metrics import TokenMetrics
+from rollmill.trainer.mismatched import baseline_of
 from rollmill.trainer.objective import Objective
 from rollmill.trainer.optimizer import clip, gradient_norm, gradients
 from rollmill.trainer.passes import Passes
@@ -58,6 +59,8 @@ class Updates:
             TrainingError: a loss or gradient is not finite, on whichever rank; the weights are as before.
         """
         learned = set(part.objective.learned)
+        if part.objective.mismatched is not None:
+            part.objective.kl_baseline = baseline_of(self._model, self._passes, part.objective.mismatched, part.chosen)
         if first_pass:
             silent = [i for i in part.chosen if i not in learned and part.experiences[i].source is Source.USUAL]
             with torch.no_grad():
