@@ -48,7 +48,7 @@ def _case(batch: list[Experience], forward: Any, model: Any, start: list[Tensor]
 
 
 def test_every_algorithm_has_a_formula() -> None:
-    assert {formula.name for formula in FORMULAS.values()} | {"ppo", "distill", "reward_model", "kto"} == BUILT_IN
+    assert {formula.name for formula in FORMULAS.values()} | {"ppo", "distill", "jsd", "self_distill", "reward_model", "kto"} == BUILT_IN
 
 
 @pytest.mark.parametrize(

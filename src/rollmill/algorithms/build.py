@@ -21,7 +21,7 @@ from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adapt
 from rollmill.config.advantage import GAE, BatchNormalised, PartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.core.types import Source
-from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, Distill, SFTImportance, SFTPhi
+from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, Distillation, SelfDistill, SFTImportance, SFTPhi
 
 Weight = float | Callable[[int], float]
 
@@ -42,9 +42,9 @@ def build_recipe(
         return Recipe(options.name, terms)
     if isinstance(options, DPO | ORPO | KTO):
         return preference_recipe(options)
-    if isinstance(options, Distill):
-        aggregate = aggregation(options.aggregation, max_length=max_new_tokens)
-        return Recipe(options.name, (LossTerm("distill", _divergence, aggregate),), distill=options)
+    if isinstance(options, Distillation):
+        term = LossTerm("distill", _divergence, aggregation(options.aggregation, max_length=max_new_tokens))
+        return Recipe(options.name, (term,), distill=options, teacher_prompts=isinstance(options, SelfDistill))
     assert isinstance(options, PolicyGradientOptions)
     share: Weight = 1.0
     expert: tuple[LossTerm, ...] = ()

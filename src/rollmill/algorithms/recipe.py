@@ -15,7 +15,7 @@ from torch import Tensor
 from rollmill.algorithms.token_advantages import ValueTargets
 from rollmill.config.algorithm import CriticOptions, KLOptions
 from rollmill.core.types import Source
-from rollmill.recipes.distill import Distill
+from rollmill.recipes.distill import Distillation
 
 Proximal = Literal["rollout", "recompute", "interpolate"]
 
@@ -93,7 +93,8 @@ class Recipe:
     critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
     """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
     critic: CriticOptions | None = None
-    distill: Distill | None = None
+    distill: Distillation | None = None
+    teacher_prompts: bool = False  #: experiences count only if they have a `teacher_prompt`
     kl: KLOptions = field(default_factory=KLOptions)
     proximal: Proximal = "rollout"  #: where old log-probs come from when they are not the policy's own
     keeps_groups: bool = False  #: a group is never cut between micro-batches

@@ -18,7 +18,7 @@ from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
 from rollmill.config.workflow_checks import unhonoured_by_workflow
 from rollmill.config.workflows import Traffic
-from rollmill.recipes import DPO, Distill
+from rollmill.recipes import DPO, Distillation, SelfDistill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = (
@@ -167,11 +167,18 @@ def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
     keys: dict[KeyPath, str] = {}
     if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
         keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
-    if isinstance(algorithm, Distill):
-        if algorithm.divergence != "jsd":
-            keys["algorithm", "beta"] = f"not honoured by divergence `{algorithm.divergence}`; it is by `jsd`"
-        if algorithm.divergence == "sampled":
-            keys["algorithm", "temperature"] = "not honoured by divergence `sampled`; it is by the others"
+    if isinstance(algorithm, Distillation):
+        kind = algorithm.divergence
+        if kind not in ("jsd", "sampled_jsd"):
+            keys["algorithm", "beta"] = f"not honoured by divergence `{kind}`; it is by `jsd` and `sampled_jsd`"
+        if kind in ("sampled", "sampled_jsd"):
+            keys["algorithm", "temperature"] = f"not honoured by divergence `{kind}`; it is by the others"
+    if isinstance(algorithm, SelfDistill):
+        if algorithm.weights != "ema":
+            keys["algorithm", "rate"] = f"not honoured with weights `{algorithm.weights}`; it is with `ema`"
+        if algorithm.context != "success":
+            text = f"not honoured with context `{algorithm.context}`; it is with `success`"
+            keys["algorithm", "success_at_least"] = text
     if not isinstance(algorithm, PolicyGradientOptions):
         return keys
     advantage, kl = algorithm.advantage, algorithm.kl

@@ -127,6 +127,9 @@ class Experience:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
     info: dict[str, Any] = field(default_factory=dict)
     advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
+    teacher_prompt: IntArray | None = None
+    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from,
+    and not stored."""
 
     @property
     def oldest_version(self) -> int:

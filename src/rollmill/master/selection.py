@@ -11,7 +11,7 @@ from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Task
 from rollmill.models.load import Policy
-from rollmill.recipes import KTO
+from rollmill.recipes import KTO, SelfDistill
 from rollmill.tasks import RejectedRow, Taskset, encode_demonstration, encode_prompt
 
 _NAMED = 5
@@ -49,6 +49,8 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
                 notes += _imbalance(experts, algorithm)
         elif not set(config.experts.sources) - {"taskset", "run"}:
             raise TasksetError(_no_experts(training, algorithm))
+    if isinstance(algorithm, SelfDistill):
+        training = _with_context(training, algorithm, config.tasks_from, notes)
     if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _fitting(training, config.tasks_from, policy, _prompt, notes)
     elif experts is not None:
@@ -146,6 +148,26 @@ def _labelled(tasks: Taskset) -> Taskset:
         elif task.response is not None or task.rejected is not None:
             found.append(task)
     return tasks.with_tasks(found, [])
+
+
+def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfig, notes: list[str]) -> Taskset:
+    """The tasks that have what a teacher is to see besides the prompt."""
+    field = {"solution": "response", "answer": "answer"}.get(algorithm.context)
+    if field is None:
+        return taskset
+    known = [task for task in taskset.tasks if getattr(task, field) is not None]
+    missing = [RejectedRow(f"task {task.id}", f"no {field}") for task in taskset.tasks if getattr(task, field) is None]
+    if not missing:
+        return taskset
+    text = f"taskset {taskset.name}: {len(missing)} of {len(taskset.tasks)} tasks have no {field}"
+    if not known or config.on_bad_row == "refuse":
+        advice = "" if not known else ", or leave these tasks out by taskset.on_bad_row: skip"
+        raise TasksetError(
+            f"{text}, which algorithm self_distill shows the teacher (context: {algorithm.context}); name its column "
+            f"in taskset.fields.{field}{advice}\n  {missing[0]}"
+        )
+    notes.append(f"{text}, which the teacher is to see, and were left out")
+    return taskset.with_tasks(known, missing)
 
 
 def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:

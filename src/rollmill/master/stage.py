@@ -108,7 +108,7 @@ class StageRun:
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._learning = Learning(config, policy, self._judge, context, seed=self._seed)
+        self._learning = Learning(config, policy, self._judge, context, tasks.training.tasks, seed=self._seed)
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers

@@ -12,7 +12,7 @@ from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO
 from rollmill.recipes.dapo import DAPO
-from rollmill.recipes.distill import Distill
+from rollmill.recipes.distill import Distill, Distillation
 from rollmill.recipes.dpo import DPO
 from rollmill.recipes.dppo import DPPO
 from rollmill.recipes.dr_grpo import DrGRPO
@@ -21,6 +21,7 @@ from rollmill.recipes.gigpo import GiGPO
 from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
 from rollmill.recipes.gspo import GSPO
+from rollmill.recipes.jsd import JSD
 from rollmill.recipes.kimi import Kimi
 from rollmill.recipes.kto import KTO
 from rollmill.recipes.mix import MIX
@@ -36,6 +37,7 @@ from rollmill.recipes.remax import ReMax
 from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
+from rollmill.recipes.self_distill import SelfDistill
 from rollmill.recipes.sft import SFT
 from rollmill.recipes.sft_is import SFTImportance
 from rollmill.recipes.sft_phi import SFTPhi
@@ -77,6 +79,8 @@ AlgorithmUnion = Annotated[
     | ORPO
     | KTO
     | Distill
+    | JSD
+    | SelfDistill
     | RewardModel,
     Field(discriminator="name"),
 ]
@@ -100,6 +104,7 @@ __all__ = [
     "GPG",
     "GRPO",
     "GSPO",
+    "JSD",
     "KTO",
     "MIX",
     "OPMD",
@@ -116,6 +121,7 @@ __all__ = [
     "AlgorithmOptions",
     "AsymRE",
     "Distill",
+    "Distillation",
     "DrGRPO",
     "GiGPO",
     "Kimi",
@@ -126,6 +132,7 @@ __all__ = [
     "RewardModel",
     "SFTImportance",
     "SFTPhi",
+    "SelfDistill",
     "StepwiseGRPO",
     "known_algorithms",
 ]

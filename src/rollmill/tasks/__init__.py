@@ -2,6 +2,7 @@
 
 from rollmill.tasks.render import (
     encode_demonstration,
+    encode_privileged,
     encode_prompt,
     expert_experience,
     labelled_completion,
@@ -17,6 +18,7 @@ __all__ = [
     "Taskset",
     "build_sampler",
     "encode_demonstration",
+    "encode_privileged",
     "encode_prompt",
     "expert_experience",
     "labelled_completion",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollmill.core.errors import TasksetError
-from rollmill.core.types import Experience, Source, Task, Turn, demonstrated_experience
+from rollmill.core.types import Experience, Message, Source, Task, Turn, demonstrated_experience
+from rollmill.tasks.template import Template
 
 
 def prompt_text(task: Task, tokenizer: Any) -> str:
@@ -38,6 +40,21 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
         return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
     return ids
+
+
+def encode_privileged(task: Task, tokenizer: Any, template: Template, context: str) -> list[int]:
+    """The prompt's token ids with more context in it: `template` filled with `prompt` and `context`.
+
+    Of a chat the last message becomes the filled template. Raises TasksetError, see `prompt_text`.
+    """
+    prompt: str | list[Message]
+    if isinstance(task.prompt, str):
+        prompt = template.fill({"prompt": task.prompt, "context": context})
+    else:
+        *before, last = task.prompt
+        filled = template.fill({"prompt": last["content"], "context": context})
+        prompt = [*before, Message(role=last["role"], content=filled)]
+    return encode_prompt(replace(task, prompt=prompt), tokenizer)
 
 
 def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:

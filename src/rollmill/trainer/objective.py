@@ -64,6 +64,8 @@ def judge(
     values = torch.zeros(len(table.target))
     compared = any(f is not None for f in (recipe.advantage, recipe.token_advantage, recipe.critic_advantage))
     counted = torch.tensor([not compared or source is not Source.USUAL for source in sources])
+    if recipe.teacher_prompts:
+        counted = torch.tensor([e.teacher_prompt is not None for e in experiences])
     usual = [i for i, source in enumerate(sources) if source is Source.USUAL]
     returns = None
     if usual and compared:
