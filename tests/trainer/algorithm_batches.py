@@ -16,7 +16,7 @@ from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Experience, Source
-from rollmill.recipes import RewardModel, known_algorithms
+from rollmill.recipes import RewardModel, SelfDistill, known_algorithms
 from rollmill.trainer import ScoreTrainer, Trainer
 from rollmill.trainer import critic as critic_module
 from rollmill.trainer import scoring as scoring_module
@@ -53,7 +53,7 @@ def trainer_of(
         _fill(scorer.model.head.weight)
         return scorer
     recipe = build_recipe(options, max_new_tokens=LIMIT, reward_weights=reward_weights)
-    if recipe.distill is not None and teacher is None:
+    if recipe.distill is not None and not recipe.teacher_prompts and teacher is None:
         teacher = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in teacher.parameters():
@@ -87,6 +87,8 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
         if _compares_steps(options):
             e.info["episode"] = f"{e.group}/{index % 2}"
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
+        if isinstance(options, SelfDistill) and index != 1:
+            e.teacher_prompt = np.arange(2, 5 + 3 * index, dtype=np.int32)
     return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
 
 
