@@ -95,7 +95,7 @@ CASES = {
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
         "`rewards.N.temperature (reward judge, pairwise, ranking)`, `models.NAME.temperature`, "
-        "`algorithm.temperature (algorithm distill)` and `evaluation.sampling.temperature`",
+        "`algorithm.temperature (algorithm distill, jsd, self_distill)` and `evaluation.sampling.temperature`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",
@@ -242,7 +242,7 @@ CASES = {
     ),
     "self-distillation of several calls": (
         GOOD + "workflow: {name: few_shot}\nalgorithm: {name: self_distill}",
-        "run.yaml:4: workflow: algorithm `self_distill` needs workflow `single_turn`: the teacher reads the task's prompt",
+        "run.yaml:4: workflow: algorithm `self_distill` needs workflow `single_turn`: the teacher reads the task's",
     ),
     "one labelled completion": (
         NO_REWARDS + "algorithm: {name: kto, batch: 1}",

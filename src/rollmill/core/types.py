@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypedDict
 
@@ -127,9 +127,8 @@ class Experience:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
     info: dict[str, Any] = field(default_factory=dict)
     advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
-    teacher_prompt: IntArray | None = None
-    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from,
-    and not stored."""
+    teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
+    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from."""
 
     @property
     def oldest_version(self) -> int:
@@ -141,6 +140,10 @@ class Experience:
     def action_tokens(self) -> int:
         """How many tokens count in the loss."""
         return int(self.action_mask.sum())
+
+
+STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
+"""Names of the fields of an experience that buffers and rollout files keep."""
 
 
 def one_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:
