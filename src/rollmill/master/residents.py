@@ -11,7 +11,6 @@ from rollmill.core.errors import ConfigError
 from rollmill.engines.native import NativeEngine
 from rollmill.master.context import RunContext
 from rollmill.models.load import Policy
-from rollmill.recipes import SelfDistill
 from rollmill.residency import Part, Plan, Remade, Residency, Resident, Tensors, make_plan
 from rollmill.residency.copies import Copies, FileCopies, PinnedCopies
 from rollmill.residency.plan import GB, GRADIENTS, Where
@@ -64,9 +63,8 @@ def residency_of(
         file: Mapping[Where, Copies] = {"disk": FileCopies(folder, name.replace("_", " "))}
         return file if policy.device.type == "cpu" else {**file, "memory": PinnedCopies()}
 
-    averaged = isinstance(stage.algorithm, SelfDistill) and stage.algorithm.weights == "ema"
     residents: list[Resident] = [
-        Tensors(name, tensors, copies(name), frozen=name in _FROZEN and not (name == "teacher" and averaged))
+        Tensors(name, tensors, copies(name), frozen=name in _FROZEN)
         for name, tensors in trainer.held().items()
         if name in known
     ]
