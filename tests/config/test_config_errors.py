@@ -240,6 +240,14 @@ CASES = {
         NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt}"}',
         "run.yaml:3: algorithm.template: expected {prompt} and {context} in the text",
     ),
+    "template with another name": (
+        NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt} {context} {answer}"}',
+        "run.yaml:3: algorithm.template: expected {prompt} and {context} in the text, and no other name in braces",
+    ),
+    "template with half a brace": (
+        NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt} {context} }"}',
+        "run.yaml:3: algorithm.template: Single '}' encountered in format string; write {{ and }} for braces",
+    ),
     "self-distillation of several calls": (
         GOOD + "workflow: {name: few_shot}\nalgorithm: {name: self_distill}",
         "run.yaml:4: workflow: algorithm `self_distill` needs workflow `single_turn`: the teacher reads the task's",

@@ -13,6 +13,7 @@ The teacher's weights are an average of the policy's over the steps (SDFT, SDPO)
 
 from __future__ import annotations
 
+import string
 from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
@@ -42,6 +43,10 @@ class SelfDistill(Distillation):
     @field_validator("template")
     @classmethod
     def _has_both_parts(cls, value: str) -> str:
-        if "{prompt}" not in value or "{context}" not in value:
-            raise ValueError("expected {prompt} and {context} in the text")
+        try:
+            names = {name for _, name, _, _ in string.Formatter().parse(value) if name is not None}
+        except ValueError as error:
+            raise ValueError(f"{error}; write {{{{ and }}}} for braces") from error
+        if names != {"prompt", "context"}:
+            raise ValueError("expected {prompt} and {context} in the text, and no other name in braces")
         return value
