@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from rollmill.algorithms.distillation import distillation_advantage, forward_kl, generalised_jsd, reverse_kl
+from rollmill.algorithms.distillation import (
+    distillation_advantage,
+    forward_kl,
+    generalised_jsd,
+    jsd_advantage,
+    reverse_kl,
+)
 from rollmill.algorithms.losses import policy_gradient
 from rollmill.algorithms.value import value_loss
 
@@ -92,3 +98,39 @@ def test_value_clipping_never_lowers_the_loss(value: float, old: float, returns:
     assert plain == pytest.approx(0.5 * (value - returns) ** 2)
     assert value_loss(v, v_old, r).item() >= plain
     assert value_loss(v, v, r).item() == plain
+
+
+@pytest.mark.parametrize("temperature", [1.0, 2.0])
+def test_the_ends_of_jsd_are_the_two_kls(temperature: float) -> None:
+    student, teacher = _log_probs(STUDENT), _log_probs(TEACHER)
+    for beta, kl in ((0, forward_kl), (1, reverse_kl)):
+        expected = kl(student, teacher, temperature=temperature)
+        assert torch.equal(generalised_jsd(student, teacher, beta=beta, temperature=temperature), expected)
+
+
+@pytest.mark.parametrize("beta", [0.1, 0.5, 0.9])
+def test_sampled_jsd_has_the_gradient_of_jsd_by_enumeration(beta: float) -> None:
+    """Over all tokens, each as often as the student samples it. The token's own share of the divergence as the reward,
+    which Trinity-RFT's `jsd` has, gives another gradient."""
+    logits = STUDENT.clone().requires_grad_()
+    student, teacher = _log_probs(logits), _log_probs(TEACHER)
+    exact = torch.autograd.grad(generalised_jsd(student, teacher, beta=beta).sum(), logits, retain_graph=True)[0]
+
+    def expected(advantage: Tensor) -> Tensor:
+        loss = (student.detach().exp() * policy_gradient(student, advantage)).sum()
+        return torch.autograd.grad(loss, logits, retain_graph=True)[0]
+
+    advantage = jsd_advantage(student, teacher, beta=beta)
+    assert not advantage.requires_grad
+    torch.testing.assert_close(expected(advantage), exact)
+    p, q = student.detach().exp(), teacher.exp()
+    m = beta * q + (1 - beta) * p
+    share = beta * q * (q / m).log() + (1 - beta) * p * (p / m).log()
+    torch.testing.assert_close(share.sum(-1), generalised_jsd(student.detach(), teacher, beta=beta))
+    assert torch.cosine_similarity(expected(-share).flatten(), exact.flatten(), 0) < 0.9
+
+
+def test_golden_jsd_of_a_sampled_token() -> None:
+    """p .2, teacher .6, beta .25: m is .3, and .75 log(.3 / .2)."""
+    p, q = (torch.tensor([x], dtype=torch.float64).log() for x in (0.2, 0.6))
+    assert jsd_advantage(p, q, beta=0.25).item() == pytest.approx(0.3040988)

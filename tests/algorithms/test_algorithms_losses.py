@@ -16,7 +16,7 @@ from rollmill.algorithms.aggregation import sequence_mean, sequence_sum_mean
 from rollmill.algorithms.losses import cispo, clipped, opmd, policy_gradient, ppo_clip, raft, sapo, softmax_ppo
 from rollmill.algorithms.sequence_losses import gspo, gspo_clipped, gspo_token, kimi_mirror, sppo, topr
 from rollmill.algorithms.sequences import sum_by_sequence
-from rollmill.algorithms.supervised import chord_mu, chord_sft
+from rollmill.algorithms.supervised import chord_mu, chord_sft, importance_sft
 from rollmill.algorithms.trust_region import dppo_masked, dppo_tv, rec, rec_clipped
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -295,6 +295,26 @@ def test_chord_weighs_expert_tokens_by_p_times_one_minus_p() -> None:
     loss = chord_sft(logprob)
     torch.testing.assert_close(loss, -p * (1 - p) * p.log())
     torch.testing.assert_close(_gradient(loss, logprob), -p * (1 - p))
+
+
+def test_importance_sft_has_the_gradient_of_the_probability() -> None:
+    p = torch.tensor([0.01, 0.5, 0.99], dtype=torch.float64)
+    logprob = p.log().requires_grad_()
+    loss = importance_sft(logprob)
+    torch.testing.assert_close(loss.detach(), -p * p.log())
+    gradient = torch.autograd.grad(loss.sum(), logprob)[0]
+    of_probability = torch.autograd.grad(-logprob.exp().sum(), logprob)[0]
+    torch.testing.assert_close(gradient, of_probability)
+
+
+def test_chord_sft_has_no_gradient_beyond_the_cutoff() -> None:
+    p = torch.tensor([0.2, 0.5, 0.8], dtype=torch.float64)
+    logprob = p.log().requires_grad_()
+    loss = chord_sft(logprob, cutoff=0.6)
+    golden = [0.16 * math.log(5), 0.25 * math.log(2), 0.16 * math.log(1 / 0.6)]
+    assert loss.tolist() == pytest.approx(golden)
+    assert torch.autograd.grad(loss.sum(), logprob)[0].tolist() == pytest.approx([-0.16, -0.25, 0])
+    assert torch.equal(chord_sft(logprob, cutoff=1.0), chord_sft(logprob))
 
 
 def test_chord_mu_rises_and_falls() -> None:

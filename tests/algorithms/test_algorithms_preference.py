@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.algorithms.preference import bradley_terry, dpo, ipo, pair_logprobs
+from rollmill.algorithms.preference import bradley_terry, dpo, ipo, kto, kto_baseline, log_odds, orpo, pair_logprobs
 
 NUMBER = st.floats(-5, 5)
 
@@ -93,3 +93,61 @@ def test_bradley_terry_takes_a_margin_per_pair() -> None:
     loss = bradley_terry(zero, zero, margin=_f64(0, 1))
     assert loss.tolist() == pytest.approx([math.log(2), math.log(1 + math.e)])
     assert bradley_terry(_f64(9e3), _f64(-9e3)).item() == 0
+
+
+@given(st.floats(-6, -0.01), st.floats(-6, -0.01))
+def test_orpo_closed_form(w: float, l: float) -> None:  # noqa: E741
+    """Value by odds; gradient by eq. 9 and 10 of the paper: d log odds / d log p is 1 / (1 - p)."""
+    chosen, rejected = _f64(w).requires_grad_(), _f64(l).requires_grad_()
+    loss = orpo(chosen, rejected)
+    odds = [math.exp(x) / (1 - math.exp(x)) for x in (w, l)]
+    assert loss.item() == pytest.approx(math.log(1 + odds[1] / odds[0]), rel=1e-6, abs=1e-9)
+    pull = 1 / (1 + odds[0] / odds[1])
+    gradient = torch.autograd.grad(loss.sum(), (chosen, rejected))
+    assert gradient[0].item() == pytest.approx(-pull / (1 - math.exp(w)), rel=1e-6)
+    assert gradient[1].item() == pytest.approx(pull / (1 - math.exp(l)), rel=1e-6)
+
+
+def test_orpo_golden() -> None:
+    """p of .5 and .2: odds of 1 and .25, log(1 + .25)."""
+    assert orpo(_f64(math.log(0.5)), _f64(math.log(0.2))).item() == pytest.approx(0.2231436)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_log_odds_are_finite_and_exact_at_both_ends(dtype: torch.dtype) -> None:
+    logprob = torch.tensor([0.0, -1e-6, -1e-3, -0.6931, -0.6932, -3.0, -50.0, -800.0], dtype=dtype, requires_grad=True)
+    values = log_odds(logprob)
+    exact = logprob.detach().double().clamp(max=-1e-6)
+    expected = exact - torch.log(-torch.expm1(exact))
+    torch.testing.assert_close(values.detach().double(), expected, rtol=1e-5, atol=1e-6)
+    assert torch.autograd.grad(values.sum(), logprob)[0].isfinite().all()
+
+
+@given(NUMBER, st.floats(0, 3), st.booleans())
+def test_kto_closed_form(r: float, z0: float, desirable: bool) -> None:
+    ratio = _f64(r).requires_grad_()
+    weights = {"desirable_weight": 1.5, "undesirable_weight": 0.6}
+    loss = kto(ratio, torch.tensor([desirable]), torch.tensor(z0, dtype=torch.float64), beta=0.3, **weights)
+    weight, sign = (1.5, 1) if desirable else (0.6, -1)
+    value = _sigmoid(sign * 0.3 * (r - z0))
+    assert loss.item() == pytest.approx(weight * (1 - value), rel=1e-9)
+    gradient = torch.autograd.grad(loss.sum(), ratio)[0].item()
+    assert gradient == pytest.approx(-sign * weight * 0.3 * value * (1 - value), rel=1e-9)
+
+
+def test_kto_golden() -> None:
+    """beta (r - z0) of log 3 and -log 3: sigmoids of .75 and .25."""
+    ratio, z0 = _f64(1 + 10 * math.log(3), 1 - 10 * math.log(3)), torch.tensor(1.0, dtype=torch.float64)
+    assert kto(ratio, torch.tensor([True, True]), z0).tolist() == pytest.approx([0.25, 0.75])
+    assert kto(ratio, torch.tensor([False, False]), z0).tolist() == pytest.approx([0.75, 0.25])
+
+
+def test_the_baseline_is_a_mean_that_is_not_negative_and_has_no_gradient() -> None:
+    ratios = _f64(1.0, -3.0, 8.0).requires_grad_()
+    baseline = kto_baseline(ratios)
+    assert baseline.item() == 2
+    assert not baseline.requires_grad
+    assert kto_baseline(-ratios).item() == 0
+    (gradient,) = torch.autograd.grad(kto(ratios, torch.tensor([True] * 3), ratios.mean()).sum(), ratios)
+    alone = torch.autograd.grad(kto(ratios, torch.tensor([True] * 3), baseline).sum(), ratios)[0]
+    assert gradient.tolist() == alone.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,7 +49,12 @@ def rated(name: str, of: str, reward: float, at: float = 0.0) -> Group:
 
 
 def pool(
-    *stores: Store, tasks: int = 0, pairs: bool = False, rated_at_least: float | None = 1.0, seed: int = 0
+    *stores: Store,
+    tasks: int = 0,
+    pairs: bool = False,
+    labels: bool = False,
+    rated_at_least: float | None = 1.0,
+    seed: int = 0,
 ) -> ExpertPool:
     own = None
     if tasks:
@@ -58,7 +64,8 @@ def pool(
             lambda task, place: [experience(task.id)],
         )
     shelves = [Shelves(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
-    return ExpertPool(own, shelves, pairs=pairs, rated_at_least=rated_at_least, tokenizer="abc", context=8, seed=seed)
+    options: Any = {"pairs": pairs, "labels": labels, "rated_at_least": rated_at_least, "seed": seed}
+    return ExpertPool(own, shelves, **options, tokenizer="abc", context=8)
 
 
 def ids(experiences: list[Experience]) -> list[str]:
@@ -137,6 +144,24 @@ def test_only_completions_that_were_rated_highly_are_imitated(store: Store) -> N
     assert one.action_mask.tolist() == [False, True, True, True]
     assert pool(store, rated_at_least=None).draw(1) == []
     assert len(set(ids(pool(store, rated_at_least=0.5).draw(2)))) == 2
+
+
+def test_labels_are_ratings_and_both_of_a_pair_each_on_its_own(store: Store) -> None:
+    pair = [experience("p/chosen", Source.PREFERENCE, 1.0), experience("p/rejected", Source.PREFERENCE, 0.0)]
+    store.put([rated("good", "x/0", 1.0), rated("fair", "x/1", 0.5), expert("shown")])
+    store.put([Group("p", pair, Shelf.PREFERENCE, writer=FEEDBACK)])
+    found = pool(store, labels=True).draw(3)
+    worth = {"good/0": 1.0, "fair/0": 0.0, "p/chosen": 1.0, "p/rejected": 0.0}
+    assert {each.id: each.reward for each in found} == worth
+    assert len({each.group for each in found}) == 4
+    for each in found:
+        assert (each.source, each.temperature) == (Source.PREFERENCE, 1.0)
+        assert each.versions.tolist() == [-1] * 4
+        assert each.logprobs.tolist() == [0.0] * 4
+    lower = pool(store, labels=True, rated_at_least=0.5).draw(3)
+    assert {each.id: each.reward for each in lower}["fair/0"] == 1.0
+    without = pool(store, labels=True, rated_at_least=None).draw(1)
+    assert {each.id for each in without} == {"p/chosen", "p/rejected"}
 
 
 def test_pairs_are_handed_out_whole_under_names_of_their_own(store: Store) -> None:

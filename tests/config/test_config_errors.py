@@ -95,7 +95,7 @@ CASES = {
         GOOD + "temperature: 1",
         "run.yaml:4: temperature: unknown key; it is honoured as `rollout.temperature`, "
         "`rewards.N.temperature (reward judge, pairwise, ranking)`, `models.NAME.temperature`, "
-        "`algorithm.temperature (algorithm distill)` and `evaluation.sampling.temperature`",
+        "`algorithm.temperature (algorithm distill, jsd, self_distill)` and `evaluation.sampling.temperature`",
     ),
     "key of another tool": (
         GOOD + "trainer: {learning_rate: 1}",
@@ -206,6 +206,59 @@ CASES = {
     "smoothing of ipo": (
         GOOD.replace("rewards: [{name: math}]", "") + "\nalgorithm: {name: dpo, loss: ipo, label_smoothing: 0.1}",
         "algorithm.label_smoothing: not honoured by loss `ipo`",
+    ),
+    "mixture of a KL": (
+        NO_REWARDS + "algorithm: {name: distill, teacher: ., beta: 0.3}",
+        "run.yaml:3: algorithm.beta: not honoured by divergence `reverse_kl`; it is by `jsd` and `sampled_jsd`",
+    ),
+    "ends of a sampled divergence": (
+        NO_REWARDS + "algorithm: {name: jsd, teacher: ., divergence: sampled_jsd, beta: 1}",
+        "run.yaml:3: algorithm.beta: `sampled_jsd` needs a beta above 0 and below 1; change it, or use forward_kl (0)",
+    ),
+    "teacher of jsd": (NO_REWARDS + "algorithm: {name: jsd}", "algorithm.teacher: which teacher? Give the folder"),
+    "another divergence of jsd": (
+        NO_REWARDS + "algorithm: {name: jsd, divergence: reverse_kl}",
+        "algorithm.divergence",
+    ),
+    "rate without an average": (
+        NO_REWARDS + "algorithm: {name: self_distill, weights: current, rate: 0.1}",
+        "run.yaml:3: algorithm.rate: not honoured with weights `current`; it is with `ema`",
+    ),
+    "success without rewards": (
+        NO_REWARDS + "algorithm: {name: self_distill, context: success}",
+        "run.yaml:3: algorithm.context: context `success` needs rewards, which say what succeeded; add them, or use",
+    ),
+    "success of a single completion": (
+        GOOD + "algorithm: {name: self_distill, context: success}\nrollout: {group_size: 1}",
+        "run.yaml:5: rollout.group_size: context `success` is another completion of the group, and 1 leaves none",
+    ),
+    "threshold of a solution": (
+        GOOD + "algorithm: {name: self_distill, success_at_least: 0.5}",
+        "run.yaml:4: algorithm.success_at_least: not honoured with context `solution`; it is with `success`",
+    ),
+    "template without a context": (
+        NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt}"}',
+        "run.yaml:3: algorithm.template: expected {prompt} and {context} in the text",
+    ),
+    "template with another name": (
+        NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt} {context} {answer}"}',
+        "run.yaml:3: algorithm.template: expected {prompt} and {context} in the text, and no other name in braces",
+    ),
+    "template with half a brace": (
+        NO_REWARDS + 'algorithm: {name: self_distill, template: "{prompt} {context} }"}',
+        "run.yaml:3: algorithm.template: Single '}' encountered in format string; write {{ and }} for braces",
+    ),
+    "self-distillation of several calls": (
+        GOOD + "workflow: {name: few_shot}\nalgorithm: {name: self_distill}",
+        "run.yaml:4: workflow: algorithm `self_distill` needs workflow `single_turn`: the teacher reads the task's",
+    ),
+    "one labelled completion": (
+        NO_REWARDS + "algorithm: {name: kto, batch: 1}",
+        "run.yaml:3: algorithm.batch: kto compares each completion with those of other prompts, and 1 has no other",
+    ),
+    "rollouts of kto": (
+        NO_REWARDS + "algorithm: {name: kto}\nrollout: {group_size: 4}",
+        "run.yaml:4: rollout.group_size: not honoured: algorithm `kto` learns from labelled completions and rolls",
     ),
     "deviation that divides nothing": (
         GOOD + "algorithm: {name: grpo, advantage: {scale: none, ddof: 0}}",

@@ -186,7 +186,12 @@ def test_a_resolved_run_file_loads_to_the_same_run(name: str) -> None:
     base = GOOD if needs_rewards else GOOD.replace("rewards: [{name: math}]\n", "")
     changed = CHANGED.replace("corrections: [tis, k3]", "corrections: [off_policy_mask]") if name == "topr" else CHANGED
     sections = ("{name: %s}", changed if name in ROLLING else "{name: %s, batch: 3}")
-    for section in ("{name: %s, teacher: there, divergence: jsd}",) if name == "distill" else sections:
+    sections = {
+        "distill": ("{name: %s, teacher: there, divergence: jsd}",),
+        "jsd": ("{name: %s, teacher: there, beta: 0.3}",),
+        "self_distill": ("{name: %s, context: answer, weights: initial}",),
+    }.get(name, sections)
+    for section in sections:
         run = load(base + f"algorithm: {section % name}\n")
         again = load(run.to_yaml(), name="again.yaml")
         assert again.stages == run.stages

@@ -56,6 +56,42 @@ def test_preference_sets_have_a_chosen_and_a_rejected_solution(
     assert (task.response, task.rejected, task.metadata) == expected
 
 
+@pytest.mark.parametrize(
+    ("row", "fields", "expected"),
+    [
+        ({"completion": "it", "label": True}, {}, ("it", None, {})),
+        ({"completion": "it", "label": False}, {}, (None, "it", {})),
+        ({"completion": "it", "label": 1}, {}, ("it", None, {})),
+        ({"completion": "it", "label": 0.0}, {}, (None, "it", {})),
+        ({"completion": "it", "label": "False"}, {}, (None, "it", {})),
+        ({"completion": [{"role": "assistant", "content": "it"}], "label": False}, {}, (None, "it", {})),
+        ({"text": "it", "liked": True}, {"response": "text", "label": "liked"}, ("it", None, {})),
+        ({"response": "it", "liked": False}, {"label": "liked"}, (None, "it", {})),
+        ({"completion": "it", "liked": False}, {"label": "liked"}, (None, "it", {})),
+        # no labels: columns that are called so for another reason
+        ({"completion": "it"}, {}, (None, None, {"completion": "it"})),
+        ({"label": 3}, {}, (None, None, {"label": 3})),
+        ({"completion": "x", "label": "y", "response": "it"}, {}, ("it", None, {"completion": "x", "label": "y"})),
+        (
+            {"completion": "x", "label": "y", "z": "it"},
+            {"response": "z"},
+            ("it", None, {"completion": "x", "label": "y"}),
+        ),
+    ],
+)
+def test_labelled_sets_have_one_solution_and_what_it_is_worth(
+    row: dict[str, Any], fields: dict[str, str], expected: tuple[str | None, str | None, dict[str, Any]]
+) -> None:
+    task = task_of({"prompt": "1+1"} | row, fields=fields)
+    assert (task.response, task.rejected, task.metadata) == expected
+
+
+def test_a_solution_may_be_the_assistants_one_message() -> None:
+    message = [{"role": "assistant", "content": "2"}]
+    task = task_of({"prompt": [{"role": "user", "content": "1+1"}], "chosen": message, "rejected": message})
+    assert (task.response, task.rejected) == ("2", "2")
+
+
 def test_templates_make_prompt_and_response_and_values_are_not_templates() -> None:
     task = task_of(
         ROW | {"question": "{gold} {{?"}, template="Q {question}, {{{gold}}}:", response_template="{work}={gold}"
@@ -92,6 +128,25 @@ def test_chat_wraps_text_and_keeps_messages() -> None:
         ({"prompt": "x"}, {"fields": {"rejected": "bad"}}, "no column bad .* taskset.fields.rejected"),
         ({"prompt": "x", "chosen": ["y"]}, {}, "the chosen is a list, not text"),
         ({"prompt": "x", "rejected": 3}, {}, "the rejected is a number, not text"),
+        ({"prompt": "x", "chosen": [{"role": "user", "content": "y"}]}, {}, "not text or one message of the assistant"),
+        (
+            {"prompt": "x", "completion": "y", "label": "good"},
+            {},
+            r"the label \(column label\) is `good`, not true \(desirable\) or false \(undesirable\)",
+        ),
+        ({"prompt": "x", "completion": "y", "label": 2}, {}, r"the label \(column label\) is `2`, not true"),
+        (
+            {"prompt": "x", "completion": "y", "label": None},
+            {},
+            r"the label \(column label\) is empty \(null\), not true",
+        ),
+        ({"prompt": "x", "completion": "", "label": True}, {}, r"has a label \(column label\) but no completion; name"),
+        ({"prompt": "x", "response": "y"}, {"fields": {"label": "liked"}}, "no column liked .* taskset.fields.label"),
+        (
+            {"prompt": "x", "chosen": "y", "rejected": "z", "liked": True},
+            {"fields": {"label": "liked"}},
+            r"has a label \(column liked\) and a rejected solution; remove one of them",
+        ),
         ({"prompt": "x", "rejected": "\ud800"}, {}, "not valid Unicode text"),
         ({"prompt": "x"}, {"fields": {"id": "key"}}, "no column key .* taskset.fields.id"),
         ({"prompt": "x", "key": None}, {"fields": {"id": "key"}}, r"column key is empty \(null\), not an id"),

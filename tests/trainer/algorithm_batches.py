@@ -16,7 +16,7 @@ from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Experience, Source
-from rollmill.recipes import RewardModel, known_algorithms
+from rollmill.recipes import RewardModel, SelfDistill, known_algorithms
 from rollmill.trainer import ScoreTrainer, Trainer
 from rollmill.trainer import critic as critic_module
 from rollmill.trainer import scoring as scoring_module
@@ -53,7 +53,7 @@ def trainer_of(
         _fill(scorer.model.head.weight)
         return scorer
     recipe = build_recipe(options, max_new_tokens=LIMIT, reward_weights=reward_weights)
-    if recipe.distill is not None and teacher is None:
+    if recipe.distill is not None and not recipe.teacher_prompts and teacher is None:
         teacher = copy.deepcopy(model)
         with torch.no_grad():
             for parameter in teacher.parameters():
@@ -74,7 +74,12 @@ def _fill(weight: Tensor) -> None:
 def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions, seed: int = 0) -> Any:
     """Rollouts with everything that advantages look at, and the demonstrations or pairs that the algorithm needs."""
     if options.uses_pairs:
-        return _pairs(make_batch(seed=seed, groups=5, size=2))
+        return _preferred(make_batch(seed=seed, groups=5, size=2))
+    if options.uses_labels:
+        batch = _preferred(make_batch(seed=seed, groups=5, size=2))
+        for e in batch:
+            e.group = e.id
+        return batch
     batch = make_batch(seed=seed, experts=3 if options.uses_experts else 0)
     for e in batch:
         index = int(e.id.rpartition("-")[2])
@@ -82,6 +87,8 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
         if _compares_steps(options):
             e.info["episode"] = f"{e.group}/{index % 2}"
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
+        if isinstance(options, SelfDistill) and index != 1:
+            e.teacher_prompt = np.arange(2, 5 + 3 * index, dtype=np.int32)
     return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
 
 
@@ -112,7 +119,7 @@ def _compares_steps(options: AlgorithmOptions) -> bool:
     return advantage is not None and advantage.uses_episodes
 
 
-def _pairs(batch: list[Experience]) -> list[Experience]:
+def _preferred(batch: list[Experience]) -> list[Experience]:
     for e in batch:
         e.source, e.temperature = Source.PREFERENCE, 1.0
         e.logprobs, e.versions = np.zeros_like(e.logprobs), np.full_like(e.versions, -1)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import published_advantages as adv
 import torch
 from algorithm_batches import LIMIT
@@ -129,15 +130,33 @@ def _imitation(c: Case) -> Tensor:
     return -torch.cat(c.experts).mean()
 
 
-def _unsure_imitation(c: Case) -> Tensor:
+def _expected_imitation(c: Case) -> Tensor:
+    """Has the gradient of the mean of -p."""
+    lp = torch.cat(c.experts)
+    return -(lp.detach().exp() * lp).mean()
+
+
+def _unsure_imitation(c: Case, cutoff: float = 1.0) -> Tensor:
     lp = torch.cat(c.experts)
     p = lp.detach().exp()
-    return -(p * (1 - p) * lp).mean()
+    kept = torch.where(p < cutoff, lp, np.log(cutoff)) if cutoff < 1 else lp
+    return -(p * (1 - p) * kept).mean()
 
 
 def _margins(c: Case) -> Tensor:
     gain = {e.id: lp.sum() - ref.sum() for e, lp, ref in zip(c.batch, c.own, c.reference, strict=True)}
     return torch.stack([gain[f"{group}-1"] - gain[f"{group}-0"] for group in sorted(set(adv.groups_of(c)))])
+
+
+def _odds_ratio(c: Case) -> Tensor:
+    terms = []
+    for group in sorted(set(adv.groups_of(c))):
+        chosen, rejected = (
+            next(lp.mean() for e, lp in zip(c.batch, c.own, strict=True) if e.id == f"{group}-{n}") for n in (1, 0)
+        )
+        odds = [p / (1 - p) for p in (chosen.exp(), rejected.exp())]
+        terms.append(-chosen + 0.1 * torch.log(1 + odds[1] / odds[0]))
+    return torch.stack(terms).mean()
 
 
 def _surrogate_mean(c: Case) -> Tensor:
@@ -226,4 +245,8 @@ FORMULAS = {
     "chord": Formula("chord", lambda c: 0.1 * _surrogate_mean(c) + 0.9 * _unsure_imitation(c)),
     "dpo": Formula("dpo", lambda c: torch.log(1 + torch.exp(-0.1 * _margins(c))).mean()),
     "ipo": Formula("dpo", lambda c: ((_margins(c) - 1 / (2 * 0.1)) ** 2).mean(), keys={"loss": "ipo"}),
+    "orpo": Formula("orpo", _odds_ratio),
+    "sft_is": Formula("sft_is", _expected_imitation),
+    "sft_phi": Formula("sft_phi", _unsure_imitation),
+    "sft_phi cutoff": Formula("sft_phi", lambda c: _unsure_imitation(c, 0.05), keys={"cutoff": 0.05}),
 }

@@ -73,6 +73,12 @@ CUT = {
     "mix": {"mu": 0.3, "kl": 0.1},
     "ppo": {"advantage": {"lam": 0.9}},
     "dpo": {"sft": 0.2},
+    "orpo": {"weight": 0.5},
+    "kto": {"desirable_weight": 1.3},
+    "sft_is": {},
+    "sft_phi": {"cutoff": 0.9},
+    "jsd": {"beta": 0.3},
+    "self_distill": {},
 }
 
 
@@ -116,7 +122,7 @@ def test_loss_and_gradient_do_not_depend_on_rows(
     _assert_equal(metrics, gradients, BOUNDS[dtype])
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "dpo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "dpo", "kto", "self_distill"])
 def test_a_denominator_per_row_would_be_noticed(
     toy: Any, make_batch: Any, gradients: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -23,6 +23,9 @@ def _divergence(kind: str, p: torch.Tensor, q: torch.Tensor, token: torch.Tensor
         log_p, log_q = (x.log().gather(1, token[:, None])[:, 0] for x in (p, q))
         return -(log_q - log_p).detach() * log_p
     mixture = BETA * q + (1 - BETA) * p
+    if kind == "sampled_jsd":
+        log_p, log_m = (x.log().gather(1, token[:, None])[:, 0] for x in (p, mixture))
+        return -(1 - BETA) * (log_m - log_p).detach() * log_p
     return {"reverse_kl": kl(p, q), "forward_kl": kl(q, p), "jsd": BETA * kl(q, mixture) + (1 - BETA) * kl(p, mixture)}[
         kind
     ]
@@ -42,7 +45,7 @@ def _loss(kind: str, model: Any, teacher: Any, batch: list[Experience], temperat
 
 
 @pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd", "sampled"])
+@pytest.mark.parametrize("kind", ["reverse_kl", "forward_kl", "jsd", "sampled", "sampled_jsd"])
 @pytest.mark.parametrize(("budget", "chunk"), [(1, 3), (100_000, None)])
 def test_loss_and_gradient_equal_the_formula(
     toy: Any,
@@ -53,9 +56,9 @@ def test_loss_and_gradient_equal_the_formula(
     budget: int,
     chunk: int | None,
 ) -> None:
-    keys = {} if kind == "sampled" else {"temperature": TEMPERATURE}
-    keys |= {"beta": BETA} if kind == "jsd" else {}
-    options = options_of("distill", divergence=kind, **keys)
+    keys = {} if kind.startswith("sampled") else {"temperature": TEMPERATURE}
+    keys |= {"beta": BETA} if kind.endswith("jsd") else {}
+    options = options_of("jsd" if kind.endswith("jsd") else "distill", divergence=kind, **keys)
     model, teacher, batch = toy(architecture), toy(architecture, seed=7), make_batch()
     loss = _loss(kind, model, teacher, batch, keys.get("temperature", 1.0))
     expected = gradient(loss, model)
@@ -76,7 +79,7 @@ def test_a_teacher_is_followed_and_never_changed(toy: Any, make_batch: Any) -> N
 
 
 def test_a_policy_equal_to_its_teacher_is_at_zero(toy: Any, make_batch: Any) -> None:
-    for kind in ("reverse_kl", "forward_kl", "jsd", "sampled"):
+    for kind in ("reverse_kl", "forward_kl", "jsd", "sampled", "sampled_jsd"):
         trainer = trainer_of(toy("qwen3"), options_of("distill", divergence=kind), teacher=toy("qwen3"))
         metrics = trainer.step(make_batch(), 0)
         assert abs(metrics["loss"]) < 1e-6

@@ -11,18 +11,17 @@ from torch import Tensor
 
 import rollmill.algorithms.advantages as advantages
 import rollmill.algorithms.kl as kl
-import rollmill.algorithms.preference as preference
 import rollmill.algorithms.supervised as supervised
 from rollmill.algorithms.aggregation import aggregation
 from rollmill.algorithms.binding import advantage_function, correction_function, dropped_function, loss_function
 from rollmill.algorithms.losses import negative_log_likelihood
+from rollmill.algorithms.preference_recipes import preference_recipe
 from rollmill.algorithms.recipe import Advantages, LossTerm, Proximal, Recipe, RewardInputs, TermInputs
-from rollmill.algorithms.sequences import spread
 from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adaptive_lambda, reinforce_plus_plus
 from rollmill.config.advantage import GAE, BatchNormalised, PartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.core.types import Source
-from rollmill.recipes import CHORD, DPO, MIX, SFT, Distill
+from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, Distillation, SelfDistill, SFTImportance, SFTPhi
 
 Weight = float | Callable[[int], float]
 
@@ -39,15 +38,13 @@ def build_recipe(
         reward_weights: name of every part of the reward -> its weight; only for advantages that see parts.
     """
     if isinstance(options, SFT):
-        terms = (
-            _expert_term(negative_log_likelihood, 1.0, aggregation(options.aggregation, max_length=max_new_tokens)),
-        )
+        terms = (_expert_term(_imitation(options), 1.0, aggregation(options.aggregation, max_length=max_new_tokens)),)
         return Recipe(options.name, terms)
-    if isinstance(options, DPO):
-        return _preference_recipe(options)
-    if isinstance(options, Distill):
-        aggregate = aggregation(options.aggregation, max_length=max_new_tokens)
-        return Recipe(options.name, (LossTerm("distill", _divergence, aggregate),), distill=options)
+    if isinstance(options, DPO | ORPO | KTO):
+        return preference_recipe(options)
+    if isinstance(options, Distillation):
+        term = LossTerm("distill", _divergence, aggregation(options.aggregation, max_length=max_new_tokens))
+        return Recipe(options.name, (term,), distill=options, teacher_prompts=isinstance(options, SelfDistill))
     assert isinstance(options, PolicyGradientOptions)
     share: Weight = 1.0
     expert: tuple[LossTerm, ...] = ()
@@ -113,6 +110,14 @@ def _divergence(inputs: TermInputs) -> Tensor:
 def _expert_term(fn: Callable[[Tensor], Tensor], weight: Weight, aggregate: Callable[[Tensor], Tensor]) -> LossTerm:
     """An imitation term, with its own denominator over the expert experiences."""
     return LossTerm("sft", lambda inputs: fn(inputs.logprob), aggregate, source=Source.EXPERT, weight=weight)
+
+
+def _imitation(options: SFT) -> Callable[[Tensor], Tensor]:
+    if isinstance(options, SFTImportance):
+        return supervised.importance_sft
+    if isinstance(options, SFTPhi):
+        return partial(supervised.chord_sft, cutoff=options.cutoff)
+    return negative_log_likelihood
 
 
 def _times(weight: Weight, factor: float) -> Weight:
@@ -234,41 +239,3 @@ def _gae(options: GAE, values: Tensor, rewards: Tensor, sequence: Tensor) -> Val
         counted = ~torch.isin(sequence, sequence[rewards.isnan()])
         advantage = advantages.whiten(advantage, counted)
     return ValueTargets(advantage, returns)
-
-
-def _preference_recipe(options: DPO) -> Recipe:
-    """Pairs are groups of two; the chosen one has the greater reward. A pair's loss stands on all of its tokens."""
-    loss = (
-        partial(preference.dpo, beta=options.beta, label_smoothing=options.label_smoothing)
-        if options.loss == "sigmoid"
-        else partial(preference.ipo, beta=options.beta)
-    )
-
-    def log_ratios(inputs: TermInputs) -> tuple[Tensor, ...]:
-        assert inputs.reference_logprob is not None
-        count = int(inputs.sequence.max()) + 1
-        pair = inputs.group.new_zeros(count).index_copy_(0, inputs.sequence, inputs.group)
-        chosen = (inputs.reward.new_zeros(count).index_copy_(0, inputs.sequence, inputs.reward)) > 0
-        policy, reference = (
-            preference.pair_logprobs(each, inputs.sequence, pair, chosen, mean=options.normalise)
-            for each in (inputs.logprob, inputs.reference_logprob)
-        )
-        return (*policy, *reference)
-
-    def pairs(inputs: TermInputs) -> Tensor:
-        return spread(loss(*log_ratios(inputs)), inputs.group)
-
-    def measures(inputs: TermInputs) -> dict[str, Tensor]:
-        chosen, rejected, reference_chosen, reference_rejected = log_ratios(inputs)
-        gained, lost = options.beta * (chosen - reference_chosen), options.beta * (rejected - reference_rejected)
-        right = (gained > lost).double() + 0.5 * (gained == lost).double()
-        return {"pairs/accuracy": right, "pairs/margin": gained - lost, "pairs/chosen": gained, "pairs/rejected": lost}
-
-    def imitation(inputs: TermInputs) -> Tensor:
-        return torch.where(inputs.reward > 0, -inputs.logprob, 0)
-
-    mean = aggregation("sequence-mean", max_length=1)
-    terms = [LossTerm("dpo", pairs, mean, source=Source.PREFERENCE, uses_reference=True)]
-    if options.sft:
-        terms.append(LossTerm("sft", imitation, mean, source=Source.PREFERENCE, weight=2 * options.sft))
-    return Recipe(options.name, tuple(terms), keeps_groups=True, measures=measures)

@@ -1,4 +1,4 @@
-"""Losses of preference pairs: per-pair terms [pairs], to be minimised; their mean over pairs is the published loss.
+"""Losses of preferences: terms per pair [pairs] or completion [N], to be minimised; their mean is the published loss.
 
 `chosen` and `rejected` are log-probs of whole completions under the policy being trained, `reference_*` under the
 frozen one, all [pairs]: sums over tokens, or means in length-normalised forms. `pair_logprobs` makes them from tokens.
@@ -6,6 +6,7 @@ frozen one, all [pairs]: sums over tokens, or means in length-normalised forms. 
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
@@ -59,6 +60,60 @@ def ipo(
     The paper sums over tokens; means, as TRL takes them, keep the target in reach of long completions.
     """
     return (_log_ratio_difference(chosen, rejected, reference_chosen, reference_rejected) - 1 / (2 * beta)) ** 2
+
+
+def log_odds(mean_logprob: Tensor) -> Tensor:
+    """log(p / (1 - p)), p = exp(mean_logprob). [N].
+
+    Args:
+        mean_logprob: mean over a completion's tokens. It counts as at most -1e-6, where the odds are still finite.
+    """
+    logprob = mean_logprob.clamp(max=-1e-6)
+    # log(1 - p) is exact for p near 1 by expm1 and for p near 0 by log1p
+    near_one = logprob > -0.6931
+    below = torch.where(near_one, logprob, -0.5)
+    above = torch.where(near_one, -1.0, logprob)
+    return logprob - torch.where(near_one, torch.log(-torch.expm1(below)), torch.log1p(-above.exp()))
+
+
+def orpo(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """-log sigmoid(log(odds_chosen / odds_rejected)) (ORPO, arXiv:2403.07691, eq. 7). [pairs].
+
+    The odds-ratio term alone; the published loss adds imitation of the chosen completion. `chosen` and `rejected` are
+    means over tokens.
+    """
+    return -logsigmoid(log_odds(chosen) - log_odds(rejected))
+
+
+def kto(
+    log_ratio: Tensor,
+    desirable: Tensor,
+    baseline: Tensor,
+    *,
+    beta: float = 0.1,
+    desirable_weight: float = 1.0,
+    undesirable_weight: float = 1.0,
+) -> Tensor:
+    """w_d (1 - sigmoid(beta (r - z0))) where desirable, else w_u (1 - sigmoid(beta (z0 - r))). [N].
+
+    KTO (arXiv:2402.01306, eq. 7).
+
+    Args:
+        log_ratio: r, [N]: log policy - log reference of a completion, summed over its tokens.
+        desirable: bool [N].
+        baseline: z0, a number: `kto_baseline`.
+    """
+    gain = beta * (log_ratio - baseline.detach())
+    return torch.where(desirable, desirable_weight * torch.sigmoid(-gain), undesirable_weight * torch.sigmoid(gain))
+
+
+def kto_baseline(mismatched_log_ratio: Tensor) -> Tensor:
+    """z0 = max(0, mean over [N]), without gradient: the KL divergence of the policy from the reference, estimated.
+
+    Args:
+        mismatched_log_ratio: log policy - log reference of completions after prompts that are not their own. [N].
+    """
+    return mismatched_log_ratio.detach().mean().clamp(min=0)
 
 
 def bradley_terry(

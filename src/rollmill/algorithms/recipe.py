@@ -15,7 +15,7 @@ from torch import Tensor
 from rollmill.algorithms.token_advantages import ValueTargets
 from rollmill.config.algorithm import CriticOptions, KLOptions
 from rollmill.core.types import Source
-from rollmill.recipes.distill import Distill
+from rollmill.recipes.distill import Distillation
 
 Proximal = Literal["rollout", "recompute", "interpolate"]
 
@@ -58,6 +58,7 @@ class TermInputs(NamedTuple):
     sequence: Tensor  #: int64, which experience of the micro-batch the token belongs to
     group: Tensor  #: int64, which group of the micro-batch
     divergence: Tensor | None = None  #: from the teacher, with gradient, if the recipe distils
+    kl_baseline: Tensor | None = None  #: a number: z0 of KTO, over the whole optimizer step, if the recipe needs it
 
 
 @dataclass(frozen=True)
@@ -92,10 +93,13 @@ class Recipe:
     critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
     """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
     critic: CriticOptions | None = None
-    distill: Distill | None = None
+    distill: Distillation | None = None
+    teacher_prompts: bool = False  #: experiences count only if they have a `teacher_prompt`
     kl: KLOptions = field(default_factory=KLOptions)
     proximal: Proximal = "rollout"  #: where old log-probs come from when they are not the policy's own
     keeps_groups: bool = False  #: a group is never cut between micro-batches
+    uses_mismatched: bool = False
+    """Whether `kl_baseline` is needed: log-ratios of completions after prompts that are not their own."""
     reset_optimizer: bool = False
     dropped: Callable[[TermInputs], Tensor] | None = None  #: bool [tokens], where clipping takes the gradient away
     measures: Callable[[TermInputs], dict[str, Tensor]] | None = None  #: of pairs: metrics, one value per pair

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 
-def chord_sft(logprob: Tensor) -> Tensor:
-    """-sg(p (1 - p)) log p: little weight for tokens the policy is sure of, either way (CHORD-phi, arXiv:2508.11408).
+def importance_sft(logprob: Tensor) -> Tensor:
+    """-sg(p) log p: imitation weighted by the ratio of policy to expert, whose probability is taken to be 1. [tokens].
 
-    [tokens]. Published with token-mean over expert tokens.
+    CHORD's SFT with importance sampling (arXiv:2508.11408, eq. 4); the same is known as DFT (arXiv:2508.05629). Its
+    gradient is that of -p. Published with token-mean over expert tokens.
+    """
+    return -logprob.detach().exp() * logprob
+
+
+def chord_sft(logprob: Tensor, *, cutoff: float = 1.0) -> Tensor:
+    """-sg(p (1 - p)) min(log p, log cutoff): little weight for tokens the policy is sure of, either way. [tokens].
+
+    CHORD-phi (arXiv:2508.11408), published with token-mean over expert tokens. A `cutoff` below 1 takes the gradient
+    away where p is above it, as in Trinity-RFT's `sft_phi`.
     """
     p = logprob.detach().exp()
-    return -p * (1 - p) * logprob
+    capped = logprob if cutoff == 1 else torch.clamp(logprob, max=math.log(cutoff))
+    return -p * (1 - p) * capped
 
 
 def chord_mu(step: int, *, warmup: int, decay: int, peak: float, valley: float) -> float:

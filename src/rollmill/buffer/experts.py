@@ -32,7 +32,9 @@ class ExpertPool:
 
     Args:
         pairs: hand out preference pairs rather than demonstrations.
-        rated_at_least: completions with this rating count as demonstrations; None: none do.
+        labels: hand out labelled completions: rated ones, and both of each preference pair.
+        rated_at_least: completions with this rating count as demonstrations; None: none do. With `labels` those with
+            this rating are desirable, the others undesirable.
         tokenizer: fingerprint of the policy's tokenizer; groups that were made with another are refused.
         context: longest sequence of the policy in tokens; longer ones are left out, with a warning.
         seed: what the order within an epoch derives from.
@@ -47,12 +49,13 @@ class ExpertPool:
         shelves: Sequence[Shelves],
         *,
         pairs: bool,
+        labels: bool = False,
         rated_at_least: float | None,
         tokenizer: str,
         context: int,
         seed: int,
     ) -> None:
-        self._tasks, self._shelves, self._pairs = tasks, shelves, pairs
+        self._tasks, self._shelves, self._pairs, self._labels = tasks, shelves, pairs, labels
         self._rated_at_least, self._tokenizer, self._seed = rated_at_least, tokenizer, seed
         self._context = context
         self._epoch, self._drawn = 0, 0
@@ -60,7 +63,8 @@ class ExpertPool:
         self._known: list[list[str]] = [[] for _ in shelves]  # ids of groups by store, in the order they came
 
     def draw(self, count: int, *, step: int = 0) -> list[Experience]:
-        """The next `count` demonstrations, or pairs (two experiences each); none where there is nothing at all.
+        """The next `count` demonstrations, labelled completions, or pairs (two experiences each); none where there is
+        nothing at all. With `labels` a pair from a shelf counts as one, and gives two experiences.
 
         `step` is the training step (of the stage, from 0) that asks.
         """
@@ -121,9 +125,10 @@ class ExpertPool:
 
     def _look(self, shelves: Shelves, known: list[str]) -> None:
         """Take note of what has come."""
-        found = list(shelves.new(Shelf.PREFERENCE if self._pairs else Shelf.EXPERT))
+        found = list(shelves.new(Shelf.PREFERENCE if self._pairs or self._labels else Shelf.EXPERT))
         if self._rated_at_least is not None and not self._pairs:
-            found += [group for group in shelves.new(Shelf.RATED) if self._liked(group)]
+            rated = [group for group in shelves.new(Shelf.RATED) if group.experiences[0].reward is not None]
+            found += [group for group in rated if self._labels or self._liked(group)]
         known += [group.id for group in found if self._fits(group, shelves.name)]
 
     def _liked(self, group: Group) -> bool:
@@ -145,8 +150,17 @@ class ExpertPool:
         return longest <= self._context
 
     def _presented(self, group: Group) -> list[Experience]:
-        """A group as the trainer takes it: pairs under a name of their own, everything else as demonstrations."""
+        """A group as the trainer takes it: labelled completions and pairs under a name of their own, everything else as
+        demonstrations."""
         self._drawn += 1
+        if self._labels:
+            desirable = [e.reward == 1 for e in group.experiences]
+            if group.shelf is Shelf.RATED:
+                desirable = [self._liked(group)]
+            return [
+                labelled(e, liked, f"{group.id}/{self._drawn}/{place}")
+                for place, (e, liked) in enumerate(zip(group.experiences, desirable, strict=True))
+            ]
         if self._pairs:
             return [replace(e, group=f"{group.id}/{self._drawn}") for e in group.experiences]
         return [demonstration(e) for e in group.experiences]
@@ -156,13 +170,22 @@ def demonstration(experience: Experience) -> Experience:
     """A completion as something to imitate: the same tokens, log-probs 0, versions -1, no reward."""
     if experience.source is Source.EXPERT:
         return experience
+    return _copied(experience, Source.EXPERT, None)
+
+
+def labelled(experience: Experience, desirable: bool, group: str) -> Experience:
+    """A completion as a desirable or undesirable one, in a group of its own: log-probs 0, versions -1."""
+    return replace(_copied(experience, Source.PREFERENCE, float(desirable)), group=group, temperature=1.0)
+
+
+def _copied(experience: Experience, source: Source, reward: float | None) -> Experience:
     length = len(experience.token_ids)
     return replace(
         experience,
-        source=Source.EXPERT,
+        source=source,
         logprobs=np.zeros(length, np.float32),
         versions=np.full(length, -1, np.int32),
-        reward=None,
+        reward=reward,
         reward_parts={},
         advantage=None,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from typing import Any
 
 from rollmill.buffer.base import Group, Shelf
@@ -21,7 +21,7 @@ from rollmill.buffer.runlength import (
     unpack_lengths,
     unpack_versions,
 )
-from rollmill.core.types import Experience, Source, StopReason, Task, Turn
+from rollmill.core.types import STORED_FIELDS, Experience, Source, StopReason, Task, Turn
 from rollmill.monitor.files import plain
 
 Row = dict[str, Any]
@@ -33,7 +33,7 @@ _ARRAYS: dict[str, tuple[Callable[[Any], bytes], Callable[[bytes, Sequence[int]]
     "advantage": (pack_floats, unpack_floats),
 }
 _JSON = json.JSONEncoder(default=plain, separators=(",", ":"))
-_PLAIN = tuple(field.name for field in fields(Experience) if field.name not in (*_ARRAYS, "turns"))
+_PLAIN = tuple(name for name in STORED_FIELDS if name not in (*_ARRAYS, "turns"))
 
 
 def experiences_row(experiences: Sequence[Experience]) -> Row:

@@ -107,5 +107,6 @@ def _learns_from(section: type[AlgorithmOptions]) -> str:
         "rollouts": section.uses_rollouts,
         "worked solutions": section.uses_experts,
         "preference pairs": section.uses_pairs,
+        "labelled completions": section.uses_labels,
     }
     return " and ".join(name for name, used in sources.items() if used)

@@ -21,11 +21,24 @@ class AlgorithmOptions(Section):
     uses_rollouts: ClassVar[bool] = True
     uses_experts: ClassVar[bool] = False
     uses_pairs: ClassVar[bool] = False
+    uses_labels: ClassVar[bool] = False  #: completions that are desirable or undesirable, each on its own
     needs_rewards: ClassVar[bool] = True  #: of an algorithm that rolls out
     trains_policy: ClassVar[bool] = True  #: else a model of its own, which the checkpoints hold beside the policy
     source: ClassVar[str] = ""  #: paper, or whose implementation
 
     name: str
+
+    @property
+    def uses_examples(self) -> bool:
+        """Whether it learns from worked solutions, preference pairs or labelled completions."""
+        return self.uses_experts or self.uses_pairs or self.uses_labels
+
+    @property
+    def examples(self) -> str:
+        """Name of what it learns from besides rollouts, for messages."""
+        if self.uses_pairs:
+            return "preference pairs"
+        return "labelled completions" if self.uses_labels else "worked solutions"
 
 
 class DemonstrationOptions(AlgorithmOptions):
@@ -34,7 +47,7 @@ class DemonstrationOptions(AlgorithmOptions):
     uses_rollouts: ClassVar[bool] = False
 
     batch: int = Field(32, ge=1)
-    """Demonstrations (pairs) per step."""
+    """Demonstrations, pairs or labelled completions per step."""
 
 
 class KLOptions(Section):

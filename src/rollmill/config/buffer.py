@@ -61,7 +61,8 @@ class ExpertsConfig(Section):
     """`taskset`: its worked solutions and pairs. `run`: what people and applications say about this run, and what its
     pipeline makes. Else what another run holds of these: its directory, or a Parquet file (`buffer export`)."""
     rated_at_least: float | None = 1.0
-    """Completions that a person rated at least this much (0 to 1) are imitated, too; null: none."""
+    """Completions that a person rated at least this much (0 to 1) are imitated, too; null: none. With `kto` these are
+    desirable, and those with a lower rating undesirable."""
 
     @property
     def others(self) -> list[Path]:

@@ -18,7 +18,7 @@ from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, Node, Problem, dotted, find, leaves, locate
 from rollmill.config.workflow_checks import unhonoured_by_workflow
 from rollmill.config.workflows import Traffic
-from rollmill.recipes import DPO, Distill
+from rollmill.recipes import DPO, Distillation, SelfDistill
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
 _SAMPLING = (
@@ -61,8 +61,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys that no component of this stage honours, each with who would."""
     keys: dict[KeyPath, str] = {}
     algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
-    data = "preference pairs" if algorithm.uses_pairs else "worked solutions"
-    learner = f"algorithm `{algorithm.name}` learns from {data} and rolls nothing out"
+    learner = f"algorithm `{algorithm.name}` learns from {algorithm.examples} and rolls nothing out"
     if not algorithm.uses_rollouts:
         names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
         batch = [("rollout", name) for name in names]
@@ -120,11 +119,11 @@ def _unhonoured_by_buffer(stage: StageConfig) -> dict[KeyPath, str]:
     """Keys of what lies between explorer and trainer."""
     keys: dict[KeyPath, str] = {}
     algorithm, buffer = stage.algorithm, stage.buffer
-    if not (algorithm.uses_experts or algorithm.uses_pairs):
+    if not algorithm.uses_examples:
         text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
         keys["experts",] = text
     elif algorithm.uses_pairs:
-        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; those that imitate honour it"
+        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
         keys["experts", "rated_at_least"] = text
     if buffer.store == "memory":
         keys["buffer", "url"] = "not honoured by store `memory`; it is by `sql`"
@@ -168,11 +167,18 @@ def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
     keys: dict[KeyPath, str] = {}
     if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
         keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
-    if isinstance(algorithm, Distill):
-        if algorithm.divergence != "jsd":
-            keys["algorithm", "beta"] = f"not honoured by divergence `{algorithm.divergence}`; it is by `jsd`"
-        if algorithm.divergence == "sampled":
-            keys["algorithm", "temperature"] = "not honoured by divergence `sampled`; it is by the others"
+    if isinstance(algorithm, Distillation):
+        kind = algorithm.divergence
+        if kind not in ("jsd", "sampled_jsd"):
+            keys["algorithm", "beta"] = f"not honoured by divergence `{kind}`; it is by `jsd` and `sampled_jsd`"
+        if kind in ("sampled", "sampled_jsd"):
+            keys["algorithm", "temperature"] = f"not honoured by divergence `{kind}`; it is by the others"
+    if isinstance(algorithm, SelfDistill):
+        if algorithm.weights != "ema":
+            keys["algorithm", "rate"] = f"not honoured with weights `{algorithm.weights}`; it is with `ema`"
+        if algorithm.context != "success":
+            text = f"not honoured with context `{algorithm.context}`; it is with `success`"
+            keys["algorithm", "success_at_least"] = text
     if not isinstance(algorithm, PolicyGradientOptions):
         return keys
     advantage, kl = algorithm.advantage, algorithm.kl

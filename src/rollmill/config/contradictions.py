@@ -24,7 +24,7 @@ from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks,
 from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
 from rollmill.config.tree import KeyPath, dotted
 from rollmill.config.workflow_checks import workflow_contradictions
-from rollmill.recipes import Distill
+from rollmill.recipes import KTO, Distill, Distillation, SelfDistill
 
 Finding = tuple[KeyPath, str]
 
@@ -64,13 +64,19 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
         text = "training needs differing completions, but 0 always picks the same; give a value above 0, usually 1"
         yield ("rollout", "temperature"), text
     yield from _cut_short(stage)
-    if isinstance(algorithm, Distill):
-        if algorithm.teacher is None:
+    if isinstance(algorithm, Distillation):
+        if isinstance(algorithm, Distill) and algorithm.teacher is None:
             yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
+        if isinstance(algorithm, SelfDistill):
+            yield from _self_distillation(stage, algorithm)
+        if algorithm.divergence == "sampled_jsd" and algorithm.beta in (0, 1):
+            text = "`sampled_jsd` needs a beta above 0 and below 1"
+            yield ("algorithm", "beta"), f"{text}; change it, or use forward_kl (0) or reverse_kl (1)"
         plain = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, 1.0, 0, 0.0)
-        if algorithm.divergence == "sampled" and not plain:
-            text = "`sampled` needs tokens of the policy's own distribution: temperature 1 and no truncation"
-            yield ("algorithm", "divergence"), f"{text}; change rollout or use reverse_kl"
+        if algorithm.divergence in ("sampled", "sampled_jsd") and not plain:
+            text = "needs tokens of the policy's own distribution: temperature 1 and no truncation"
+            advice = "change rollout, or use reverse_kl or jsd"
+            yield ("algorithm", "divergence"), f"`{algorithm.divergence}` {text}; {advice}"
         return
     assert isinstance(algorithm, PolicyGradientOptions)
     yield from _corrections(algorithm)
@@ -87,6 +93,21 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     if algorithm.overlong_buffer >= rollout.max_new_tokens:
         text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
         yield ("algorithm", "overlong_buffer"), text
+
+
+def _self_distillation(stage: StageConfig, algorithm: SelfDistill) -> Iterator[Finding]:
+    """What a teacher that reads another prompt needs."""
+    if not (stage.workflow.single_turn and stage.workflow.uses_tasks):
+        text = "the teacher reads the task's prompt with more context in place of what the policy saw"
+        yield ("workflow",), f"algorithm `self_distill` needs workflow `single_turn`: {text}"
+    if algorithm.context != "success":
+        return
+    if not stage.rewards:
+        text = "context `success` needs rewards, which say what succeeded; add them"
+        yield ("algorithm", "context"), f"{text}, or use `solution` or `answer`"
+    if stage.rollout.group_size == 1:
+        text = "context `success` is another completion of the group, and 1 leaves none; give at least 2"
+        yield ("rollout", "group_size"), text
 
 
 def _cut_short(stage: StageConfig) -> Iterator[Finding]:
@@ -232,6 +253,9 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
     if trainer.updates_per_batch > batch:
         text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"
         yield ("trainer", "updates_per_batch"), text
+    if isinstance(algorithm, KTO) and algorithm.batch < 2:
+        text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
+        yield ("algorithm", "batch"), text
     if trainer.warmup_steps > stage.steps:
         text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
         yield ("trainer", "warmup_steps"), text
@@ -243,7 +267,7 @@ def _training(stage: StageConfig) -> Iterator[Finding]:
 
 def _sharding(algorithm: AlgorithmOptions) -> Iterator[Finding]:
     """What cannot be sharded yet."""
-    if not algorithm.trains_policy:
+    if not algorithm.trains_policy or isinstance(algorithm, SelfDistill):
         yield ("trainer", "sharding"), f"algorithm `{algorithm.name}` cannot be sharded yet; use `none`"
     if not isinstance(algorithm, PolicyGradientOptions) or not algorithm.advantage.uses_critic:
         return

@@ -93,7 +93,9 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
     else:
         assert isinstance(algorithm, DemonstrationOptions)
-        yield "steps", f"{stage.steps}, each {algorithm.batch} {'pairs' if algorithm.uses_pairs else 'demonstrations'}"
+        names = {"preference pairs": "pairs", "worked solutions": "demonstrations"}
+        learned = names.get(algorithm.examples, algorithm.examples)
+        yield "steps", f"{stage.steps}, each {algorithm.batch} {learned}"
     if stage.engine.name != "native":
         yield "engine", _engine(stage.engine)
     for index, reward in enumerate(stage.rewards):

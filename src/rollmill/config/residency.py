@@ -33,7 +33,7 @@ class ResidencyConfig(Section):
     critic_optimizer: Place = "auto"
     """The critic's optimizer state, which only `train` needs."""
     teacher: Place = "auto"
-    """The teacher of algorithm `distill`, which only `train` needs."""
+    """The teacher of algorithms `distill`, `jsd` and `self_distill`, which only `train` needs."""
     rewards: Place = "auto"
     """Reward models in this process (reward `model`), which `rollout` and `inference` need."""
     cast: Made = "auto"

@@ -13,7 +13,7 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.run import StageConfig
 from rollmill.config.tree import KeyPath
 from rollmill.config.workflows import Traffic
-from rollmill.recipes import DPO, Distill
+from rollmill.recipes import DPO, KTO, Distill, SelfDistill
 
 COMPONENTS = tuple(key for key in ResidencyConfig.model_fields if key not in ("budget_gb", "folder"))
 REMADE = ("cast", "cache")
@@ -30,11 +30,12 @@ def needs_of(stage: StageConfig) -> dict[str, frozenset[Phase]]:
     """The components that a stage may have, each with the phases that need it."""
     algorithm, phases = stage.algorithm, phases_of(stage)
     needs: dict[str, Sequence[Phase]] = {"policy": phases, "optimizer": ["train"]}
-    if isinstance(algorithm, DPO) or (isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coefficient > 0):
+    penalised = isinstance(algorithm, PolicyGradientOptions) and algorithm.kl.coefficient > 0
+    if isinstance(algorithm, DPO | KTO) or penalised:
         needs["reference"] = ["inference"]
     if isinstance(algorithm, PolicyGradientOptions) and algorithm.advantage.uses_critic:
         needs |= {"critic": ["inference", "train"], "critic_optimizer": ["train"]}
-    if isinstance(algorithm, Distill):
+    if isinstance(algorithm, Distill) or (isinstance(algorithm, SelfDistill) and algorithm.weights != "current"):
         needs["teacher"] = ["train"]
     if model_rewards(stage):
         later: list[Phase] = ["train"] if stage.max_staleness else []  # rewards of later batches come while it trains

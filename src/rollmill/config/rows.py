@@ -37,6 +37,9 @@ class FieldsConfig(Section):
     such a column exists."""
     rejected: str | None = None
     """Column with a worse solution, for preference pairs. Default: `rejected` when such a column exists."""
+    label: str | None = None
+    """Column that says whether the response is desirable (true) or undesirable (false), for KTO. Default: `label` when
+    there is a column `completion` beside it, which then is the response."""
     id: str | None = None
     """Column with a unique id. Default: the row number."""
     images: str | None = None

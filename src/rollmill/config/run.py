@@ -140,8 +140,7 @@ class StageConfig(Section):
         """Whether anything is rolled out, or taken from the taskset."""
         if self.algorithm.uses_rollouts and self.workflow.uses_tasks:
             return True
-        imitates = self.algorithm.uses_experts or self.algorithm.uses_pairs
-        return imitates and "taskset" in self.experts.sources
+        return self.algorithm.uses_examples and "taskset" in self.experts.sources
 
     @property
     def persistent(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from typing import Any, TypedDict
 
@@ -37,7 +37,9 @@ class Source(StrEnum):
 
     USUAL = "usual"  #: rolled out by the policy
     EXPERT = "expert"  #: a demonstration to imitate
-    PREFERENCE = "preference"  #: one of a pair that is its group; the chosen one has the greater reward
+    PREFERENCE = "preference"
+    """One of a pair that is its group, where the chosen one has the greater reward; or a group of its own: a desirable
+    (reward 1) or undesirable (reward 0) completion."""
 
 
 @dataclass(slots=True)
@@ -46,6 +48,7 @@ class Task:
 
     `prompt` is the text or the chat messages shown to the policy (templates already applied, chat template not yet);
     `response` is a worked solution, if the taskset has one: what SFT and MIX imitate, and DPO prefers to `rejected`.
+    KTO takes `response` for desirable and `rejected` for undesirable; a task may have one of them only.
     """
 
     id: str
@@ -124,6 +127,8 @@ class Experience:
     timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
     info: dict[str, Any] = field(default_factory=dict)
     advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
+    teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
+    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from."""
 
     @property
     def oldest_version(self) -> int:
@@ -135,6 +140,10 @@ class Experience:
     def action_tokens(self) -> int:
         """How many tokens count in the loss."""
         return int(self.action_mask.sum())
+
+
+STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
+"""Names of the fields of an experience that buffers and rollout files keep."""
 
 
 def one_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:

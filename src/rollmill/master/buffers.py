@@ -31,7 +31,7 @@ class Buffers:
         """Open what the stages will ask for, so that what is missing shows before the first has run."""
         for stage in stages:
             self.of_stage(stage)
-            if stage.algorithm.uses_experts or stage.algorithm.uses_pairs:
+            if stage.algorithm.uses_examples:
                 for source in stage.experts.others:
                     self.of_others(source)
 

@@ -10,7 +10,7 @@ from rollmill.engines.native.rng import fold
 from rollmill.master.buffers import Buffers
 from rollmill.models.load import Policy
 from rollmill.models.run_tokenizer import fingerprint
-from rollmill.tasks import Taskset, build_sampler, expert_experience, preference_pair
+from rollmill.tasks import Taskset, build_sampler, expert_experience, labelled_completion, preference_pair
 
 EXPERT_STREAM = 0xE4
 
@@ -19,10 +19,12 @@ def expert_pool(
     config: StageConfig, worked: Taskset | None, policy: Policy, store: Store, buffers: Buffers, *, seed: int
 ) -> ExpertPool:
     """What the stage imitates or prefers. `worked` are the tasks with solutions, where `taskset` is a source."""
-    pairs = config.algorithm.uses_pairs
+    algorithm = config.algorithm
 
     def render(task: Task, place: int) -> list[Experience]:
-        if pairs:
+        if algorithm.uses_labels:
+            return [labelled_completion(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")]
+        if algorithm.uses_pairs:
             return preference_pair(task, policy.tokenizer, policy.end_id, f"{task.id}/{place}")
         return [expert_experience(task, policy.tokenizer, policy.end_id)]
 
@@ -35,7 +37,8 @@ def expert_pool(
     return ExpertPool(
         tasks,
         shelves,
-        pairs=pairs,
+        pairs=algorithm.uses_pairs,
+        labels=algorithm.uses_labels,
         rated_at_least=config.experts.rated_at_least,
         tokenizer=fingerprint(policy.tokenizer),
         context=policy.context,

@@ -10,22 +10,39 @@ from pathlib import Path
 import torch
 
 from rollmill.config.run import StageConfig
-from rollmill.core.types import Experience
+from rollmill.core.types import Experience, Task
 from rollmill.master.context import RunContext
+from rollmill.master.privileged import PrivilegedContext
 from rollmill.master.stage_parts import trainer_of
 from rollmill.models.classifier import REWARD_MODEL, save_classifier
 from rollmill.models.load import Policy
+from rollmill.recipes import SelfDistill
 from rollmill.rewards import Judge
 from rollmill.trainer import RankedTrainer, ScoreTrainer
 
 
 class Learning:
-    """What updates the weights of `policy`, or of a reward model that begins as the policy."""
+    """What updates the weights of `policy`, or of a reward model that begins as the policy.
+
+    Args:
+        tasks: those that are rolled out.
+    """
 
     def __init__(
-        self, config: StageConfig, policy: Policy, judge: Judge | None, context: RunContext, *, seed: int
+        self,
+        config: StageConfig,
+        policy: Policy,
+        judge: Judge | None,
+        context: RunContext,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
     ) -> None:
         self._policy = policy
+        self._privileged: PrivilegedContext | None = None
+        if isinstance(config.algorithm, SelfDistill):
+            by_id = {task.id: task for task in tasks}
+            self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
         self.trainer = trainer_of(config, policy, judge, context, seed=seed)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
@@ -41,8 +58,9 @@ class Learning:
             yield from self.trainer.ahead(experiences, version)
 
     def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
-        """See Trainer."""
-        return self.trainer.step(experiences, version)
+        """See Trainer. The teacher of a policy that distils from itself sees its context from here on."""
+        shown = {} if self._privileged is None else self._privileged.give(experiences)
+        return self.trainer.step(experiences, version) | shown
 
     async def step_beside(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
         """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
@@ -50,7 +68,7 @@ class Learning:
         Once begun it is not cancelled: weights that have changed belong to the step.
         """
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._thread, self.trainer.step, experiences, version)
+        work = loop.run_in_executor(self._thread, self.step, experiences, version)
         while not work.done():
             try:
                 await asyncio.wait([work])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.run import StageConfig
@@ -11,6 +11,7 @@ from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import TasksetError
 from rollmill.core.types import Task
 from rollmill.models.load import Policy
+from rollmill.recipes import KTO, SelfDistill
 from rollmill.tasks import RejectedRow, Taskset, encode_demonstration, encode_prompt
 
 _NAMED = 5
@@ -38,13 +39,18 @@ def select_tasks(config: StageConfig, policy: Policy, training: Taskset, held_ou
     """
     algorithm, notes = config.algorithm, [str(report) for report in training.reports]
     experts = None
-    if "taskset" in config.experts.sources and (algorithm.uses_experts or algorithm.uses_pairs):
-        found = _paired(training) if algorithm.uses_pairs else _worked(training)
+    if "taskset" in config.experts.sources and algorithm.uses_examples:
+        pairs, labels = algorithm.uses_pairs, algorithm.uses_labels
+        found = _paired(training) if pairs else _labelled(training) if labels else _worked(training)
         if found.tasks:
-            measure = _pair if algorithm.uses_pairs else _demonstration
+            measure = _pair if pairs or labels else _demonstration
             experts = _fitting(found, config.tasks_from, policy, measure, notes)
+            if isinstance(algorithm, KTO):
+                notes += _imbalance(experts, algorithm)
         elif not set(config.experts.sources) - {"taskset", "run"}:
             raise TasksetError(_no_experts(training, algorithm))
+    if isinstance(algorithm, SelfDistill):
+        training = _with_context(training, algorithm, config.tasks_from, notes)
     if algorithm.uses_rollouts and config.workflow.uses_tasks:
         training = _fitting(training, config.tasks_from, policy, _prompt, notes)
     elif experts is not None:
@@ -76,10 +82,10 @@ def _demonstration(task: Task, policy: Policy) -> tuple[str, int, int]:
 
 
 def _pair(task: Task, policy: Policy) -> tuple[str, int, int]:
-    longer = max(
-        len(encode_demonstration(task, policy.tokenizer, 0, solution)[0]) for solution in (task.response, task.rejected)
-    )
-    return "pair", longer, policy.context
+    """The longer one of its solutions, of which a labelled completion has one only."""
+    solutions = [each for each in (task.response, task.rejected) if each is not None]
+    longer = max(len(encode_demonstration(task, policy.tokenizer, 0, each)[0]) for each in solutions)
+    return "pair" if len(solutions) == 2 else "completion", longer, policy.context
 
 
 def _fitting(taskset: Taskset, config: TasksetConfig, policy: Policy, measure: _Measure, notes: list[str]) -> Taskset:
@@ -132,11 +138,67 @@ def _paired(tasks: Taskset) -> Taskset:
     return tasks.with_tasks(paired, [])
 
 
+def _labelled(tasks: Taskset) -> Taskset:
+    """Completions one by one: a task with a better and a worse solution becomes two."""
+    found: list[Task] = []
+    for task in tasks.tasks:
+        if task.response is not None and task.rejected is not None:
+            found.append(replace(task, id=f"{task.id}/chosen", rejected=None))
+            found.append(replace(task, id=f"{task.id}/rejected", response=None))
+        elif task.response is not None or task.rejected is not None:
+            found.append(task)
+    return tasks.with_tasks(found, [])
+
+
+def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfig, notes: list[str]) -> Taskset:
+    """The tasks that have what a teacher is to see besides the prompt."""
+    field = {"solution": "response", "answer": "answer"}.get(algorithm.context)
+    if field is None:
+        return taskset
+    known = [task for task in taskset.tasks if getattr(task, field) is not None]
+    missing = [RejectedRow(f"task {task.id}", f"no {field}") for task in taskset.tasks if getattr(task, field) is None]
+    if not missing:
+        return taskset
+    text = f"taskset {taskset.name}: {len(missing)} of {len(taskset.tasks)} tasks have no {field}"
+    if not known or config.on_bad_row == "refuse":
+        advice = "" if not known else ", or leave these tasks out by taskset.on_bad_row: skip"
+        raise TasksetError(
+            f"{text}, which algorithm self_distill shows the teacher (context: {algorithm.context}); name its column "
+            f"in taskset.fields.{field}{advice}\n  {missing[0]}"
+        )
+    notes.append(f"{text}, which the teacher is to see, and were left out")
+    return taskset.with_tasks(known, missing)
+
+
+def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
+    """A note where the two kinds of completions do not weigh alike (KTO, arXiv:2402.01306, eq. 9)."""
+    desirable = sum(task.response is not None for task in tasks.tasks)
+    undesirable = len(tasks.tasks) - desirable
+    if not desirable or not undesirable:
+        kind = "undesirable" if desirable else "desirable"
+        return [f"taskset {tasks.name}: no completion is {kind}, and algorithm kto compares the two kinds"]
+    ratio = algorithm.desirable_weight * desirable / (algorithm.undesirable_weight * undesirable)
+    if 1 <= ratio <= 4 / 3:
+        return []
+    text = (
+        f"taskset {tasks.name}: {desirable} desirable and {undesirable} undesirable completions with weights "
+        f"{algorithm.desirable_weight:g} and {algorithm.undesirable_weight:g} stand in a ratio of {ratio:.2f}"
+    )
+    weight = undesirable * algorithm.undesirable_weight / desirable
+    return [f"{text}; kto's authors advise 1 to 1.33: algorithm.desirable_weight {weight:.3g} to {weight * 4 / 3:.3g}"]
+
+
 def _no_experts(tasks: Taskset, algorithm: AlgorithmOptions) -> str:
     if algorithm.uses_pairs:
         return (
             f"algorithm {algorithm.name} learns from preference pairs, but no task of {tasks.name} has both solutions; "
             "name their columns: taskset.fields.response (the better) and taskset.fields.rejected"
+        )
+    if algorithm.uses_labels:
+        return (
+            f"algorithm {algorithm.name} learns from completions that are desirable or undesirable, but no task of "
+            f"{tasks.name} has one; give rows with prompt, completion and label (true or false), or name their "
+            "columns: taskset.fields.response and taskset.fields.label"
         )
     return (
         f"algorithm {algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "

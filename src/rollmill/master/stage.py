@@ -108,7 +108,7 @@ class StageRun:
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._learning = Learning(config, policy, self._judge, context, seed=self._seed)
+        self._learning = Learning(config, policy, self._judge, context, tasks.training.tasks, seed=self._seed)
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers
@@ -119,7 +119,7 @@ class StageRun:
         self._engine_counted: dict[str, float] = {}  # at the end of the last step
         self._store = context.buffers.of_stage(config)
         self._experts: ExpertPool | None = None
-        if config.algorithm.uses_experts or config.algorithm.uses_pairs:
+        if config.algorithm.uses_examples:
             self._experts = expert_pool(config, tasks.experts, policy, self._store, context.buffers, seed=self._seed)
         reuse = config.rollout.reuse
         self._drafts = None if reuse is None else DraftShelf(reuse)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
 
-from rollmill.core.types import Experience, FloatArray, Source, StopReason, Turn
+from rollmill.core.types import STORED_FIELDS, Experience, FloatArray, Source, StopReason, Turn
 from rollmill.monitor.files import plain
 
 
@@ -17,7 +16,7 @@ def encode_experience(experience: Experience) -> dict[str, Any]:
     Arrays become lists; NaN and infinities become their names. Values of `info` that JSON has no notion of are stored
     as their `repr`.
     """
-    row = {field.name: getattr(experience, field.name) for field in fields(Experience)}
+    row = {name: getattr(experience, name) for name in STORED_FIELDS}
     row["token_ids"] = experience.token_ids.tolist()
     row["action_mask"] = experience.action_mask.astype(np.int8).tolist()
     row["versions"] = experience.versions.tolist()
@@ -31,7 +30,7 @@ def encode_experience(experience: Experience) -> dict[str, Any]:
 
 def decode_experience(row: dict[str, Any]) -> Experience:
     """The experience that `encode_experience` made `row` from."""
-    known = {field.name: row[field.name] for field in fields(Experience)}
+    known = {name: row[name] for name in STORED_FIELDS}
     known["token_ids"] = np.array(row["token_ids"], np.int32)
     known["action_mask"] = np.array(row["action_mask"], np.bool_)
     known["versions"] = np.array(row["versions"], np.int32)

@@ -12,7 +12,7 @@ from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO
 from rollmill.recipes.dapo import DAPO
-from rollmill.recipes.distill import Distill
+from rollmill.recipes.distill import Distill, Distillation
 from rollmill.recipes.dpo import DPO
 from rollmill.recipes.dppo import DPPO
 from rollmill.recipes.dr_grpo import DrGRPO
@@ -21,9 +21,12 @@ from rollmill.recipes.gigpo import GiGPO
 from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
 from rollmill.recipes.gspo import GSPO
+from rollmill.recipes.jsd import JSD
 from rollmill.recipes.kimi import Kimi
+from rollmill.recipes.kto import KTO
 from rollmill.recipes.mix import MIX
 from rollmill.recipes.opmd import OPMD
+from rollmill.recipes.orpo import ORPO
 from rollmill.recipes.ppo import PPO
 from rollmill.recipes.raft import RAFT
 from rollmill.recipes.rec import REC
@@ -34,7 +37,10 @@ from rollmill.recipes.remax import ReMax
 from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
+from rollmill.recipes.self_distill import SelfDistill
 from rollmill.recipes.sft import SFT
+from rollmill.recipes.sft_is import SFTImportance
+from rollmill.recipes.sft_phi import SFTPhi
 from rollmill.recipes.sppo import SPPO
 from rollmill.recipes.stepwise_grpo import StepwiseGRPO
 from rollmill.recipes.topr import TOPR
@@ -65,10 +71,16 @@ AlgorithmUnion = Annotated[
     | StepwiseGRPO
     | GiGPO
     | SFT
+    | SFTImportance
+    | SFTPhi
     | MIX
     | CHORD
     | DPO
+    | ORPO
+    | KTO
     | Distill
+    | JSD
+    | SelfDistill
     | RewardModel,
     Field(discriminator="name"),
 ]
@@ -92,8 +104,11 @@ __all__ = [
     "GPG",
     "GRPO",
     "GSPO",
+    "JSD",
+    "KTO",
     "MIX",
     "OPMD",
+    "ORPO",
     "PPO",
     "RAFT",
     "REC",
@@ -106,6 +121,7 @@ __all__ = [
     "AlgorithmOptions",
     "AsymRE",
     "Distill",
+    "Distillation",
     "DrGRPO",
     "GiGPO",
     "Kimi",
@@ -114,6 +130,9 @@ __all__ = [
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "RewardModel",
+    "SFTImportance",
+    "SFTPhi",
+    "SelfDistill",
     "StepwiseGRPO",
     "known_algorithms",
 ]

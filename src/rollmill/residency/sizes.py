@@ -14,7 +14,7 @@ from rollmill.config.residency_checks import model_rewards, needs_of
 from rollmill.config.run import StageConfig
 from rollmill.models.load import Policy, empty_model
 from rollmill.models.lora import adapted_layers, has_lora
-from rollmill.recipes import Distill
+from rollmill.recipes import Distill, SelfDistill
 from rollmill.rewards.model import scorers_in_memory
 
 _SHARE = 0.8
@@ -29,6 +29,8 @@ def sizes_of(stage: StageConfig, policy: Policy, precision: str) -> dict[str, in
     sizes = {"policy": _weights(model.parameters()), "optimizer": _adam(trained), "gradients": _weights(trained)}
     if "reference" in needs and not has_lora(model):
         sizes["reference"] = sizes["policy"]
+    if "teacher" in needs and isinstance(stage.algorithm, SelfDistill) and not has_lora(model):
+        sizes["teacher"] = sizes["policy"]
     if "critic" in needs:
         assert isinstance(stage.algorithm, PolicyGradientOptions)
         own = stage.algorithm.critic.network == "own"

@@ -2,8 +2,10 @@
 
 from rollmill.tasks.render import (
     encode_demonstration,
+    encode_privileged,
     encode_prompt,
     expert_experience,
+    labelled_completion,
     preference_pair,
     prompt_text,
 )
@@ -16,8 +18,10 @@ __all__ = [
     "Taskset",
     "build_sampler",
     "encode_demonstration",
+    "encode_privileged",
     "encode_prompt",
     "expert_experience",
+    "labelled_completion",
     "load_taskset",
     "preference_pair",
     "prompt_text",

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from rollmill.core.errors import TasksetError
-from rollmill.core.types import Experience, Source, Task, Turn, demonstrated_experience
+from rollmill.core.types import Experience, Message, Source, Task, Turn, demonstrated_experience
+from rollmill.tasks.template import Template
 
 
 def prompt_text(task: Task, tokenizer: Any) -> str:
@@ -40,6 +42,21 @@ def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
     return ids
 
 
+def encode_privileged(task: Task, tokenizer: Any, template: Template, context: str) -> list[int]:
+    """The prompt's token ids with more context in it: `template` filled with `prompt` and `context`.
+
+    Of a chat the last message becomes the filled template. Raises TasksetError, see `prompt_text`.
+    """
+    prompt: str | list[Message]
+    if isinstance(task.prompt, str):
+        prompt = template.fill({"prompt": task.prompt, "context": context})
+    else:
+        *before, last = task.prompt
+        filled = template.fill({"prompt": last["content"], "context": context})
+        prompt = [*before, Message(role=last["role"], content=filled)]
+    return encode_prompt(replace(task, prompt=prompt), tokenizer)
+
+
 def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:
     """Token ids of prompt, worked solution (or another one) and end, and how many of them are the prompt.
 
@@ -70,6 +87,15 @@ def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list
     for experience, reward in zip(pair, (1.0, 0.0), strict=True):
         experience.reward = reward
     return pair
+
+
+def labelled_completion(task: Task, tokenizer: Any, eos_id: int, group: str) -> Experience:
+    """The task's only solution as a group of its own: reward 1 where it is desirable (`response`), else 0."""
+    desirable = task.response is not None
+    name, text = ("desirable", task.response) if desirable else ("undesirable", task.rejected)
+    made = _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=Source.PREFERENCE)
+    made.reward = float(desirable)
+    return made
 
 
 def _demonstrated(

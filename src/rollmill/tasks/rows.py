@@ -47,11 +47,11 @@ class RowReader:
         row = self._preset(record.row) if self._preset is not None else record.row
         fields = self._config.fields
         answer = _optional(row, fields.answer, "answer")
-        response, rejected = self._worked(row), self._solution(row, fields.rejected, "rejected")
+        response, rejected = self._solutions(row)
         for text in (response, rejected, answer):
             _check_unicode(text)
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
-        parts |= {fields.rejected or "rejected"}
+        parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}
         metadata = self._with_images(rest) if record.metadata is None else record.metadata
         return Task(
@@ -105,22 +105,52 @@ class RowReader:
             raise BadRowError("the prompt has a system message of its own beside taskset.system; remove one of them")
         return [Message(role="system", content=self._config.system), *messages]
 
+    def _solutions(self, row: Row) -> tuple[str | None, str | None]:
+        """The better and the worse solution; of a labelled row the one that its label says."""
+        worked, rejected = self._worked(row), self._solution(row, self._config.fields.rejected, "rejected")
+        label = self._label(row)
+        if label is None:
+            return worked, rejected
+        if rejected is not None:
+            raise BadRowError(f"the row has a label (column {label}) and a rejected solution; remove one of them")
+        if worked is None:
+            raise BadRowError(
+                f"the row has a label (column {label}) but no completion; name its column in taskset.fields.response"
+            )
+        return (worked, None) if _desirable(row[label], label) else (None, worked)
+
+    def _label(self, row: Row) -> str | None:
+        """The column with the label, if the row has one."""
+        column = self._config.fields.label
+        if column is not None:
+            _column(row, column, "taskset.fields.label")
+            return column
+        own = self._response is None and self._config.fields.response in (None, "completion")
+        return "label" if own and self._usual_response(row) == "completion" else None
+
     def _worked(self, row: Row) -> str | None:
         if self._response is not None:
             return self._response.fill(row)
         column = self._config.fields.response
         return self._solution(row, column, "response" if column is not None else self._usual_response(row))
 
-    @staticmethod
-    def _usual_response(row: Row) -> str:
-        """Where a solution stands unless the run file says: preference sets call it `chosen`."""
-        return "response" if "response" in row or "chosen" not in row else "chosen"
+    def _usual_response(self, row: Row) -> str:
+        """Where a solution stands unless the run file says: preference sets call it `chosen`, labelled `completion`."""
+        if "response" in row:
+            return "response"
+        if "chosen" in row:
+            return "chosen"
+        labelled = {"completion", self._config.fields.label or "label"} <= row.keys() and "rejected" not in row
+        return "completion" if labelled else "response"
 
     @staticmethod
     def _solution(row: Row, column: str | None, default: str) -> str | None:
         value = _optional(row, column, default)
+        match value:
+            case [{"role": "assistant", "content": str(text)}]:  # as chat sets have it
+                value = text
         if value is not None and not isinstance(value, str):
-            raise BadRowError(f"the {default} is {kind(value)}, not text")
+            raise BadRowError(f"the {default} is {kind(value)}, not text or one message of the assistant")
         return value or None
 
 
@@ -133,6 +163,16 @@ def _column(row: Row, column: str, key: str) -> Any:
 def _optional(row: Row, column: str | None, default: str) -> Any:
     """The value of a named column, which must exist, or of the default column, which need not."""
     return row.get(default) if column is None else _column(row, column, f"taskset.fields.{default}")
+
+
+def _desirable(value: Any, column: str) -> bool:
+    """What a label says: true or false, 1 or 0, or these words (CSV files know no other)."""
+    known = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+    label = known.get(str(value).strip().lower())
+    if label is None:
+        found = f"`{value}`" if isinstance(value, str | int | float) and value != "" else kind(value)
+        raise BadRowError(f"the label (column {column}) is {found}, not true (desirable) or false (undesirable)")
+    return label
 
 
 def _text(prompt: str) -> str:

@@ -13,9 +13,15 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from rollmill.algorithms.distillation import distillation_advantage, forward_kl, generalised_jsd, reverse_kl
+from rollmill.algorithms.distillation import (
+    distillation_advantage,
+    forward_kl,
+    generalised_jsd,
+    jsd_advantage,
+    reverse_kl,
+)
 from rollmill.algorithms.losses import policy_gradient
-from rollmill.recipes.distill import Distill
+from rollmill.recipes import Distillation
 from rollmill.trainer.logprobs import CHUNK, logits_of
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -25,10 +31,10 @@ def token_divergences(
     policy: Any,
     teacher: Any,
     hidden_Td: Tensor,
-    teacher_hidden_Td: Tensor,
     rows_M: Tensor,
+    teacher_hidden_Md: Tensor,
     target_M: Tensor,
-    options: Distill,
+    options: Distillation,
     *,
     chunk: int | None = None,
 ) -> Tensor:
@@ -36,7 +42,8 @@ def token_divergences(
 
     Args:
         policy, teacher: causal LMs with the same vocabulary, whose last hidden states are given.
-        rows_M: rows of the hidden states that predict.
+        rows_M: rows of the policy's hidden states that predict.
+        teacher_hidden_Md: the teacher's hidden states that predict the same tokens, maybe after another prompt.
         target_M: the sampled tokens.
         chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
     """
@@ -50,24 +57,31 @@ def token_divergences(
         return divergence(torch.log_softmax(logits_of(policy, hidden_Cd), -1), teacher_CV, target_C)
 
     parts = []
-    for rows, target in zip(rows_M.split(step), target_M.split(step), strict=True):
-        inputs = (hidden_Td.index_select(0, rows), teacher_hidden_Td.index_select(0, rows), target)
+    for rows, teacher_Cd, target in zip(
+        rows_M.split(step), teacher_hidden_Md.split(step), target_M.split(step), strict=True
+    ):
+        inputs = (hidden_Td.index_select(0, rows), teacher_Cd, target)
         parts.append(checkpoint(of_chunk, *inputs, use_reentrant=False))
     return torch.cat(parts)
 
 
-def _divergence(options: Distill) -> Divergence:
+def _divergence(options: Distillation) -> Divergence:
     functions: dict[str, Callable[..., Tensor]] = {
         "reverse_kl": reverse_kl,
         "forward_kl": forward_kl,
         "jsd": partial(generalised_jsd, beta=options.beta),
     }
-    if options.divergence == "sampled":
-        return _sampled
+    if options.divergence in ("sampled", "sampled_jsd"):
+        advantage = distillation_advantage
+        if options.divergence == "sampled_jsd":
+            advantage = partial(jsd_advantage, beta=options.beta)
+        return partial(_sampled, advantage)
     function = functions[options.divergence]
     return lambda policy_CV, teacher_CV, _: function(policy_CV, teacher_CV, temperature=options.temperature)
 
 
-def _sampled(policy_CV: Tensor, teacher_CV: Tensor, target_C: Tensor) -> Tensor:
+def _sampled(
+    advantage: Callable[[Tensor, Tensor], Tensor], policy_CV: Tensor, teacher_CV: Tensor, target_C: Tensor
+) -> Tensor:
     logprob, teacher = (x.gather(1, target_C[:, None])[:, 0] for x in (policy_CV, teacher_CV))
-    return policy_gradient(logprob, distillation_advantage(logprob, teacher))
+    return policy_gradient(logprob, advantage(logprob, teacher))

@@ -12,6 +12,7 @@ from rollmill.core.types import Experience, Source
 from rollmill.trainer.batch import MicroBatch, TokenTable, token_table
 from rollmill.trainer.critic import Critic
 from rollmill.trainer.logprobs import attending_to
+from rollmill.trainer.mismatched import Mismatched, mismatched_experiences
 from rollmill.trainer.objective import Scores
 from rollmill.trainer.passes import Passes
 from rollmill.trainer.reference import Reference
@@ -74,13 +75,19 @@ class Inference:
         reference = None
         if self._reference is not None:
             reference = yield from self._evaluated(None, experiences, table)
+        mismatched = None
+        if self._recipe.uses_mismatched:
+            others = mismatched_experiences(experiences, getattr(self._model.config, "max_position_embeddings", None))
+            tokens = token_table(others, table.target.device)
+            mismatched = Mismatched(others, tokens, (yield from self._evaluated(None, others, tokens)))
         values = None
         if self._critic is not None:
             usual = [i for i, e in enumerate(experiences) if e.source is Source.USUAL]
             with self._ready():
                 values = self._critic.values(self._passes.rows(experiences, table, usual), table)
             yield
-        return Scores(old, reference, values, policy, interpolated=self._recipe.proximal == "interpolate" and not own)
+        interpolated = self._recipe.proximal == "interpolate" and not own
+        return Scores(old, reference, values, policy, mismatched, interpolated=interpolated)
 
     def _evaluated(
         self, model: nn.Module | None, experiences: Sequence[Experience], table: TokenTable

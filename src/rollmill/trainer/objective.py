@@ -19,6 +19,7 @@ from rollmill.algorithms.sequences import sum_by_sequence
 from rollmill.algorithms.token_advantages import at_last_token
 from rollmill.core.types import Experience, Source
 from rollmill.trainer.batch import MicroBatch, TokenTable
+from rollmill.trainer.mismatched import Mismatched
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class Scores:
     reference: Tensor | None = None  #: log-probs of the reference
     values: Tensor | None = None  #: of the critic
     policy: Tensor | None = None  #: the policy's own log-probs at the start of the step, for a KL in the reward
+    mismatched: Mismatched | None = None  #: what KTO's baseline is measured on
     interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
 
 
@@ -62,6 +64,8 @@ def judge(
     values = torch.zeros(len(table.target))
     compared = any(f is not None for f in (recipe.advantage, recipe.token_advantage, recipe.critic_advantage))
     counted = torch.tensor([not compared or source is not Source.USUAL for source in sources])
+    if recipe.teacher_prompts:
+        counted = torch.tensor([e.teacher_prompt is not None for e in experiences])
     usual = [i for i, source in enumerate(sources) if source is Source.USUAL]
     returns = None
     if usual and compared:
@@ -165,6 +169,8 @@ class Objective:
     ) -> None:
         self.recipe, self._table, self._judgement, self._scores = recipe, table, judgement, scores
         self._version = version
+        self.mismatched = scores.mismatched
+        self.kl_baseline: Tensor | None = None  #: set before the step's first pass, where the recipe needs it
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
         self._shares = [term.aggregate(lengths * self._members(term)) for term in recipe.terms]
@@ -199,6 +205,7 @@ class Objective:
             entropy=entropy,
             reference_logprob=None if reference is None else reference[tokens],
             divergence=None if divergence is None else divergence[chosen],
+            kl_baseline=self.kl_baseline,
             staleness=staleness,
             sequence=micro.sequence[chosen],
             group=micro.group[chosen],

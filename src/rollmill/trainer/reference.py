@@ -58,6 +58,16 @@ class Reference:
             if name in self._adapter:
                 self._adapter[name].copy_(weight)
 
+    @torch.no_grad()
+    def follow(self, rate: float) -> None:
+        """Move the weights towards the policy of the moment by a share of the difference: an exponential average."""
+        trained = dict(self._trained.named_parameters())
+        if self.model is not None:
+            for name, weight in self.model.named_parameters():
+                weight.lerp_(trained[name].to(weight.dtype), rate)
+        for name, own in self._adapter.items():
+            own.lerp_(trained[name], rate)
+
     def state_dict(self) -> dict[str, Any] | None:
         """What a checkpoint keeps; None for a reference that was given."""
         if self._given:

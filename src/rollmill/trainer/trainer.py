@@ -28,6 +28,7 @@ from rollmill.trainer.ranks import Ranks
 from rollmill.trainer.reference import Reference
 from rollmill.trainer.schedule import learning_rate
 from rollmill.trainer.sharding import shard, whole
+from rollmill.trainer.teacher import Teacher
 from rollmill.trainer.tensor_parallel import cut_layers, styles_of
 from rollmill.trainer.update import Part, Updates
 
@@ -48,7 +49,7 @@ class Trainer:
         model: a transformers causal LM; its weights become the fp32 master weights and are changed in place.
         total_steps: training steps of the stage, for the schedule.
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
-        teacher: frozen model with the policy's vocabulary, for a recipe that distils.
+        teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
         ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
     """
 
@@ -75,7 +76,9 @@ class Trainer:
         self._generator = torch.Generator().manual_seed(seed)
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None
-        self._teacher = None if teacher is None else teacher.to(self.device).requires_grad_(False).eval()
+        self._teacher: Teacher | None = None
+        if recipe.distill is not None:
+            self._teacher = Teacher(self.model, teacher, recipe.distill, self._passes, self.device)
         self._critic: Critic | None = None
         if recipe.critic is not None:
             self._critic = Critic(self.model, recipe.critic, self._passes, total_steps)
@@ -162,6 +165,8 @@ class Trainer:
             usual = ~table.expert & judgement.counted[table.experience]
             extra |= value_metrics(scores.values, judgement.returns, usual)
         self.steps += 1
+        if self._teacher is not None:
+            self._teacher.follow()
         found = metrics.result()
         if self._kl is not None and "kl_ref" in found:
             self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
@@ -177,8 +182,8 @@ class Trainer:
         }
         if self._reference is not None and self._reference.model is not None:
             found["reference"] = self._reference.model.parameters
-        if self._teacher is not None:
-            found["teacher"] = self._teacher.parameters
+        if self._teacher is not None and self._teacher.own_model is not None:
+            found["teacher"] = self._teacher.own_model.parameters
         return found if self._critic is None else found | self._critic.held()
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,6 +197,7 @@ class Trainer:
             "generator": self._generator.get_state(),
             "precision": self.precision,
             "reference": None if self._reference is None else self._reference.state_dict(),
+            "teacher": None if self._teacher is None else self._teacher.state_dict(),
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
         }
@@ -205,6 +211,8 @@ class Trainer:
         self._generator.set_state(state["generator"])
         if self._reference is not None:
             self._reference.load_state_dict(state["reference"])
+        if self._teacher is not None:
+            self._teacher.load_state_dict(state.get("teacher"))
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
         if self._kl is not None:

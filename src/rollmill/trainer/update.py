@@ -16,10 +16,12 @@ from rollmill.trainer.divergences import token_divergences
 from rollmill.trainer.failure import training_failure
 from rollmill.trainer.logprobs import attending_to
 from rollmill.trainer.metrics import TokenMetrics
+from rollmill.trainer.mismatched import baseline_of
 from rollmill.trainer.objective import Objective
 from rollmill.trainer.optimizer import clip, gradient_norm, gradients
 from rollmill.trainer.passes import Passes
 from rollmill.trainer.sharding import inside
+from rollmill.trainer.teacher import Teacher
 
 Terms = dict[str, tuple[float, Tensor]]
 Culprit = tuple[str, list[int]]
@@ -46,7 +48,7 @@ class Updates:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, passes: Passes, teacher: nn.Module | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, passes: Passes, teacher: Teacher | None
     ) -> None:
         self._model, self._optimizer, self._passes, self._teacher = model, optimizer, passes, teacher
         self._recipe, self._ranks = passes.recipe, passes.ranks
@@ -58,6 +60,8 @@ class Updates:
             TrainingError: a loss or gradient is not finite, on whichever rank; the weights are as before.
         """
         learned = set(part.objective.learned)
+        if part.objective.mismatched is not None:
+            part.objective.kl_baseline = baseline_of(self._model, self._passes, part.objective.mismatched, part.chosen)
         if first_pass:
             silent = [i for i in part.chosen if i not in learned and part.experiences[i].source is Source.USUAL]
             with torch.no_grad():
@@ -94,7 +98,8 @@ class Updates:
         self, part: Part, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
     ) -> tuple[Tensor, Terms]:
         """The loss of one micro-batch; weight and share of every term."""
-        logprob, entropy, divergence = inside(self._model, lambda: self._predicted(micro, part.table))
+        taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
+        logprob, entropy, divergence = inside(self._model, lambda: self._predicted(micro, part.table, taught))
         terms: Terms = {}
         for source in Source:
             inputs, tokens = part.objective.inputs(micro, logprob, entropy, source, divergence)
@@ -107,31 +112,27 @@ class Updates:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
 
-    def _predicted(self, micro: MicroBatch, table: TokenTable) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Log-probs, entropies and divergences from the teacher of a micro-batch's tokens."""
+    def _predicted(
+        self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Log-probs, entropies and divergences from the teacher, whose hidden states are given, of a micro-batch."""
         with attending_to(self._model, micro):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
-        return logprob, entropy, self._divergence(hidden_Td, micro, table)
-
-    def _divergence(self, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable) -> Tensor | None:
-        """From the teacher, of a micro-batch's tokens."""
-        if self._recipe.distill is None:
-            return None
-        assert self._teacher is not None, "a recipe that distils needs a teacher"
-        with torch.no_grad(), attending_to(self._teacher, micro):
-            teacher_Td = self._passes.hidden(self._teacher, micro)
-        target_M = table.target[micro.tokens]
-        return token_divergences(
+        if self._teacher is None or taught_Md is None:
+            return logprob, entropy, None
+        assert self._recipe.distill is not None
+        divergence = token_divergences(
             self._model,
-            self._teacher,
+            self._teacher.model,
             hidden_Td,
-            teacher_Td,
             micro.rows,
-            target_M,
+            taught_Md,
+            table.target[micro.tokens],
             self._recipe.distill,
             chunk=self._passes.config.logprob_chunk,
         )
+        return logprob, entropy, divergence
 
     def _blame_gradient(self, part: Part, micros: list[MicroBatch]) -> NoReturn:
         """Find the first micro-batch whose gradient is not finite, and report it on all ranks. (With shards every rank

@@ -1,0 +1,130 @@
+"""Recipes of algorithms that learn from preferences: pairs, and labelled completions.
+
+A loss stands per pair or completion. It is spread over all of its tokens, which the aggregation `sequence-mean` turns
+into the mean over pairs or completions.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+import rollmill.algorithms.preference as preference
+from rollmill.algorithms.aggregation import sequence_mean
+from rollmill.algorithms.recipe import LossTerm, Recipe, TermInputs
+from rollmill.algorithms.sequences import spread, sum_by_sequence
+from rollmill.core.types import Source
+from rollmill.recipes import DPO, KTO, ORPO
+
+
+def preference_recipe(options: DPO | ORPO | KTO) -> Recipe:
+    """The recipe of an algorithm that learns from preferences."""
+    if isinstance(options, KTO):
+        return _kto(options)
+    return _dpo(options) if isinstance(options, DPO) else _orpo(options)
+
+
+def _dpo(options: DPO) -> Recipe:
+    """Pairs are groups of two; the chosen one has the greater reward. A pair's loss stands on all of its tokens."""
+    loss = (
+        partial(preference.dpo, beta=options.beta, label_smoothing=options.label_smoothing)
+        if options.loss == "sigmoid"
+        else partial(preference.ipo, beta=options.beta)
+    )
+
+    def log_probs(inputs: TermInputs) -> tuple[Tensor, ...]:
+        assert inputs.reference_logprob is not None
+        policy, reference = (
+            _pairs(each, inputs, mean=options.normalise) for each in (inputs.logprob, inputs.reference_logprob)
+        )
+        return (*policy, *reference)
+
+    def pairs(inputs: TermInputs) -> Tensor:
+        return spread(loss(*log_probs(inputs)), inputs.group)
+
+    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+        chosen, rejected, reference_chosen, reference_rejected = log_probs(inputs)
+        gained, lost = options.beta * (chosen - reference_chosen), options.beta * (rejected - reference_rejected)
+        return _compared(gained, lost)
+
+    terms = [LossTerm("dpo", pairs, sequence_mean, source=Source.PREFERENCE, uses_reference=True)]
+    if options.sft:
+        terms.append(_imitation(options.sft))
+    return Recipe(options.name, tuple(terms), keeps_groups=True, measures=measures)
+
+
+def _orpo(options: ORPO) -> Recipe:
+    def pairs(inputs: TermInputs) -> Tensor:
+        return spread(preference.orpo(*_pairs(inputs.logprob, inputs, mean=True)), inputs.group)
+
+    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+        chosen, rejected = _pairs(inputs.logprob, inputs, mean=True)
+        odds = preference.log_odds(chosen) - preference.log_odds(rejected)
+        return _compared(chosen, rejected) | {"pairs/log_odds": odds}
+
+    odds = LossTerm("orpo", pairs, sequence_mean, source=Source.PREFERENCE, weight=options.weight)
+    return Recipe(options.name, (_imitation(1.0), odds), keeps_groups=True, measures=measures)
+
+
+def _kto(options: KTO) -> Recipe:
+    loss = partial(
+        preference.kto,
+        beta=options.beta,
+        desirable_weight=options.desirable_weight,
+        undesirable_weight=options.undesirable_weight,
+    )
+
+    def log_ratios(inputs: TermInputs) -> tuple[Tensor, Tensor, Tensor]:
+        """Of each completion its log-ratio and whether it is desirable; z0."""
+        assert inputs.reference_logprob is not None
+        assert inputs.kl_baseline is not None
+        ratio = sum_by_sequence(inputs.logprob - inputs.reference_logprob, inputs.sequence)
+        return ratio, _by_sequence(inputs.reward, inputs.sequence, len(ratio)) > 0, inputs.kl_baseline
+
+    def completions(inputs: TermInputs) -> Tensor:
+        return spread(loss(*log_ratios(inputs)), inputs.sequence)
+
+    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+        ratio, desirable, baseline = log_ratios(inputs)
+        right = torch.where(desirable, ratio > baseline, ratio < baseline).double()
+        right = torch.where(ratio == baseline, 0.5, right)
+        gain = options.beta * ratio
+        return {
+            "labels/accuracy": right,
+            "labels/desirable": gain[desirable],
+            "labels/undesirable": gain[~desirable],
+            "labels/baseline": baseline.expand(len(ratio)),
+        }
+
+    term = LossTerm("kto", completions, sequence_mean, source=Source.PREFERENCE, uses_reference=True)
+    return Recipe(options.name, (term,), measures=measures, uses_mismatched=True)
+
+
+def _imitation(weight: float) -> LossTerm:
+    """-log p of the chosen completion, mean over its tokens, mean over pairs."""
+
+    def chosen(inputs: TermInputs) -> Tensor:
+        return torch.where(inputs.reward > 0, -2 * inputs.logprob, 0)  # twice: the mean is over the rejected ones, too
+
+    return LossTerm("sft", chosen, sequence_mean, source=Source.PREFERENCE, weight=weight)
+
+
+def _pairs(logprob: Tensor, inputs: TermInputs, *, mean: bool) -> tuple[Tensor, Tensor]:
+    """Of the chosen and of the rejected completion of each pair."""
+    count = int(inputs.sequence.max()) + 1
+    pair = _by_sequence(inputs.group, inputs.sequence, count)
+    chosen = _by_sequence(inputs.reward, inputs.sequence, count) > 0
+    return preference.pair_logprobs(logprob, inputs.sequence, pair, chosen, mean=mean)
+
+
+def _compared(chosen: Tensor, rejected: Tensor) -> dict[str, Tensor]:
+    right = (chosen > rejected).double() + 0.5 * (chosen == rejected).double()
+    margin = chosen - rejected
+    return {"pairs/accuracy": right, "pairs/margin": margin, "pairs/chosen": chosen, "pairs/rejected": rejected}
+
+
+def _by_sequence(values: Tensor, sequence: Tensor, count: int) -> Tensor:
+    """[tokens] -> [N]: what all tokens of a sequence have in common."""
+    return values.new_zeros(count).index_copy_(0, sequence, values)

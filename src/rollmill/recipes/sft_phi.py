@@ -1,0 +1,22 @@
+"""SFT with CHORD's phi function: little weight on tokens that the policy is sure of, either way.
+
+L = 1/sum_i T_i sum_i sum_t -sg(p (1 - p)) min(log p, log cutoff),   p = pi of the demonstrated token
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from pydantic import Field
+
+from rollmill.recipes.sft import SFT
+
+
+class SFTPhi(SFT):
+    """Supervised fine-tuning with each token weighted by p (1 - p)."""
+
+    source: ClassVar[str] = "arXiv:2508.11408"
+
+    name: Literal["sft_phi"] = "sft_phi"  # type: ignore[assignment]
+    cutoff: float = Field(1.0, gt=0, le=1)
+    """Tokens that the policy gives a greater probability have no gradient. 1: all have one."""

@@ -1,0 +1,114 @@
+"""The teacher of a policy that distils: another model, or the policy itself with other weights or another prompt.
+
+Shapes: M action tokens of a micro-batch, d hidden size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollmill.core.types import Experience
+from rollmill.recipes import Distillation, SelfDistill
+from rollmill.trainer.batch import MicroBatch, micro_batches, token_table
+from rollmill.trainer.logprobs import attending_to
+from rollmill.trainer.passes import Passes
+from rollmill.trainer.reference import Reference
+
+
+class Teacher:
+    """A frozen model, or the policy: an average of its weights, those it has now, or those it had when this was made.
+
+    Args:
+        given: the model of a recipe that has a teacher of its own.
+    """
+
+    def __init__(
+        self, policy: nn.Module, given: nn.Module | None, options: Distillation, passes: Passes, device: torch.device
+    ) -> None:
+        assert given is not None or isinstance(options, SelfDistill), "a recipe that distils needs a teacher"
+        self._policy, self._passes = policy, passes
+        self._rate: float | None = None
+        self._weights: Reference | None = None  #: None: the policy's own
+        if not isinstance(options, SelfDistill):
+            self._weights = Reference(policy, given, device)
+        elif options.weights != "current":
+            self._weights = Reference(policy, None, device)
+            self._rate = options.rate if options.weights == "ema" else None
+
+    @property
+    def model(self) -> nn.Module:
+        """The model whose head turns the hidden states into logits."""
+        own = None if self._weights is None else self._weights.model
+        return self._policy if own is None else own
+
+    @property
+    def own_model(self) -> nn.Module | None:
+        """The model that lies beside the policy, if there is one."""
+        return None if self._weights is None else self._weights.model
+
+    def hidden(self, experiences: Sequence[Experience], micro: MicroBatch) -> Tensor:
+        """The hidden states that predict a micro-batch's action tokens, without gradient: [M, d].
+
+        An experience with a `teacher_prompt` is read after it, others after their own prompt.
+        """
+        members = [experiences[i] for i in micro.experiences]
+        with torch.no_grad(), self._active() as model:
+            if all(e.teacher_prompt is None for e in members):
+                with attending_to(model, micro):
+                    return self._passes.hidden(model, micro).index_select(0, micro.rows)
+            device = micro.rows.device
+            read = [_after_teacher_prompt(e) for e in members]
+            table = token_table(read, device)  # its tokens are in the order of the micro-batch's
+            hidden_Md: Tensor | None = None
+            for row in micro_batches(read, table, range(len(read)), self._passes.config.micro_batch_tokens, device):
+                with attending_to(model, row):
+                    found = self._passes.hidden(model, row).index_select(0, row.rows)
+                if hidden_Md is None:
+                    hidden_Md = found.new_zeros(len(table.target), found.shape[1])
+                hidden_Md[row.tokens] = found
+        assert hidden_Md is not None
+        return hidden_Md
+
+    def follow(self) -> None:
+        """Let the policy of the moment join the average, if there is one."""
+        if self._rate is not None:
+            assert self._weights is not None
+            self._weights.follow(self._rate)
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps; None for a model that was given, and for the policy's own weights."""
+        return None if self._weights is None else self._weights.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken."""
+        if self._weights is not None:
+            self._weights.load_state_dict(state)
+
+    @contextmanager
+    def _active(self) -> Iterator[nn.Module]:
+        if self._weights is None:
+            yield self._policy
+            return
+        with self._weights.active() as model:
+            yield model
+
+
+def _after_teacher_prompt(e: Experience) -> Experience:
+    if e.teacher_prompt is None:
+        return e
+    start, prompt = int(np.argmax(e.action_mask)), e.teacher_prompt
+    token_ids = np.concatenate([prompt, e.token_ids[start:]]).astype(np.int32)
+    return replace(
+        e,
+        token_ids=token_ids,
+        action_mask=np.concatenate([np.zeros(len(prompt), bool), e.action_mask[start:]]),
+        logprobs=np.zeros(len(token_ids), np.float32),
+        versions=np.full(len(token_ids), -1, np.int32),
+    )
