@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -90,7 +89,9 @@ SIZES: dict[str, Any] = {
     # positions and vocabularies
     **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), CONTEXT),
     **dict.fromkeys(("max_target_positions", "position_bias_max_distance"), CONTEXT),
-    **dict.fromkeys(("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY),
+    **dict.fromkeys(
+        ("vocab_size", "decoder_vocab_size", "vocab_size_per_layer_input", "unpadded_vocab_size"), VOCABULARY
+    ),
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank"), 16),
     "eos_token_id": 1,
     "bos_token_id": 2,
@@ -104,7 +105,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "init_std": 0.1,
     "router_jitter_noise": 0.01,
-    "attn_implementation": "eager",
 }
 """By the name of a configuration's field; applied where the class has the field, to what it is composed of, too."""
 
@@ -120,6 +120,7 @@ _VISION = {
     "image_size": 32,
     "patch_size": 16,
 }
+_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4}
 _DOTS3 = {
     "swa_num_attention_heads": HEADS,
     "swa_num_key_value_heads": HEADS,
@@ -143,6 +144,7 @@ _QWEN4 = {
     "hc_lowrank": 16,
 }
 _GEMMA4 = {
+    "global_head_dim": 2 * HEAD,
     "num_hidden_layers": 5,
     "layer_types": ["sliding_attention", "full_attention", *_SWA[:2], "full_attention"],
     "num_kv_shared_layers": 2,
@@ -177,6 +179,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _GEMMA4 | {"enable_moe_block": True},
+    "gemma4_unified": {"vision_config": {"patch_size": 2, "mm_embed_dim": HIDDEN, "mm_posemb_size": 16}},
     "gemma4_unified_text": _GEMMA4,
     "git": {"vision_config": _VISION},
     "got_ocr2": {
@@ -219,10 +222,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shape_embed_dim": 16,
     },
     "xmod": {"default_language": "en_XX"},
-    **dict.fromkeys(
-        ("zamba", "zamba2"),
-        {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4},
-    ),
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
 }
 """By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
@@ -324,12 +325,16 @@ def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
     for name, part in (kind.sub_configs or {}).items():
         own = special.get(name, {})
         part = CONFIG_MAPPING[own["model_type"]] if "model_type" in own else part
-        if dataclasses.is_dataclass(part) and part.__name__ not in ("AutoConfig", "PreTrainedConfig"):
+        if dataclasses.is_dataclass(part) and getattr(part, "__name__", "") not in ("AutoConfig", "PreTrainedConfig"):
             chosen[name] = _fields(part, own)
     if "num_hidden_layers" not in special:
         chosen |= _layers(kind, chosen, special)
     chosen |= {name: value for name, value in special.items() if name not in (kind.sub_configs or {})}
-    return {name: value for name, value in chosen.items() if name in fields or name in special or name == "attn_implementation"}
+    return {
+        name: value
+        for name, value in chosen.items()
+        if name in fields or name in special or name == "attn_implementation"
+    }
 
 
 def _default(kind: Any, chosen: dict[str, Any]) -> Any:
