@@ -36,7 +36,9 @@ def main(arguments: list[str], only_json: bool) -> int:
     parser.add_argument("--only", nargs="+", metavar="NAME", help="model types of transformers; nothing is written")
     parser.add_argument("--workers", type=int, default=min(2, len(machine.cores())))
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where architectures.json goes")
-    parser.add_argument("--table", action="store_true", help=f"only write {PAGE.name} from the last result")
+    parser.add_argument(
+        "--table", action="store_true", help=f"only write the matrix of {PAGE.name} from the last result"
+    )
     args = parser.parse_args(arguments)
     if args.table:
         PAGE.write_text(with_matrix(PAGE.read_text(), json.loads((args.folder / "architectures.json").read_text())))

@@ -105,7 +105,6 @@ SIZES: dict[str, Any] = {
     "initializer_range": 0.1,
     "init_std": 0.1,
     "router_jitter_noise": 0.01,
-    "attn_implementation": "eager",
 }
 """By the name of a configuration's field; applied where the class has the field, to what it is composed of, too."""
 
@@ -121,6 +120,7 @@ _VISION = {
     "image_size": 32,
     "patch_size": 16,
 }
+_ZAMBA = {"layers_block_type": ["linear_attention", "hybrid", "linear_attention", "hybrid"], "num_hidden_layers": 4}
 _DOTS3 = {
     "swa_num_attention_heads": HEADS,
     "swa_num_key_value_heads": HEADS,
@@ -144,6 +144,7 @@ _QWEN4 = {
     "hc_lowrank": 16,
 }
 _GEMMA4 = {
+    "global_head_dim": 2 * HEAD,
     "num_hidden_layers": 5,
     "layer_types": ["sliding_attention", "full_attention", *_SWA[:2], "full_attention"],
     "num_kv_shared_layers": 2,
@@ -178,6 +179,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "activation_sparsity_pattern": [0.9, 0.0, 0.0, 0.0, 0.0],
     },
     "gemma4_text": _GEMMA4 | {"enable_moe_block": True},
+    "gemma4_unified": {"vision_config": {"patch_size": 2, "mm_embed_dim": HIDDEN, "mm_posemb_size": 16}},
     "gemma4_unified_text": _GEMMA4,
     "git": {"vision_config": _VISION},
     "got_ocr2": {
@@ -220,8 +222,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "shape_embed_dim": 16,
     },
     "xmod": {"default_language": "en_XX"},
-    "zamba": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
-    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+    "zamba": _ZAMBA,
+    "zamba2": _ZAMBA,
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"], "num_hidden_layers": 2},
 }
 """By architecture: fields whose value in SIZES does not fit. Nested dictionaries are for sub-configurations."""
@@ -274,10 +276,10 @@ def tiny_model(architecture: str, seed: int = 0) -> nn.Module:
 
 @torch.no_grad()
 def randomise(model: nn.Module) -> None:
-    """Move every parameter away from where it was initialised, and saved buffers (biases of routers), too."""
+    """Move every parameter away from where it was initialised, and biases of routers, too, which are buffers."""
     saved, buffers = set(model.state_dict()), {name for name, _ in model.named_buffers()}
     for name, tensor in [*model.named_parameters(), *_floating_buffers(model)]:
-        if name not in saved or (name in buffers and "bias" not in name):  # others are made of the configuration
+        if name not in saved or (name in buffers and "bias" not in name):  # others follow from the configuration
             continue
         generator = torch.Generator().manual_seed(int(hashlib.sha256(name.encode()).hexdigest()[:8], 16))
         noise = torch.randn(tensor.shape, generator=generator)
@@ -323,7 +325,7 @@ def _fields(kind: Any, special: dict[str, Any]) -> dict[str, Any]:
     for name, part in (kind.sub_configs or {}).items():
         own = special.get(name, {})
         part = CONFIG_MAPPING[own["model_type"]] if "model_type" in own else part
-        if dataclasses.is_dataclass(part) and part.__name__ not in ("AutoConfig", "PreTrainedConfig"):
+        if dataclasses.is_dataclass(part) and getattr(part, "__name__", "") not in ("AutoConfig", "PreTrainedConfig"):
             chosen[name] = _fields(part, own)
     if "num_hidden_layers" not in special:
         chosen |= _layers(kind, chosen, special)

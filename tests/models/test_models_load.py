@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from toys import toy_checkpoint, toy_tokenizer
-from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM
 
 from rollmill.config.model import ModelConfig
 from rollmill.core.errors import ModelError
@@ -165,9 +165,9 @@ def bert(folder: Path) -> None:
     BertForMaskedLM(config).save_pretrained(folder)
 
 
-def mamba(folder: Path) -> None:
-    config = MambaConfig(vocab_size=300, hidden_size=8, num_hidden_layers=1, state_size=4)
-    MambaForCausalLM(config).save_pretrained(folder)
+def bloom(folder: Path) -> None:
+    config = BloomConfig(vocab_size=300, hidden_size=8, n_layer=1, n_head=1)
+    BloomForCausalLM(config).save_pretrained(folder)
 
 
 WRONG: dict[str, tuple[Any, str]] = {
@@ -176,7 +176,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "no tokenizer": (remove("tokenizer.json"), r"has no tokenizer \(tokenizer.json\); copy the tokenizer files"),
     "adapter": (adapter, "holds an adapter; merge it into its base model"),
     "bert": (bert, "is BertForMaskedLM, not a causal language model"),
-    "mamba": (mamba, "MambaForCausalLM does not use transformers' attention interface"),
+    "bloom": (bloom, "BloomForCausalLM does not use transformers' attention interface"),
     "base model": (
         lambda f: edit(f / "config.json", architectures=["Qwen3Model"]),
         "is Qwen3Model, not a causal language model",

@@ -31,6 +31,7 @@ log = logging.getLogger(__name__)
 
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin")
 _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+_UNLIMITED = 1 << 20  # tokens: the context of models that name none and keep a state of fixed size
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 
 
@@ -260,6 +261,8 @@ def _as_ids(value: Any) -> list[int]:
 
 def _context(model: PreTrainedModel, where: str) -> int:
     context = getattr(model.config, "max_position_embeddings", None)
+    if context is None and recurrent_layers(model):
+        return _UNLIMITED
     if context is None:
         raise ModelError(f"{where}: config.json has no max_position_embeddings, the longest sequence; add it")
     short = _short_context(getattr(model.config, "rope_parameters", None) or {})

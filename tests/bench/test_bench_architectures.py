@@ -1,0 +1,115 @@
+"""The judge of all architectures: what it finds right, refused and wrong, and that nothing is wrong."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.architectures import BEGIN, END, matrix, with_matrix
+from bench.harness import BenchError
+from bench.ours.architectures import judge
+from bench.tiny_architectures import WINDOW, tiny_model
+from rollmill.trainer.attention import PackedAttention
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def bench(*arguments: str) -> tuple[int, dict[str, Any]]:
+    """Exit code and JSON line of `python -m bench architectures`, in a process of its own: it forks."""
+    command = [sys.executable, "-m", "bench", "architectures", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout.splitlines()[-1])
+
+
+def test_three_architectures() -> None:
+    code, line = bench("--only", "llama", "bloom", "qwen3", "--json")
+    assert code == 0
+    findings = {finding["name"]: finding for finding in line["findings"]}
+    assert {name: finding["verdict"] for name, finding in findings.items()} == {
+        "llama": "right",
+        "bloom": "refused",
+        "qwen3": "right",
+    }
+    assert (findings["bloom"]["stage"], line["right"], line["refused"]) == ("load", 2, 1)
+    for name in ("llama", "qwen3"):
+        assert 0 < max(findings[name][key] for key in ("rollout_gap", "chunked_gap", "training_gap")) < 1e-4
+        assert 0 < findings[name]["gradient"] < 1e-3
+
+
+def test_a_trainer_that_ignores_windows_is_found_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = PackedAttention.attend
+
+    def without_window(self: PackedAttention, *args: Any, **kwargs: Any) -> Any:
+        return attend(self, *args, **(kwargs | {"sliding_window": None}))
+
+    monkeypatch.setattr(PackedAttention, "attend", without_window)
+    finding = judge("qwen3", tmp_path)
+    assert finding.verdict == "wrong"
+    assert finding.rollout_gap is not None
+    assert finding.rollout_gap < 1e-4
+    assert finding.training_gap is not None
+    assert finding.training_gap > 1e-2
+    assert finding.why.startswith("training ")
+
+
+def test_an_error_in_the_trainer_is_a_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise KeyError("broken")
+
+    monkeypatch.setattr(PackedAttention, "attend", broken)
+    finding = judge("llama", tmp_path)
+    assert (finding.verdict, finding.stage) == ("traceback", "training")
+    assert "KeyError: 'broken'" in finding.why
+
+
+def test_an_architecture_that_is_not_known_is_named() -> None:
+    command = [sys.executable, "-m", "bench", "architectures", "--only", "llama", "lama"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "no causal language model of type lama" in done.stderr
+
+
+def test_tiny_models_use_windows_and_leave_no_norm_at_one() -> None:
+    model: Any = tiny_model("qwen3")
+    assert model.config.sliding_window == WINDOW
+    assert set(model.config.layer_types) == {"full_attention", "sliding_attention"}
+    assert all(float((p - 1).abs().max()) > 0.01 for name, p in model.named_parameters() if "norm" in name)
+    again: Any = tiny_model("qwen3")
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), again.parameters(), strict=True))
+
+
+def test_the_matrix_goes_between_its_markers() -> None:
+    gaps = {"rollout_gap": 1e-6, "chunked_gap": 2e-6, "training_gap": 3e-6, "gradient": 4e-7}
+    findings = [
+        {"name": "llama", "verdict": "right", "why": "", **gaps},
+        {"name": "bloom", "verdict": "refused", "why": "model.path: /tmp/x is | not\nsupported"},
+    ]
+    record = {"versions": {"transformers": "5.0"}, "architectures": 2, "findings": findings}
+    page = with_matrix(f"before\n{BEGIN}\nold\n{END}\nafter\n", record)
+    assert page.startswith(f"before\n{BEGIN}\n\ntransformers 5.0, 2 architectures: 1 right, 1 refused.")
+    assert page.endswith(f"{END}\nafter\n")
+    assert "| llama | 1e-06 | 2e-06 | 3e-06 | 4e-07 |" in page
+    assert "| bloom | is \\| not supported |" in page
+    assert "old" not in page
+    assert with_matrix(page, record) == page
+    assert matrix(record) in page
+    with pytest.raises(BenchError, match="lacks the markers"):
+        with_matrix("no markers", record)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_no_architecture_is_wrong(tmp_path: Path) -> None:
+    _, line = bench("--json", "--folder", str(tmp_path))
+    findings = json.loads((tmp_path / "architectures.json").read_text())["findings"]
+    bad = [f"{f['name']}: {f['verdict']}, {f['why']}" for f in findings if f["verdict"] in ("wrong", "traceback")]
+    assert not bad, "\n".join(bad)
+    assert line["right"] >= 60
+    assert line["not_built"] <= 10
