@@ -20,13 +20,24 @@ from rollmill.trainer import RankedTrainer, ScoreTrainer
 
 
 class Learning:
-    """What updates the weights of `policy`, or of a reward model that begins as the policy."""
+    """What updates the weights of `policy`, or of a reward model that begins as the policy.
+
+    Args:
+        kept_versions: see MismatchProbe.
+    """
 
     def __init__(
-        self, config: StageConfig, policy: Policy, judge: Judge | None, context: RunContext, *, seed: int
+        self,
+        config: StageConfig,
+        policy: Policy,
+        judge: Judge | None,
+        context: RunContext,
+        *,
+        seed: int,
+        kept_versions: int = 0,
     ) -> None:
         self._policy = policy
-        self.trainer = trainer_of(config, policy, judge, context, seed=seed)
+        self.trainer = trainer_of(config, policy, judge, context, seed=seed, kept_versions=kept_versions)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
 
@@ -40,17 +51,23 @@ class Learning:
         if not isinstance(self.trainer, ScoreTrainer):
             yield from self.trainer.ahead(experiences, version)
 
-    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
-        """See Trainer."""
-        return self.trainer.step(experiences, version)
+    def step(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
+        """See Trainer; `upcoming` are completions of later steps, batch by batch."""
+        if isinstance(self.trainer, ScoreTrainer):
+            return self.trainer.step(experiences, version)
+        return self.trainer.step(experiences, version, self.trainer.probes(upcoming, experiences, version))
 
-    async def step_beside(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+    async def step_beside(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
         """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
 
         Once begun it is not cancelled: weights that have changed belong to the step.
         """
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._thread, self.trainer.step, experiences, version)
+        work = loop.run_in_executor(self._thread, self.step, experiences, version, upcoming)
         while not work.done():
             try:
                 await asyncio.wait([work])

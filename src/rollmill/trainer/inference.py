@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from rollmill.trainer.reference import Reference
 from rollmill.trainer.sharding import inside
 
 Scoring = Generator[None, None, Scores]
+Result = TypeVar("Result")
 
 
 class Inference:
@@ -58,6 +60,10 @@ class Inference:
             return ahead[2:]
         table = token_table(experiences, device)
         return table, _finished(self._scores(experiences, table, version))
+
+    def logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
+        """The policy's log-probs of all action tokens but the experts': float32 [A]. Every rank calls this."""
+        return _finished(self._evaluated(self._model, experiences, table))
 
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Scoring:
         """The scores; yields after every forward pass."""
@@ -109,10 +115,10 @@ def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
     return [(each.id, each.token_ids.tobytes()) for each in experiences]
 
 
-def _finished(scoring: Scoring) -> Scores:
+def _finished(passes: Generator[None, None, Result]) -> Result:
     while True:
         try:
-            next(scoring)
+            next(passes)
         except StopIteration as end:
-            scores: Scores = end.value
-            return scores
+            result: Result = end.value
+            return result
