@@ -1,4 +1,4 @@
-"""Engine/trainer mismatch of stale tokens: exact, with the weights that made them, and without effect on the training."""
+"""Engine/trainer mismatch of stale tokens: exact, with the weights that made them, and without effect on training."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ def made(make_batch: Any, model: Any, version: int, *, seed: int, wrong: float =
 
 def of(toy: Any, **settings: Any) -> Trainer:
     options = settings.pop("options", options_of("grpo"))
-    kept = settings.pop("kept", 0)
-    trainer: Trainer = trainer_of(toy("qwen3"), options, lr=1e-2, **settings)
-    trainer._mismatch._kept = KeptWeights(trainer.model, kept, Ranks())
+    trainer: Trainer = trainer_of(toy("qwen3"), options, lr=1e-2, kept_versions=settings.pop("kept", 0), **settings)
     return trainer
 
 
