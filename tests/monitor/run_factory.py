@@ -102,6 +102,8 @@ def training_metrics(rng: np.random.Generator, step: int) -> dict[str, float | i
             "staleness/max": 0 if at == 1 else 1,
             "logprob_gap/mean": abs(rng.normal(2e-4, 5e-5)),
             "logprob_gap/max": abs(rng.normal(3e-3, 1e-3)),
+            "policy_drift/mean": 0.02 + 0.0001 * at,
+            "policy_drift/max": 0.3 + 0.001 * at,
             "seconds/rollout": 0.5 + rng.normal(0, 0.03),
             "seconds/reward": 0.06 + abs(rng.normal(0, 0.01)),
         }

@@ -65,7 +65,7 @@ def test_the_page_is_whole_and_loads_nothing_from_elsewhere(run: Path) -> None:
     assert "100.0 %" in text
     for title in (
         *("Accuracy", "Reward", "Loss, stage sft", "Loss, stage rl", "KL", "Entropy", "Gradient norm", "Length"),
-        *("Log-prob gap", "Staleness", "Where the time went", "Highest rewards", "Lowest rewards"),
+        *("Log-prob gap", "Policy drift", "Staleness", "Where the time went", "Highest rewards", "Lowest rewards"),
     ):
         assert title in page.text, title
 

@@ -41,6 +41,7 @@ def trainer_of(
     seed: int = 0,
     ranks: Ranks | None = None,
     reward_weights: Mapping[str, float] | None = None,
+    kept_versions: int = 0,
     **config: Any,
 ) -> Any:
     """A trainer in the model's own precision: of the policy, or for algorithm `reward_model` of scores.
@@ -59,7 +60,7 @@ def trainer_of(
             for parameter in teacher.parameters():
                 parameter.mul_(1.1)
     others: dict[str, Any] = {"reference": reference, "teacher": teacher, "ranks": ranks}
-    trainer = Trainer(model, recipe, settings, total_steps=10, seed=seed, **others)
+    trainer = Trainer(model, recipe, settings, total_steps=10, seed=seed, kept_versions=kept_versions, **others)
     if trainer._critic is not None:
         _fill(trainer._critic.model.head.weight)
     return trainer

@@ -14,7 +14,7 @@ import numpy as np
 from rollmill.buffer.base import FEEDBACK, IMPORTED, Group, made_by_run
 from rollmill.buffer.rows import experience_body, experience_of, group_from, group_row, searchable
 from rollmill.core.errors import ConfigError, StoreError
-from rollmill.core.types import Experience
+from rollmill.core.types import ANOTHER_RUN, Experience
 from rollmill.monitor.files import writing
 
 FORMAT = b"1"
@@ -118,7 +118,8 @@ def import_pyarrow() -> None:
 
 
 def _renamed(experience: Experience, prefix: str) -> Experience:
-    return replace(experience, id=prefix + experience.id, group=prefix + experience.group)
+    info = {ANOTHER_RUN: prefix.removesuffix("-"), **experience.info}
+    return replace(experience, id=prefix + experience.id, group=prefix + experience.group, info=info)
 
 
 def _of_another_run(info: dict[str, Any], prefix: str) -> dict[str, Any]:

@@ -14,6 +14,9 @@ IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
 
+ANOTHER_RUN = "imported_from"
+"""Key of `Experience.info`: the run that made it, where that is another one; its versions are not this run's."""
+
 
 class Message(TypedDict):
     """One chat message."""

@@ -26,6 +26,7 @@ class Learning:
 
     Args:
         tasks: those that are rolled out.
+        kept_versions: see MismatchProbe.
     """
 
     def __init__(
@@ -37,13 +38,14 @@ class Learning:
         tasks: Sequence[Task],
         *,
         seed: int,
+        kept_versions: int = 0,
     ) -> None:
         self._policy = policy
         self._privileged: PrivilegedContext | None = None
         if isinstance(config.algorithm, SelfDistill):
             by_id = {task.id: task for task in tasks}
             self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
-        self.trainer = trainer_of(config, policy, judge, context, seed=seed)
+        self.trainer = trainer_of(config, policy, judge, context, seed=seed, kept_versions=kept_versions)
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
 
@@ -57,18 +59,25 @@ class Learning:
         if not isinstance(self.trainer, ScoreTrainer):
             yield from self.trainer.ahead(experiences, version)
 
-    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
-        """See Trainer. The teacher of a policy that distils from itself sees its context from here on."""
+    def step(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
+        """See Trainer; `upcoming` are completions of later steps, batch by batch. The teacher of a policy that distils
+        from itself sees its context from here on."""
+        if isinstance(self.trainer, ScoreTrainer):
+            return self.trainer.step(experiences, version)
         shown = {} if self._privileged is None else self._privileged.give(experiences)
-        return self.trainer.step(experiences, version) | shown
+        return self.trainer.step(experiences, version, self.trainer.probes(upcoming, experiences, version)) | shown
 
-    async def step_beside(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+    async def step_beside(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
         """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
 
         Once begun it is not cancelled: weights that have changed belong to the step.
         """
         loop = asyncio.get_running_loop()
-        work = loop.run_in_executor(self._thread, self.step, experiences, version)
+        work = loop.run_in_executor(self._thread, self.step, experiences, version, upcoming)
         while not work.done():
             try:
                 await asyncio.wait([work])

@@ -108,7 +108,15 @@ class StageRun:
         self._judge: Judge | None = None
         if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
             self._judge = judge_of(config, policy, config.rewards)
-        self._learning = Learning(config, policy, self._judge, context, tasks.training.tasks, seed=self._seed)
+        self._learning = Learning(
+            config,
+            policy,
+            self._judge,
+            context,
+            tasks.training.tasks,
+            seed=self._seed,
+            kept_versions=self._kept_versions,
+        )
         self._remote: RemoteExplorers | None = None
         self._engine: RolloutEngine
         self._sync: WeightPublisher | RemoteExplorers
@@ -128,6 +136,13 @@ class StageRun:
         self._explorers: Explorers | RemoteExplorers | None = None
         if self._judge is not None:
             self._explore(self._judge)
+
+    @property
+    def _kept_versions(self) -> int:
+        """How many earlier versions of the weights the trainer keeps, to compare completions that come after their
+        version has ended: those of remote explorers and of applications."""
+        late = isinstance(self._context.placement, OnRay) or isinstance(self.config.workflow, Traffic)
+        return self.config.max_staleness if late else 0
 
     def _connect(self) -> tuple[RolloutEngine, WeightPublisher | RemoteExplorers]:
         """What generates, and how the trainer's weights get there."""
@@ -264,7 +279,7 @@ class StageRun:
 
     def learn(self, experiences: list[Experience]) -> dict[str, float]:
         """Update the weights and publish them; the trainer's metrics."""
-        return self._learned(self._learning.step(experiences, self.version))
+        return self._learned(self._learning.step(experiences, self.version, self._upcoming()))
 
     async def _learn_beside(self, experiences: list[Experience]) -> dict[str, float]:
         """`learn` while requests are taken and explorers are answered; an engine of this process rests, since it has
@@ -272,9 +287,12 @@ class StageRun:
         self._engine.pause()
         try:
             await self._engine.drain()
-            return self._learned(await self._learning.step_beside(experiences, self.version))
+            return self._learned(await self._learning.step_beside(experiences, self.version, self._upcoming()))
         finally:
             self._engine.resume()
+
+    def _upcoming(self) -> list[list[Experience]]:
+        return [] if self._supply is None else self._supply.upcoming()
 
     def _learned(self, metrics: dict[str, float]) -> dict[str, float]:
         """Publish the weights of a step that was made."""

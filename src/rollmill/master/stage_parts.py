@@ -42,6 +42,7 @@ def trainer_of(
     context: RunContext,
     *,
     seed: int,
+    kept_versions: int,
 ) -> Trainer | ScoreTrainer | RankedTrainer:
     """What learns: the policy, or a reward model that begins as the policy."""
     algorithm = config.algorithm
@@ -54,6 +55,7 @@ def trainer_of(
         seed=seed,
         reward_weights=None if judge is None else dict(judge.weights),
         plugins=tuple(context.plugins),
+        kept_versions=kept_versions,
     )
     teacher = None
     if isinstance(algorithm, Distill) and algorithm.teacher is not None:

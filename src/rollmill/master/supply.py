@@ -43,6 +43,10 @@ class Supplies(Protocol):
         """
         ...
 
+    def upcoming(self) -> list[list[Experience]]:
+        """Completions of later steps whose tokens are there, judged or not, batch by batch."""
+        ...
+
     def learned(self, version: int) -> None:
         """See Consumption."""
 
@@ -107,6 +111,12 @@ class Supply(Production):
         experiences = self._consumption.take(version, self._oldest(version))
         self._rollouts.end_step()
         return experiences
+
+    def upcoming(self) -> list[list[Experience]]:
+        """See Supplies; what the pipeline may still drop included."""
+        groups = [accepted(group.known) for group in self._queue.all() if group.known]
+        size = self._config.rollout.batch
+        return [[each for group in groups[i : i + size] for each in group] for i in range(0, len(groups), size)]
 
     def _waiting(self, version: int) -> int:
         return self._store.waiting(min_version=self._oldest(version))

@@ -66,6 +66,10 @@ class AwaitedSupply:
             await self._wait(version)
         return self._consumption.take(version, oldest_allowed(self._config, version))
 
+    def upcoming(self) -> list[list[Experience]]:
+        """None: what has been put for later steps is compared when it is learned from."""
+        return []
+
     async def _wait(self, version: int) -> None:
         batch, deadline_s, began = self._config.rollout.batch, self._config.rollout.deadline_s, time.monotonic()
         said = 0
@@ -133,6 +137,11 @@ class TrainingStage(StageRun):
     def _heart(self) -> Heartbeat:
         assert self._context.heartbeat is not None
         return self._context.heartbeat
+
+    @property
+    def _kept_versions(self) -> int:
+        """See StageRun: explorers put groups into the store at any time."""
+        return self.config.max_staleness
 
     def _connect(self) -> tuple[RolloutEngine, WeightPublisher]:
         """An engine that never generates, and a way for the weights."""

@@ -23,7 +23,10 @@ from rollmill.monitor.view import show_number, show_seconds
 
 PHASE_COLOURS = {"rollout": "blue", "reward": "yellow", "train": "magenta", "eval": "green", "checkpoint": "cyan"}
 _TICKS = "▁▂▃▄▅▆▇█"
-_NUMBERS = ("loss", "kl", "entropy", "grad_norm", "length/mean", "staleness/max", "logprob_gap/max", "lr")
+_NUMBERS = (
+    *("loss", "kl", "entropy", "grad_norm", "length/mean", "staleness/max"),
+    *("logprob_gap/max", "policy_drift/mean", "lr"),
+)
 _SAMPLE_LINES = 6
 
 

@@ -34,6 +34,7 @@ class Plan:
         max_new_tokens: longest completion.
         reward_weights: of every part of the reward, for advantages that see parts.
         plugins: users' files, which register parts of algorithms.
+        kept_versions: earlier versions of the weights that are kept to compare late completions with.
     """
 
     algorithm: AlgorithmOptions
@@ -44,6 +45,7 @@ class Plan:
     seed: int
     reward_weights: dict[str, float] | None = None
     plugins: tuple[Path, ...] = ()
+    kept_versions: int = 0
 
     def trainer(
         self, model: Any, teacher: nn.Module | None, device: torch.device, ranks: Ranks
@@ -55,11 +57,13 @@ class Plan:
             return ScoreTrainer(model, self.algorithm, config, **common)
         weights, longest = self.reward_weights, self.max_new_tokens
         recipe = build_recipe(self.algorithm, max_new_tokens=longest, reward_weights=weights)
-        return Trainer(model, recipe, config, teacher=teacher, **common)
+        return Trainer(model, recipe, config, teacher=teacher, kept_versions=self.kept_versions, **common)
 
     def to_sent(self) -> SentPlan:
         """In a form that another process can read: classes that users' files make have no place to be found at."""
-        values = {key: getattr(self, key) for key in ("precision", "total_steps", "max_new_tokens", "seed")}
+        values = {
+            key: getattr(self, key) for key in ("precision", "total_steps", "max_new_tokens", "seed", "kept_versions")
+        }
         return SentPlan(
             [file.absolute() for file in self.plugins],
             self.algorithm.model_dump(),

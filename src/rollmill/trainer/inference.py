@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,7 @@ from rollmill.trainer.reference import Reference
 from rollmill.trainer.sharding import inside
 
 Scoring = Generator[None, None, Scores]
+Result = TypeVar("Result")
 
 
 class Inference:
@@ -59,6 +61,10 @@ class Inference:
             return ahead[2:]
         table = token_table(experiences, device)
         return table, _finished(self._scores(experiences, table, version))
+
+    def logprobs(self, experiences: Sequence[Experience], table: TokenTable) -> Tensor:
+        """The policy's log-probs of all action tokens but the experts': float32 [A]. Every rank calls this."""
+        return _finished(self._evaluated(self._model, experiences, table))
 
     def _scores(self, experiences: Sequence[Experience], table: TokenTable, version: int) -> Scoring:
         """The scores; yields after every forward pass."""
@@ -116,10 +122,10 @@ def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:
     return [(each.id, each.token_ids.tobytes()) for each in experiences]
 
 
-def _finished(scoring: Scoring) -> Scores:
+def _finished(passes: Generator[None, None, Result]) -> Result:
     while True:
         try:
-            next(scoring)
+            next(passes)
         except StopIteration as end:
-            scores: Scores = end.value
-            return scores
+            result: Result = end.value
+            return result

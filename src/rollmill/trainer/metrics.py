@@ -5,9 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rollmill.algorithms.kl import k3
+from rollmill.algorithms.kl import k1, k3
 from rollmill.algorithms.recipe import Recipe, TermInputs
+from rollmill.trainer.mismatch import Mismatch
 from rollmill.trainer.ranks import Ranks
+
+_GAP = "mismatch"
 
 
 class TokenMetrics:
@@ -17,11 +20,11 @@ class TokenMetrics:
         self._recipe, self._ranks = recipe, ranks
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
-        self._gap_max = 0.0
+        self._gap_max = self._drift_max = 0.0
 
     @torch.no_grad()
     def usual(self, inputs: TermInputs, fresh: Tensor, *, first_pass: bool) -> None:
-        """Add rolled-out tokens; `fresh` [tokens] says which were produced by the current weights."""
+        """Add rolled-out tokens; `fresh` [tokens] says which the weights made that they are compared with."""
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
         self._add("ratio/mean", ratio)
         if self._recipe.dropped is not None:
@@ -31,11 +34,14 @@ class TokenMetrics:
         if not first_pass:
             return
         self._add("entropy", inputs.entropy)
+        policy = inputs.old_logprob if self._recipe.proximal == "recompute" else inputs.logprob  # before any update
+        difference = (policy - inputs.rollout_logprob).abs()
         self._add("kl", k3(inputs.rollout_logprob, inputs.logprob))
-        gap = (inputs.logprob - inputs.rollout_logprob).abs()[fresh]
-        self._add("logprob_gap/mean", gap)
-        if len(gap):
-            self._gap_max = max(self._gap_max, float(gap.max()))
+        self._add("policy_drift/mean", difference)
+        self._add("policy_drift/k1", k1(inputs.rollout_logprob, policy))
+        self._add(_GAP, difference[fresh])
+        self._drift_max = _greatest(self._drift_max, difference)
+        self._gap_max = _greatest(self._gap_max, difference[fresh])
 
     @torch.no_grad()
     def demonstrated(self, inputs: TermInputs) -> None:
@@ -45,16 +51,25 @@ class TokenMetrics:
             for name, values in self._recipe.measures(inputs).items():
                 self._add(name, values)
 
+    @property
+    def mismatch(self) -> Mismatch:
+        """Engine/trainer mismatch of the tokens that the present weights made."""
+        total, tokens = (self._ranks.merged({_GAP: each.get(_GAP, 0.0)})[_GAP] for each in (self._sums, self._counts))
+        return Mismatch(tokens, total, self._ranks.greatest(self._gap_max))
+
     def result(self) -> dict[str, float]:
         """The means; what was never seen is left out."""
         sums, counts = self._ranks.merged(self._sums), self._ranks.merged(self._counts)
-        means = {name: total / counts[name] for name, total in sums.items() if counts[name]}
+        means = {name: total / counts[name] for name, total in sums.items() if counts[name] and name != _GAP}
         if "expert_entropy" in means and "entropy" not in means:
             means["entropy"] = means["expert_entropy"]
-        if "logprob_gap/mean" in means:
-            means["logprob_gap/max"] = self._ranks.greatest(self._gap_max)
-        return means
+        greatest = self._ranks.greatest(self._drift_max)
+        return means | ({"policy_drift/max": greatest} if "policy_drift/mean" in means else {})
 
     def _add(self, name: str, values: Tensor) -> None:
         self._sums[name] = self._sums.get(name, 0.0) + float(values.sum(dtype=torch.float64))
         self._counts[name] = self._counts.get(name, 0) + len(values)
+
+
+def _greatest(so_far: float, values: Tensor) -> float:
+    return max(so_far, float(values.max())) if len(values) else so_far

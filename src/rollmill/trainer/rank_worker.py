@@ -83,11 +83,14 @@ class Worker:
         for _ in self._learner.ahead(experiences, version):
             pass
 
-    def step(self, experiences: Sequence[Experience], version: int) -> None:
-        """Learn from a batch, and give rank 0 its part of the weights."""
-        self._learner.step(experiences, version)
+    def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
+        """Learn from a batch, which comes with its probes, and give rank 0 its part of the weights."""
+        experiences, probes = batch
         if isinstance(self._learner, Trainer):
+            self._learner.step(experiences, version, probes)
             gather_weights(self._learner.model, None)
+        else:
+            self._learner.step(experiences, version)
 
     def state_dict(self) -> None:
         """Give rank 0 its part of the trainer's state."""

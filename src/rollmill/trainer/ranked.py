@@ -108,11 +108,24 @@ class RankedTrainer:
             for _ in passes:
                 pass
 
-    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+    def probes(
+        self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
+    ) -> list[Experience]:
+        """See Trainer; a reward model's compares nothing."""
+        own = self.own
+        return own.probes(upcoming, experiences, version) if isinstance(own, Trainer) else []
+
+    def step(
+        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+    ) -> dict[str, float]:
         """See Trainer."""
         own = self.own
-        with self._crew.handed("batch", list(experiences)) as batch, self._together("step", batch, version):
-            metrics = own.step(experiences, version)
+        with (
+            self._crew.handed("batch", (list(experiences), list(probes))) as batch,
+            self._together("step", batch, version),
+        ):
+            compared = (probes,) if isinstance(own, Trainer) else ()
+            metrics = own.step(experiences, version, *compared)
             if self._sharded and isinstance(own, Trainer):
                 gather_weights(own.model, self._model)
         return metrics

@@ -13,12 +13,13 @@ from torch import nn
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core.types import Experience, Source
+from rollmill.core.types import ANOTHER_RUN, Experience, Source
 from rollmill.models.norms import Replacements, find_norms, replaced
 from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.critic import Critic, ValueModel, usual_experiences, value_metrics
 from rollmill.trainer.inference import Inference
 from rollmill.trainer.metrics import TokenMetrics
+from rollmill.trainer.mismatch import MismatchProbe
 from rollmill.trainer.objective import Judgement, Objective, Scores, judge
 from rollmill.trainer.optimizer import Held, build_optimizer, load_optimizer, optimizer_state, state_tensors
 from rollmill.trainer.parts import cut
@@ -51,6 +52,7 @@ class Trainer:
         reference: frozen policy for the KL term; by default the policy as it is now, if the recipe needs one.
         teacher: frozen model with the policy's vocabulary, for a recipe that distils from another model.
         ranks: data-parallel ranks; every rank calls `step` with the same batch. Default those of torch.distributed.
+        kept_versions: see MismatchProbe.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Trainer:
         reference: nn.Module | None = None,
         teacher: nn.Module | None = None,
         ranks: Ranks | None = None,
+        kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
         self.model = master_weights(model.to(self.device))
@@ -92,6 +95,9 @@ class Trainer:
             self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
         )
         self._updates = Updates(self.model, self._optimizer, self._passes, self._teacher)
+        self._mismatch = MismatchProbe(
+            self.model, self._inference.logprobs, self._ranks, self.device, kept_versions=kept_versions
+        )
         self._refreshed: int | None = None
 
     @property
@@ -119,14 +125,26 @@ class Trainer:
         self._refresh_reference()
         return self._inference.ahead(experiences, version, self.device)
 
-    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
+    def probes(
+        self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
+    ) -> list[Experience]:
+        """Completions of later steps that `step` on `experiences` shall compare; see MismatchProbe.choose."""
+        return self._mismatch.choose(upcoming, experiences, version)
+
+    def step(
+        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+    ) -> dict[str, float]:
         """Learn from one batch; `version` is the version of the weights as they are now.
 
         Sets each experience's `advantage`. Returns the metrics: loss, loss/<term>, grad_norm and lr (of the last update
         where they differ: lr; means over the updates: the others), entropy, kl (k3 from rollout policy to current),
-        kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean and /max (|trainer - rollout| over tokens made by the
-        current weights), tokens (action tokens), updates and skipped; weight/<term> where it follows a schedule,
-        kl_coefficient where it adapts, value/... where there is a critic.
+        kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights
+        that made the token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to
+        the rollout over all rolled-out tokens), tokens (action tokens), updates and skipped; weight/<term> where it
+        follows a schedule, kl_coefficient where it adapts, value/... where there is a critic.
+
+        Args:
+            probes: what the method of this name chose.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
@@ -136,6 +154,9 @@ class Trainer:
             self._optimizer.state.clear()
         self._refresh_reference()
         table, scores = self._inference.take(experiences, version, self.device)
+        self._mismatch.compare(experiences, probes, version, fresh_as_well=self._critic_only)
+        own = torch.tensor([ANOTHER_RUN not in each.info for each in experiences], device=self.device)
+        fresh = (table.version == version) & own[table.experience]
         lr = learning_rate(config, self.steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
@@ -156,7 +177,9 @@ class Trainer:
                         version=version,
                         kl_coefficient=self.kl_coefficient,
                     )
-                    batch = Part(experiences, table, objective, part, self.steps, version)
+                    if updates and self.recipe.proximal != "recompute":
+                        fresh = torch.zeros_like(fresh)  # an update has been made since
+                    batch = Part(experiences, table, objective, part, self.steps, fresh)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     totals.add(self._update_critic(batch, judgement, scores))
@@ -167,7 +190,7 @@ class Trainer:
         self.steps += 1
         if self._teacher is not None:
             self._teacher.follow()
-        found = metrics.result()
+        found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
         if self._kl is not None and "kl_ref" in found:
             self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
         skipped = totals.pop("skipped")
@@ -200,6 +223,7 @@ class Trainer:
             "teacher": None if self._teacher is None else self._teacher.state_dict(),
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
+            "mismatch": self._mismatch.state_dict(),
         }
         found: dict[str, Any] = whole(state)
         return found
@@ -217,6 +241,8 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
+        if "mismatch" in state:  # a checkpoint of an older version has none
+            self._mismatch.load_state_dict(state["mismatch"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

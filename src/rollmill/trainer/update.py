@@ -37,7 +37,7 @@ class Part:
     objective: Objective
     chosen: list[int]
     step: int  #: training step
-    version: int  #: of the weights at its start
+    fresh: Tensor  #: bool [A], made by the weights that the first pass of this part computes with
 
 
 class Updates:
@@ -107,7 +107,7 @@ class Updates:
                 continue
             terms |= part.objective.terms(inputs, tokens, source)
             if metrics is not None and source is Source.USUAL:
-                metrics.usual(inputs, part.table.version[tokens] == part.version, first_pass=first_pass)
+                metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass)
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
