@@ -11,6 +11,9 @@ from rollmill.config.parts import Chosen, registered
 from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO
+from rollmill.recipes.clip_b import ClipB
+from rollmill.recipes.clip_cov import ClipCov
+from rollmill.recipes.clip_v import ClipV
 from rollmill.recipes.dapo import DAPO
 from rollmill.recipes.distill import Distill
 from rollmill.recipes.dpo import DPO
@@ -18,12 +21,20 @@ from rollmill.recipes.dppo import DPPO
 from rollmill.recipes.dr_grpo import DrGRPO
 from rollmill.recipes.gdpo import GDPO
 from rollmill.recipes.gigpo import GiGPO
+from rollmill.recipes.gmpo import GMPO
 from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
 from rollmill.recipes.gspo import GSPO
+from rollmill.recipes.high_entropy import HighEntropy
 from rollmill.recipes.kimi import Kimi
+from rollmill.recipes.kl_cov import KLCov
+from rollmill.recipes.lite_ppo import LitePPO
+from rollmill.recipes.m2po import M2PO
 from rollmill.recipes.mix import MIX
 from rollmill.recipes.opmd import OPMD
+from rollmill.recipes.opo import OPO
+from rollmill.recipes.otb import OTB
+from rollmill.recipes.pass_at_k import PassAtKTraining
 from rollmill.recipes.ppo import PPO
 from rollmill.recipes.raft import RAFT
 from rollmill.recipes.rec import REC
@@ -35,9 +46,11 @@ from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
 from rollmill.recipes.sft import SFT
+from rollmill.recipes.skywork_or1 import SkyworkOR1
 from rollmill.recipes.sppo import SPPO
 from rollmill.recipes.stepwise_grpo import StepwiseGRPO
 from rollmill.recipes.topr import TOPR
+from rollmill.recipes.vespo import VESPO
 
 AlgorithmUnion = Annotated[
     GRPO
@@ -60,6 +73,19 @@ AlgorithmUnion = Annotated[
     | SPPO
     | RAFT
     | GPG
+    | GMPO
+    | OPO
+    | OTB
+    | VESPO
+    | ClipCov
+    | KLCov
+    | ClipB
+    | ClipV
+    | HighEntropy
+    | SkyworkOR1
+    | PassAtKTraining
+    | LitePPO
+    | M2PO
     | DPPO
     | GDPO
     | StepwiseGRPO
@@ -89,11 +115,15 @@ __all__ = [
     "DPO",
     "DPPO",
     "GDPO",
+    "GMPO",
     "GPG",
     "GRPO",
     "GSPO",
+    "M2PO",
     "MIX",
     "OPMD",
+    "OPO",
+    "OTB",
     "PPO",
     "RAFT",
     "REC",
@@ -102,18 +132,27 @@ __all__ = [
     "SFT",
     "SPPO",
     "TOPR",
+    "VESPO",
     "AlgorithmConfig",
     "AlgorithmOptions",
     "AsymRE",
+    "ClipB",
+    "ClipCov",
+    "ClipV",
     "Distill",
     "DrGRPO",
     "GiGPO",
+    "HighEntropy",
+    "KLCov",
     "Kimi",
+    "LitePPO",
+    "PassAtKTraining",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
     "ReinforcePlusPlusBaseline",
     "RewardModel",
+    "SkyworkOR1",
     "StepwiseGRPO",
     "known_algorithms",
 ]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollmill.algorithms.entropy import AdaptiveEntropy
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
@@ -82,6 +83,12 @@ class Trainer:
         self._kl: AdaptiveKL | None = None
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
+        self._entropy: AdaptiveEntropy | None = None
+        if recipe.entropy_control is not None:
+            steered = recipe.entropy_control
+            self._entropy = AdaptiveEntropy(
+                recipe.entropy, target=steered.target, delta=steered.delta, maximum=steered.maximum
+            )
         self._norms: Replacements = find_norms(*self._models()) if self.device.type == "cpu" else []
         self._cut_models()
         self._optimizer = build_optimizer(self.model, config)
@@ -102,11 +109,16 @@ class Trainer:
         return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
 
     @property
+    def entropy_coefficient(self) -> float:
+        """Weight of the entropy bonus now."""
+        return self.recipe.entropy if self._entropy is None else self._entropy.weight
+
+    @property
     def infers(self) -> bool:
         """Whether a step may need passes that `ahead` can make."""
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
-        return compares or recipe.kl_in_reward or recipe.proximal == "recompute"
+        return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
@@ -123,7 +135,8 @@ class Trainer:
         where they differ: lr; means over the updates: the others), entropy, kl (k3 from rollout policy to current),
         kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean and /max (|trainer - rollout| over tokens made by the
         current weights), tokens (action tokens), updates and skipped; weight/<term> where it follows a schedule,
-        kl_coefficient where it adapts, value/... where there is a critic.
+        kl_coefficient and entropy_coefficient where they adapt, ratio/masked_fraction where there are masks, value/...
+        where there is a critic.
 
         Raises:
             TrainingError: a loss or gradient is not finite; the weights are as before the failing update.
@@ -139,6 +152,7 @@ class Trainer:
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
+        extra |= {"entropy_coefficient": self.entropy_coefficient} if self._entropy else {}
         with self._ready():
             judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
@@ -152,8 +166,9 @@ class Trainer:
                         step=self.steps,
                         version=version,
                         kl_coefficient=self.kl_coefficient,
+                        entropy_coefficient=self.entropy_coefficient,
                     )
-                    batch = Part(experiences, table, objective, part, self.steps, version)
+                    batch = Part(experiences, table, objective, part, self.steps, version, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     totals.add(self._update_critic(batch, judgement, scores))
@@ -165,6 +180,8 @@ class Trainer:
         found = metrics.result()
         if self._kl is not None and "kl_ref" in found:
             self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
+        if self._entropy is not None and "entropy" in found:
+            self._entropy.update(found["entropy"])
         skipped = totals.pop("skipped")
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
@@ -194,6 +211,7 @@ class Trainer:
             "reference": None if self._reference is None else self._reference.state_dict(),
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
+            "entropy": None if self._entropy is None else self._entropy.state_dict(),
         }
         found: dict[str, Any] = whole(state)
         return found
@@ -209,6 +227,8 @@ class Trainer:
             self._critic.load_state_dict(state["critic"])
         if self._kl is not None:
             self._kl.load_state_dict(state["kl"])
+        if self._entropy is not None:
+            self._entropy.load_state_dict(state["entropy"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:
