@@ -69,7 +69,7 @@ def test_policy_gradient_terms(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("grpo", [1 / 4, 1 / 12]), ("dr_grpo", [1 / 20] * 2), ("dapo", [1 / 8] * 2), ("rloo", [1 / 8] * 2)],
+    [("grpo", [1 / 4, 1 / 12]), ("dr_grpo", [1 / 20] * 2), ("dapo", [1 / 8] * 2), ("rloo", [1 / 2] * 2)],
 )
 def test_default_aggregations(name: str, expected: list[float]) -> None:
     weights = _recipe(name=name).terms[0].aggregate(torch.tensor([2, 6]))
