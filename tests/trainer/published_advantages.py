@@ -82,7 +82,9 @@ def by_length(c: Case) -> list[float]:
     """OPO: r - the group's mean weighted by length; 0 where nothing differs."""
     found = []
     for r, e in zip(rewards_of(c), c.batch, strict=True):
-        peers = [(len(lp), q) for lp, q, other in zip(c.start, rewards_of(c), c.batch, strict=True) if other.group == e.group]
+        peers = [
+            (len(lp), q) for lp, q, other in zip(c.start, rewards_of(c), c.batch, strict=True) if other.group == e.group
+        ]
         baseline = sum(n * q for n, q in peers) / sum(n for n, _ in peers)
         found.append(0.0 if e.group in uniform_groups(c) else r - baseline)
     return found

@@ -155,7 +155,11 @@ def _forking(c: Case, top: float = 0.2) -> Tensor:
     """The fifth of the tokens with the highest entropy, of the groups that differ."""
     uniform = adv.uniform_groups(c)
     chosen = [i for i, e in enumerate(c.batch) if e.group not in uniform]
-    left = Case(*([column[i] for i in chosen] for column in c[:4]), c.experts, *([column[i] for i in chosen] for column in c[5:]))
+    left = Case(
+        *([column[i] for i in chosen] for column in c[:4]),
+        c.experts,
+        *([column[i] for i in chosen] for column in c[5:]),
+    )
     entropy = _tokens(left, adv.grpo(left)).entropy
     bound = np.quantile(entropy, 1 - top) - 1e-5
     return _masked(left, surrogate(left, adv.grpo(left), high=0.28), [h >= bound for h in entropy])

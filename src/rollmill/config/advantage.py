@@ -107,9 +107,7 @@ class BestOfGroup(Advantage):
     @model_validator(mode="after")
     def _rejects_something(self) -> BestOfGroup:
         if self.accept == "all" and self.threshold is None:
-            raise ValueError(
-                "accept `all` rejects nothing without a `threshold`; give one: 0 accepts positive rewards"
-            )
+            raise ValueError("accept `all` rejects nothing without a `threshold`; give one: 0 accepts positive rewards")
         return self
 
 
