@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bench.gradient import EXACT, PAIRS, Tree, compared, enumerable
 
+from bench.gradient import EXACT, PAIRS, Tree, compared, enumerable
 from rollmill.algorithms import build_recipe
 from rollmill.recipes import known_algorithms
 
