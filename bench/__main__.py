@@ -15,6 +15,7 @@ NAMES = (
     "prefix",
     "packing",
     "logprob",
+    "gradient",
     "learn",
     "curriculum",
     "verify",

@@ -178,7 +178,12 @@ def _type(annotation: Any) -> str:
 def _default(field: FieldInfo) -> str:
     if field.is_required():
         return "required"
-    value = field.default
+    return _written(field.default)
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list) and any(isinstance(each, Section) for each in value):
+        return f"`[{', '.join(_written(each).strip('`') for each in value)}]`"
     if isinstance(value, Section):
         plain = type(value).model_validate({"name": value.name} if hasattr(value, "name") else {})
         own = "".join(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rollmill.algorithms import RewardInputs, TermInputs, build_recipe
+from rollmill.algorithms import RewardInputs, TermInputs, TokenScores, build_recipe
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
 from rollmill.recipes import AlgorithmConfig, known_algorithms
@@ -29,6 +29,8 @@ def _inputs(n: int) -> TermInputs:
         staleness=zeros,
         sequence=zeros.long(),
         group=zeros.long(),
+        kept=zeros == 0,
+        selected=zeros == 0,
     )
 
 
@@ -69,7 +71,7 @@ def test_policy_gradient_terms(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "expected"),
-    [("grpo", [1 / 4, 1 / 12]), ("dr_grpo", [1 / 20] * 2), ("dapo", [1 / 8] * 2), ("rloo", [1 / 8] * 2)],
+    [("grpo", [1 / 4, 1 / 12]), ("dr_grpo", [1 / 20] * 2), ("dapo", [1 / 8] * 2), ("rloo", [1 / 2] * 2)],
 )
 def test_default_aggregations(name: str, expected: list[float]) -> None:
     weights = _recipe(name=name).terms[0].aggregate(torch.tensor([2, 6]))
@@ -135,7 +137,7 @@ def test_the_group_s_mean_of_reinforce_plus_plus_counts_a_rollout_once() -> None
     recipe = _recipe(name="reinforce_plus_plus_baseline")
     assert recipe.token_advantage is not None
     forked = _rewards([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], [1, 1, 1, 1])._replace(episodes=torch.tensor([2, 2, 2, 5]))
-    got = recipe.token_advantage(forked, torch.arange(4), None).values
+    got = recipe.token_advantage(forked, torch.arange(4), TokenScores()).values
     centred = torch.tensor([0.5, 0.5, 0.5, -0.5]).double()
     torch.testing.assert_close(got, (centred - centred.mean()) / centred.std())
 
@@ -145,7 +147,9 @@ def test_unjudged_experiences_are_not_counted() -> None:
     for name in set(ROLLING) - {"ppo"}:
         recipe = _recipe(name=name)
         if recipe.advantage is None:
-            result = recipe.token_advantage(inputs, torch.arange(3), None)
+            half = torch.full((3,), 0.5)
+            scores = TokenScores(logprob=half.log(), collision=half)
+            result = recipe.token_advantage(inputs, torch.arange(3), scores)
         else:
             result = recipe.advantage(inputs._replace(greedy_rewards=torch.zeros(3).double()))
         assert result.counted.tolist() == [True, False, True]

@@ -392,6 +392,22 @@ OVERRIDES = {
         "algorithm={name: grpo, loss: {name: gspo, dual_clip: 3}}",
         "algorithm.loss.dual_clip: `dual_clip` is honoured by loss `ppo_clip`, not by `gspo`",
     ),
+    "subsets of the whole group": (
+        "algorithm={name: pass_at_k, advantage: {k: 8}}",
+        "algorithm.advantage.k: pass@8 over subsets of a group needs at least 9 completions, not 8; lower k, or raise",
+    ),
+    "nothing to reject": (
+        "algorithm={name: raft, advantage: {accept: all}}",
+        "accept `all` rejects nothing without a `threshold`; give one: 0 accepts positive rewards",
+    ),
+    "a ratio that counts twice": (
+        "algorithm={name: vespo, corrections: [tis]}",
+        "algorithm.corrections: `vespo` is to the rollout policy already, and `tis` would count twice; remove it",
+    ),
+    "unknown mask": (
+        "algorithm={name: grpo, masks: [high_entrophy]}",
+        "`high_entrophy` is not known; did you mean `high_entropy`?",
+    ),
     "unknown part": (
         "algorithm={name: grpo, loss: gsop}",
         "algorithm.loss.name: `gsop` is not known; did you mean `gspo`?",

@@ -92,7 +92,7 @@ def test_a_name_or_number_stands_for_a_section(short: str, long: str) -> None:
             "advantage",
             {"name": "reinforce_plus_plus", "baseline": "group", "ddof": 0},
         ),
-        ("{name: raft, advantage: reinforce}", "advantage", {"name": "reinforce", "baseline": "none"}),
+        ("{name: lite_ppo, advantage: grpo}", "advantage", {"name": "grpo", "scale": "batch", "ddof": 1}),
         (
             "{name: ppo, critic: {lr: 1e-3}}",
             "critic",

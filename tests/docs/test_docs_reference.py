@@ -28,7 +28,8 @@ stages:
     steps: 3
     pipeline: [{name: invalid_reward}]
     buffer: {replay: {groups: 1}}
-    algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, corrections: [tis]}
+    algorithm: {name: chord, kl: {coefficient: 0.1, target: 0.01}, entropy: 0.01, entropy_control: {},
+      corrections: [tis], masks: [high_entropy]}
   - {name: critic, steps: 1, algorithm: {name: ppo}, workflow: {name: tools, describe: false}, tools: [calculator]}
   - {name: cut, steps: 2, max_staleness: 1, rollout: {token_budget: 8, reuse: null}}
   - {name: more, steps: 1, rollout: {oversample: 0.5, reuse: null}}

@@ -143,6 +143,15 @@ def plain_logprobs(model: Any, batch: Sequence[Experience]) -> list[Tensor]:
     return [_picked(model(input_ids=_ids(e)[None], use_cache=False).logits[0], e) for e in batch]
 
 
+def plain_distributions(model: Any, batch: Sequence[Experience]) -> list[Tensor]:
+    """Log-probs of the whole vocabulary at each experience's action tokens: [tokens, V] each."""
+    found = []
+    for e in batch:
+        logits = model(input_ids=_ids(e)[None], use_cache=False).logits[0, np.flatnonzero(e.action_mask) - 1]
+        found.append(torch.log_softmax(logits / _temperature(e), -1))
+    return found
+
+
 def padded_logprobs(model: Any, batch: Sequence[Experience]) -> list[Tensor]:
     """The same from one padded batch."""
     longest = max(len(e.token_ids) for e in batch)
@@ -159,9 +168,12 @@ def _ids(e: Experience) -> Tensor:
 
 
 def _picked(logits: Tensor, e: Experience) -> Tensor:
-    temperature = 1.0 if e.source is Source.EXPERT else float(np.float32(e.temperature))
     positions = np.flatnonzero(e.action_mask)
-    return torch.log_softmax(logits / temperature, -1)[positions - 1, _ids(e)[positions]]
+    return torch.log_softmax(logits / _temperature(e), -1)[positions - 1, _ids(e)[positions]]
+
+
+def _temperature(e: Experience) -> float:
+    return 1.0 if e.source is Source.EXPERT else float(np.float32(e.temperature))
 
 
 def plain_values(critic: Any, batch: Sequence[Experience]) -> list[Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable, Sequence
 from typing import NamedTuple
 
@@ -24,6 +25,8 @@ class Case(NamedTuple):
     start: Lists  #: of the policy at the start of the step
     reference: Lists
     experts: Lists
+    distributions: Lists  #: of the policy, log-probs of the whole vocabulary at each action token, without gradient
+    start_distributions: Lists  #: of the policy at the start of the step
 
 
 def centred(values: Sequence[float], ids: Sequence[Hashable]) -> list[float]:
@@ -73,6 +76,55 @@ def leave_one_out(c: Case) -> list[float]:
         others = [r for j, r in enumerate(rewards_of(c)) if j != i and c.batch[j].group == e.group]
         found.append(rewards_of(c)[i] - sum(others) / len(others))
     return found
+
+
+def by_length(c: Case) -> list[float]:
+    """OPO: r - the group's mean weighted by length; 0 where nothing differs."""
+    found = []
+    for r, e in zip(rewards_of(c), c.batch, strict=True):
+        peers = [
+            (len(lp), q) for lp, q, other in zip(c.start, rewards_of(c), c.batch, strict=True) if other.group == e.group
+        ]
+        baseline = sum(n * q for n, q in peers) / sum(n for n, _ in peers)
+        found.append(0.0 if e.group in uniform_groups(c) else r - baseline)
+    return found
+
+
+def optimal_token_baseline(c: Case) -> Lists:
+    """OTB: r - a mean of the group's rewards per token, weighted by the squared gradients of the logits so far."""
+    gathered = []  # the squared norm of one_hot - p, the gradient of log p(token) with respect to the logits
+    for lp, full in zip(c.start, c.start_distributions, strict=True):
+        p, own = full.exp().double(), lp.exp().double()
+        norms = (p**2).sum(-1) - own**2 + (1 - own) ** 2
+        gathered.append([float(norms[: t + 1].sum()) for t in range(len(norms))])
+    found = []
+    for i, e in enumerate(c.batch):
+        values = []
+        for t in range(len(c.start[i])):
+            peers = [j for j, o in enumerate(c.batch) if o.group == e.group and len(c.start[j]) > t]
+            weights = [gathered[j][t] for j in peers]
+            mean = sum(w * rewards_of(c)[j] for w, j in zip(weights, peers, strict=True)) / sum(weights)
+            values.append(0.0 if e.group in uniform_groups(c) else rewards_of(c)[i] - mean)
+        found.append(torch.tensor(values))
+    return found
+
+
+def pass_at_k(c: Case, k: int) -> list[float]:
+    """Pass@k training by brute force: every subset of k completions of the group has its best reward."""
+    found = []
+    for i, e in enumerate(c.batch):
+        peers = [j for j, other in enumerate(c.batch) if other.group == e.group]
+        best = {subset: max(rewards_of(c)[j] for j in subset) for subset in itertools.combinations(peers, k)}
+        own = [value for subset, value in best.items() if i in subset]
+        deviation = float(np.std(list(best.values())))
+        uniform = e.group in uniform_groups(c)
+        found.append(0.0 if uniform else (np.mean(own) - np.mean(list(best.values()))) / (deviation + 1e-6))
+    return [float(a) for a in found]
+
+
+def over_the_batchs_deviation(c: Case) -> list[float]:
+    """Lite PPO: r - mean within the group, over the standard deviation of all rewards."""
+    return [a / (float(np.std(rewards_of(c), ddof=1)) + 1e-6) for a in mean_baseline(c)]
 
 
 def batch_baseline(c: Case) -> list[float]:

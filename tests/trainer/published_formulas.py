@@ -82,8 +82,142 @@ def _in_total_variation(c: Case) -> Lists:
     return terms
 
 
-def _accepted(c: Case) -> Lists:
-    return [-lp if r > 0 else 0 * lp for r, lp in zip(adv.rewards_of(c), c.own, strict=True)]
+def _best(c: Case) -> Lists:
+    """Of the first best completion of each group."""
+    best = {}
+    for r, lp, group in zip(adv.rewards_of(c), c.own, adv.groups_of(c), strict=True):
+        if group not in best or r > best[group][0]:
+            best[group] = r, -lp
+    return [terms for _, terms in best.values()]
+
+
+def _above(c: Case, threshold: float) -> Lists:
+    return [-lp for r, lp in zip(adv.rewards_of(c), c.own, strict=True) if r > threshold]
+
+
+def _geometric(c: Case) -> Tensor:
+    terms = []
+    for log_ratio, a in zip(_log_ratios(c), adv.grpo(c), strict=True):
+        sign = 1 if a >= 0 else -1
+        ratios = [torch.exp(sign * x) for x in log_ratio]
+        product = torch.stack([torch.clamp(x, max=float(np.exp(0.4))) for x in ratios]).prod() ** sign
+        terms.append(-a * product ** (1 / len(ratios)))
+    return torch.stack(terms).mean()
+
+
+def _gamma_weighted(c: Case) -> Lists:
+    def weight(rho: Tensor, a: float) -> float:
+        k, lam = (2.0, 3.0) if a >= 0 else (3.0, 2.0)
+        w = float(rho.prod())
+        return float(w**k * np.exp(lam * (1 - w)))
+
+    return _weighed(c, adv.grpo(c), weight)
+
+
+class _Tokens(NamedTuple):
+    """All judged tokens of the step one after the other, as numbers."""
+
+    lp: list[float]
+    ratio: list[float]
+    a: list[float]
+    entropy: list[float]
+    discriminant: list[float]
+    expected: list[float]  #: of the discriminant over the vocabulary
+    covariance: list[float]
+
+
+def _tokens(c: Case, advantages: Sequence[float]) -> _Tokens:
+    lp = torch.cat(c.own).detach().double()
+    full = torch.cat(c.distributions).double()
+    a = torch.cat([torch.full((len(own),), x) for own, x in zip(c.own, advantages, strict=True)]).double()
+    p = full.exp()
+    entropy = -(p * full).sum(-1)
+    by_word = p * (entropy[:, None] + full)
+    columns = (
+        lp,
+        torch.cat(_log_ratios(c)).detach().exp(),
+        a,
+        entropy,
+        lp.exp() * (entropy + lp),
+        (p * by_word).sum(-1),
+        (lp - lp.mean()) * (a - a.mean()),
+    )
+    return _Tokens(*(column.tolist() for column in columns))
+
+
+def _masked(c: Case, terms: Lists, keep: Sequence[bool]) -> Tensor:
+    """The mean over all tokens, of which only some have a term."""
+    flat = torch.cat(terms)
+    return torch.stack([x for x, kept in zip(flat, keep, strict=True) if kept]).sum() / len(flat)
+
+
+def _forking(c: Case, top: float = 0.2) -> Tensor:
+    """The fifth of the tokens with the highest entropy, of the groups that differ."""
+    uniform = adv.uniform_groups(c)
+    chosen = [i for i, e in enumerate(c.batch) if e.group not in uniform]
+    left = Case(
+        *([column[i] for i in chosen] for column in c[:4]),
+        c.experts,
+        *([column[i] for i in chosen] for column in c[5:]),
+    )
+    entropy = _tokens(left, adv.grpo(left)).entropy
+    bound = np.quantile(entropy, 1 - top) - 1e-5
+    return _masked(left, surrogate(left, adv.grpo(left), high=0.28), [h >= bound for h in entropy])
+
+
+def _without_lowest_discriminants(c: Case, mu: float) -> Tensor:
+    t = _tokens(c, adv.grpo(c))
+    bound = np.mean(t.discriminant) - mu * np.std(t.discriminant)
+    keep = [not (a < 0 and s < bound) for a, s in zip(t.a, t.discriminant, strict=True)]
+    assert not all(keep)
+    return _masked(c, surrogate(c, adv.grpo(c)), keep)
+
+
+def _without_greatest_differences(c: Case, mu: float, share: float) -> Tensor:
+    t = _tokens(c, adv.grpo(c))
+    difference = np.subtract(t.expected, t.discriminant)
+    beyond = [i for i, a in enumerate(t.a) if a < 0 and difference[i] > mu * np.std(difference)]
+    room = max(int(share * len(t.a)), 1)
+    assert len(beyond) > room
+    worst = sorted(beyond, key=lambda i: -difference[i])[:room]
+    return _masked(c, surrogate(c, adv.grpo(c)), [i not in worst for i in range(len(t.a))])
+
+
+def _without_covariance(c: Case, low: float, high: float) -> Tensor:
+    """With a share of 1, where nothing is left to chance."""
+    t = _tokens(c, adv.grpo(c))
+    clipped = [(a > 0 and rho > 1.2) or (a < 0 and rho < 0.8) for a, rho in zip(t.a, t.ratio, strict=True)]
+    keep = [gone or not low < cov < high for gone, cov in zip(clipped, t.covariance, strict=True)]
+    assert not all(keep)
+    assert any(clipped)
+    return _masked(c, surrogate(c, adv.grpo(c)), keep)
+
+
+def _penalised_covariance(c: Case, share: float, coefficient: float) -> Tensor:
+    t = _tokens(c, adv.grpo(c))
+    count = max(int(share * len(t.a)), 1)
+    bound = sorted(t.covariance, reverse=True)[count - 1]
+    log_ratio = torch.cat(_log_ratios(c))
+    a = torch.tensor(t.a)
+    chosen = torch.tensor([cov >= bound for cov in t.covariance])
+    return (-log_ratio.exp() * a + coefficient * torch.where(chosen, log_ratio.abs(), 0)).mean()
+
+
+def _second_moment(c: Case, threshold: float = 0.04) -> Tensor:
+    """Algorithm 1: take the greatest away, one by one, until the mean of the others is small enough."""
+    t = _tokens(c, adv.grpo(c))
+    squares = {
+        i: float(np.log(rho)) ** 2
+        for i, (a, rho) in enumerate(zip(t.a, t.ratio, strict=True))
+        if (a > 0 and rho > 1) or (a < 0 and rho < 1)
+    }
+    gone = set()
+    while squares and np.mean(list(squares.values())) > threshold:
+        worst = max(squares, key=lambda i: squares[i])
+        gone.add(worst)
+        del squares[worst]
+    terms = [-log_ratio.exp() * a for log_ratio, a in zip(_log_ratios(c), adv.grpo(c), strict=True)]
+    return _masked(c, terms, [i not in gone for i in range(len(t.a))])
 
 
 def _k2(c: Case) -> Lists:
@@ -196,7 +330,7 @@ FORMULAS = {
     "dapo": Formula(
         "dapo", lambda c: token_mean(_differing(c, surrogate(c, adv.grpo(c), high=0.28), adv.uniform_groups(c)))
     ),
-    "rloo": Formula("rloo", lambda c: token_mean(surrogate(c, adv.leave_one_out(c)))),
+    "rloo": Formula("rloo", lambda c: _sum_mean(surrogate(c, adv.leave_one_out(c)))),
     "reinforce": Formula("reinforce", lambda c: token_mean(surrogate(c, adv.batch_baseline(c)))),
     "reinforce_plus_plus": Formula("reinforce_plus_plus", lambda c: token_mean(surrogate(c, adv.penalised(c)))),
     "reinforce_plus_plus_baseline": Formula(
@@ -221,7 +355,39 @@ FORMULAS = {
     "sppo beta .5": Formula(
         "sppo", lambda c: _squares(c, lambda log_ratio, a: log_ratio - a / 0.5), keys={"loss": {"beta": 0.5}}
     ),
-    "raft": Formula("raft", lambda c: token_mean(_accepted(c))),
+    "raft": Formula("raft", lambda c: token_mean(_best(c))),
+    "raft all above a threshold": Formula(
+        "raft", lambda c: token_mean(_above(c, 0.1)), keys={"advantage": {"accept": "all", "threshold": 0.1}}
+    ),
+    "gmpo": Formula("gmpo", _geometric, noise=0.5),
+    "opo": Formula("opo", lambda c: _sum_mean(_likelihood(c, adv.by_length(c)))),
+    "otb": Formula("otb", lambda c: token_mean(surrogate(c, adv.optimal_token_baseline(c)))),
+    "vespo": Formula("vespo", lambda c: token_mean(_gamma_weighted(c))),
+    "clip_cov": Formula(
+        "clip_cov",
+        lambda c: _without_covariance(c, 0.1, 0.8),
+        noise=0.2,
+        keys={"masks": [{"name": "clip_cov", "share": 1.0, "low": 0.1, "high": 0.8}]},
+    ),
+    "kl_cov": Formula(
+        "kl_cov", lambda c: _penalised_covariance(c, 0.1, 0.7), keys={"loss": {"share": 0.1, "coefficient": 0.7}}
+    ),
+    "kl_cov by default": Formula("kl_cov", lambda c: _penalised_covariance(c, 2e-4, 1.0)),
+    "clip_b": Formula(
+        "clip_b", lambda c: _without_lowest_discriminants(c, 0.3), keys={"masks": [{"name": "clip_b", "mu": 0.3}]}
+    ),
+    "clip_v": Formula(
+        "clip_v",
+        lambda c: _without_greatest_differences(c, 0.3, 0.02),
+        keys={"masks": [{"name": "clip_v", "mu": 0.3, "max_share": 0.02}]},
+    ),
+    "high_entropy": Formula("high_entropy", _forking),
+    "skywork_or1": Formula("skywork_or1", lambda c: token_mean(surrogate(c, adv.grpo(c)))),
+    "pass_at_k": Formula(
+        "pass_at_k", lambda c: token_mean(surrogate(c, adv.pass_at_k(c, 3))), keys={"advantage": {"k": 3}}
+    ),
+    "lite_ppo": Formula("lite_ppo", lambda c: token_mean(surrogate(c, adv.over_the_batchs_deviation(c)))),
+    "m2po": Formula("m2po", _second_moment, noise=0.4),
     "gpg": Formula(
         "gpg", lambda c: token_mean(_differing(c, _likelihood(c, adv.mean_baseline(c)), adv.uniform_groups(c)))
     ),

@@ -8,7 +8,7 @@ trainer keeps advantages and weights per token in float32.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -18,6 +18,7 @@ from algorithm_batches import (
     gradient,
     options_of,
     padded_logprobs,
+    plain_distributions,
     plain_logprobs,
     plain_values,
     record,
@@ -36,15 +37,22 @@ BUILT_IN = set(known_algorithms())
 LR = 3e-3
 
 
-def _case(batch: list[Experience], forward: Any, model: Any, start: list[Tensor], reference: Any) -> Case:
-    """`start` is of the whole batch."""
+class _Start(NamedTuple):
+    """The policy at the start of the step, over the whole batch."""
+
+    logprobs: list[Tensor]
+    distributions: list[Tensor]
+
+
+def _case(batch: list[Experience], forward: Any, model: Any, start: _Start, reference: Any) -> Case:
     own = forward(model, batch)
     with torch.no_grad():
-        others = forward(reference, batch)
+        others, distributions = forward(reference, batch), plain_distributions(model, batch)
     judged = [i for i, e in enumerate(batch) if e.reward is not None]
     experts = [own[i] for i, e in enumerate(batch) if e.source is Source.EXPERT]
-    chosen = ([rows[i] for i in judged] for rows in (own, start, others))
-    return Case([batch[i] for i in judged], *chosen, experts)
+    own, before, others = ([rows[i] for i in judged] for rows in (own, start.logprobs, others))
+    full, full_before = ([rows[i] for i in judged] for rows in (distributions, start.distributions))
+    return Case([batch[i] for i in judged], own, before, others, experts, full, full_before)
 
 
 def test_every_algorithm_has_a_formula() -> None:
@@ -76,7 +84,7 @@ def test_loss_and_gradients_equal_the_formula_written_out(
     twice = trainer_of(copy.deepcopy(model), options, epochs_per_batch=2, **config)
     once = trainer_of(model, options, **config)
     with torch.no_grad():
-        start = forward(model, batch)
+        start = _Start(forward(model, batch), plain_distributions(model, batch))
     losses, expected = [], []
     for _ in range(2):
         loss = formula.loss(_case(batch, forward, model, start, reference))

@@ -29,6 +29,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "dr_grpo": {},
     "gspo": {},
     "mix": {"mu": 0.3},
+    "clip_cov": {"masks": [{"name": "clip_cov", "share": 0.1, "low": 0.0, "high": 3.0}]},
+    "otb": {},
     "sft": {},
     "distill": {"divergence": "jsd"},
     "ppo": {"advantage": {"lam": 0.9}, "critic": {"lr": 1e-3}},

@@ -5,11 +5,14 @@
 
 from rollmill.algorithms.advantages import (
     asymre,
+    best_of_group,
     gdpo,
     grpo,
     mean_baseline,
     opmd,
+    opo,
     overlong_penalty,
+    pass_at_k,
     reinforce,
     remax,
     rloo,
@@ -19,6 +22,7 @@ from rollmill.algorithms.advantages import (
 from rollmill.algorithms.aggregation import constant, sequence_mean, sequence_sum_mean, token_mean
 from rollmill.algorithms.build import build_recipe
 from rollmill.algorithms.corrections import truncated_importance
+from rollmill.algorithms.entropy import clip_b, clip_cov, clip_v, high_entropy, kl_cov
 from rollmill.algorithms.kl import k1, k2, k3, unbiased
 from rollmill.algorithms.losses import (
     cispo,
@@ -29,12 +33,13 @@ from rollmill.algorithms.losses import (
     raft,
     sapo,
     softmax_ppo,
+    surrogate,
 )
 from rollmill.algorithms.preference import bradley_terry, dpo, ipo
-from rollmill.algorithms.recipe import Advantages, LossTerm, Recipe, RewardInputs, TermInputs
-from rollmill.algorithms.sequence_losses import gspo, gspo_token, kimi_mirror, sppo, topr
-from rollmill.algorithms.token_advantages import gae, gigpo, reinforce_plus_plus, stepwise
-from rollmill.algorithms.trust_region import dppo_tv, rec
+from rollmill.algorithms.recipe import Advantages, LossTerm, Recipe, RewardInputs, StepInputs, TermInputs, TokenScores
+from rollmill.algorithms.sequence_losses import gmpo, gspo, gspo_token, kimi_mirror, sppo, topr, vespo
+from rollmill.algorithms.token_advantages import gae, gigpo, optimal_token_baseline, reinforce_plus_plus, stepwise
+from rollmill.algorithms.trust_region import dppo_tv, rec, second_moment
 
 dr_grpo = mean_baseline
 dapo = grpo
@@ -45,11 +50,17 @@ __all__ = [
     "LossTerm",
     "Recipe",
     "RewardInputs",
+    "StepInputs",
     "TermInputs",
+    "TokenScores",
     "asymre",
+    "best_of_group",
     "bradley_terry",
     "build_recipe",
     "cispo",
+    "clip_b",
+    "clip_cov",
+    "clip_v",
     "clipped",
     "constant",
     "dapo",
@@ -59,18 +70,24 @@ __all__ = [
     "gae",
     "gdpo",
     "gigpo",
+    "gmpo",
     "grpo",
     "gspo",
     "gspo_token",
+    "high_entropy",
     "ipo",
     "k1",
     "k2",
     "k3",
     "kimi_mirror",
+    "kl_cov",
     "mean_baseline",
     "negative_log_likelihood",
     "opmd",
+    "opo",
+    "optimal_token_baseline",
     "overlong_penalty",
+    "pass_at_k",
     "policy_gradient",
     "ppo_clip",
     "raft",
@@ -80,16 +97,19 @@ __all__ = [
     "remax",
     "rloo",
     "sapo",
+    "second_moment",
     "sequence_mean",
     "sequence_sum_mean",
     "sft",
     "softmax_ppo",
     "sppo",
     "stepwise",
+    "surrogate",
     "token_mean",
     "topr",
     "truncated_importance",
     "unbiased",
     "uniform_groups",
+    "vespo",
     "whiten",
 ]

@@ -7,6 +7,7 @@ baseline and gets advantage 0; a group whose rewards are all equal, or that has 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -50,7 +51,7 @@ def uniform_groups(rewards: Tensor, groups: Tensor) -> Tensor:
 def mean_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
     """r - mean(r) within the group (Dr. GRPO, arXiv:2503.20783).
 
-    Its gradient estimate is (1 - 1/G) times an unbiased one.
+    Summed over tokens, its gradient estimate is (1 - 1/G) times an unbiased one.
     """
     s = group_statistics(rewards, groups)
     return _finish(s.rewards - s.mean, ~s.judged | s.uniform, rewards)
@@ -82,10 +83,100 @@ def grpo(
 
 
 def rloo(rewards: Tensor, groups: Tensor) -> Tensor:
-    """r_i - mean of the other rewards of the group (RLOO, arXiv:2402.14740): an unbiased gradient estimate."""
+    """r_i - mean of the other rewards of the group (RLOO, arXiv:2402.14740).
+
+    The gradient estimate is unbiased where tokens are summed (`sequence-sum-mean`, `constant`). `token-mean` and
+    `sequence-mean` divide by random lengths, which is not.
+    """
     s = group_statistics(rewards, groups)
     others = (s.total - s.rewards) / (s.count - 1).clamp(min=1)
     return _finish(s.rewards - others, ~s.judged | s.uniform, rewards)
+
+
+def opo(rewards: Tensor, groups: Tensor, lengths: Tensor) -> Tensor:
+    """r - sum_j T_j r_j / sum_j T_j within the group (OPO, arXiv:2505.23585).
+
+    The baseline of least variance if the squared gradient of a completion grows with its length. `lengths` is [N],
+    action tokens. A completion without tokens does not count in the baseline.
+    """
+    s = group_statistics(rewards, groups)
+    length = torch.where(s.judged, lengths.double(), 0)
+    zeros = length.new_zeros(len(length))
+    tokens = zeros.index_add(0, s.index, length)[s.index]
+    weighted = zeros.index_add(0, s.index, length * s.rewards)[s.index]
+    return _finish(s.rewards - weighted / tokens.clamp(min=1), ~s.judged | s.uniform, rewards)
+
+
+def pass_at_k(
+    rewards: Tensor,
+    groups: Tensor,
+    *,
+    k: int = 4,
+    baseline: Literal["mean", "others"] = "mean",
+    scale: Literal["subsets", "group", "none"] = "subsets",
+    eps: float = 1e-6,
+) -> Tensor:
+    """How much a completion adds to the best of k, over all subsets of k completions of the group.
+
+    Args:
+        k: of pass@k, at least 2; a group with fewer judged completions counts with all of them.
+        baseline: "mean": the mean over the subsets with the completion of their best reward, minus that over all
+            subsets (Pass@k training, arXiv:2508.10751, in closed form, and for rewards other than 0 and 1). "others":
+            minus the best of the subset's other members, so that, summed over tokens and without scale, the estimate
+            is 1 / k times an unbiased one of the gradient of pass@k (PKPO, arXiv:2505.15201; with k of the whole group
+            arXiv:2503.19595, verl's `grpo_passk`).
+        scale: what divides, plus eps: the standard deviation of the subsets' best rewards (Pass@k training), the sample
+            standard deviation of the group's rewards (verl), or nothing.
+    """
+    s = group_statistics(rewards, groups)
+    values = torch.zeros_like(s.rewards)
+    for group in s.index[s.judged & ~s.uniform].unique():
+        members = ((s.index == group) & s.judged).nonzero()[:, 0]
+        values[members] = _best_of_subsets(s.rewards[members], k, baseline, scale, eps)
+    return _finish(values, ~s.judged | s.uniform, rewards)
+
+
+def _best_of_subsets(r_n: Tensor, k: int, baseline: str, scale: str, eps: float) -> Tensor:
+    """`pass_at_k` of one group of n rewards: each subset is counted by the rank of its best member."""
+    n, k = len(r_n), min(k, len(r_n))
+    ascending, order = r_n.sort()
+    best = torch.tensor([math.comb(j, k - 1) / math.comb(n, k) for j in range(n)], dtype=torch.float64)
+    mean, square = best @ ascending, best @ ascending**2
+    # The other k - 1 members of a subset with i: row i counts them by their best, at column j.
+    rank = torch.arange(n).expand(n, n)
+    rank = rank - (rank > torch.arange(n)[:, None]).long()  # among the others of row i
+    chance = torch.tensor([math.comb(j, k - 2) / math.comb(n - 1, k - 1) for j in range(n)], dtype=torch.float64)
+    weight = chance[rank].fill_diagonal_(0)
+    with_i = (weight * torch.maximum(ascending[:, None], ascending[None])).sum(1)
+    centred = with_i - (mean if baseline == "mean" else weight @ ascending)
+    if scale == "subsets":
+        centred = centred / ((square - mean**2).clamp(min=0).sqrt() + eps)
+    elif scale == "group":
+        centred = centred / (ascending.std(correction=1) + eps)
+    return torch.empty_like(centred).index_copy_(0, order, centred)
+
+
+def best_of_group(
+    rewards: Tensor, groups: Tensor, *, accept: Literal["best", "all"] = "best", threshold: float | None = None
+) -> Tensor:
+    """1 for accepted completions, 0 for the others (RAFT, arXiv:2304.06767, algorithm 1: the best of each group).
+
+    Args:
+        accept: "best": one of each group, the first of the best. "all": all above `threshold` (arXiv:2504.11343, with
+            threshold 0).
+        threshold: completions with a reward up to this are never accepted. None: no bound.
+    """
+    s = group_statistics(rewards, groups)
+    accepted = s.judged if threshold is None else s.judged & (s.rewards > threshold)
+    if accept == "best":
+        best = s.rewards.new_full((len(rewards),), -torch.inf)
+        best.scatter_reduce_(0, s.index[s.judged], s.rewards[s.judged], "amax")
+        accepted = accepted & (s.rewards == best[s.index])
+        first = torch.full_like(s.index, len(rewards))
+        found = accepted.nonzero()[:, 0]
+        first.scatter_reduce_(0, s.index[found], found, "amin")
+        accepted = accepted & (torch.arange(len(rewards)) == first[s.index])
+    return accepted.to(_floating(rewards).dtype)
 
 
 def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "none"] = "batch") -> Tensor:
@@ -96,7 +187,9 @@ def reinforce(rewards: Tensor, groups: Tensor, *, baseline: Literal["batch", "no
 
 
 def remax(rewards: Tensor, greedy_rewards: Tensor) -> Tensor:
-    """r - r(greedy completion of the same prompt) (ReMax, arXiv:2310.10505): an unbiased gradient estimate.
+    """r - r(greedy completion of the same prompt) (ReMax, arXiv:2310.10505).
+
+    An unbiased gradient estimate where tokens are summed (`sequence-sum-mean`, `constant`).
 
     `greedy_rewards` is [N]: each experience's baseline, NaN where missing. Missing either gives 0.
     """

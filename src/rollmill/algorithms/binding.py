@@ -11,11 +11,12 @@ from torch import Tensor
 
 import rollmill.algorithms.advantages as advantages
 import rollmill.algorithms.corrections as corrections
+import rollmill.algorithms.entropy as entropy
 import rollmill.algorithms.losses as losses
 import rollmill.algorithms.sequence_losses as sequences
 import rollmill.algorithms.token_advantages as token_advantages
 import rollmill.algorithms.trust_region as trust_region
-from rollmill.algorithms.recipe import RewardInputs, TermInputs
+from rollmill.algorithms.recipe import RewardInputs, StepInputs, TermInputs
 from rollmill.config.parts import Part
 from rollmill.core.errors import ConfigError
 
@@ -24,6 +25,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "mean_baseline": advantages.mean_baseline,
     "rloo": advantages.rloo,
     "reinforce": advantages.reinforce,
+    "opo": advantages.opo,
+    "pass_at_k": advantages.pass_at_k,
+    "best_of_group": advantages.best_of_group,
     "remax": advantages.remax,
     "opmd": advantages.opmd,
     "asymre": advantages.asymre,
@@ -35,6 +39,10 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.ppo_clip,
     "gspo": sequences.gspo,
     "gspo_token": sequences.gspo_token,
+    "gmpo": sequences.gmpo,
+    "vespo": sequences.vespo,
+    "surrogate": losses.surrogate,
+    "kl_cov": entropy.kl_cov,
     "cispo": losses.cispo,
     "sapo": losses.sapo,
     "topr": sequences.topr,
@@ -51,9 +59,18 @@ DROPPED: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.clipped,
     "gspo": sequences.gspo_clipped,
     "gspo_token": sequences.gspo_clipped,
+    "gmpo": sequences.gmpo_clipped,
     "rec": trust_region.rec_clipped,
     "dppo_tv": trust_region.dppo_masked,
 }
+MASKS: dict[str, Callable[..., Tensor]] = {
+    "high_entropy": entropy.high_entropy,
+    "clip_b": entropy.clip_b,
+    "clip_v": entropy.clip_v,
+    "clip_cov": entropy.clip_cov,
+    "second_moment": trust_region.second_moment,
+}
+SELECTIONS: dict[str, Callable[..., Tensor]] = {"kl_cov": entropy.largest_covariance}
 CORRECTIONS: dict[str, Callable[..., Tensor]] = {
     "tis": corrections.truncated_importance,
     "sequence_tis": corrections.sequence_truncated_importance,
@@ -76,7 +93,18 @@ def loss_function(part: Part) -> Callable[[TermInputs], Tensor]:
     return bind(part.function or LOSSES[part.name], part, TermInputs._fields)
 
 
-def dropped_function(part: Part) -> Callable[[TermInputs], Tensor] | None:
+def mask_function(part: Part) -> Callable[[StepInputs], Tensor]:
+    """The tokens that a mask keeps."""
+    return bind(MASKS[part.name], part, StepInputs._fields)
+
+
+def selection_function(part: Part) -> Callable[[StepInputs], Tensor] | None:
+    """The tokens that a loss selects over a whole optimizer step, if it does."""
+    function = SELECTIONS.get(part.name) if part.function is None else None
+    return None if function is None else bind(function, part, StepInputs._fields)
+
+
+def dropped_function(part: Part) -> Callable[[TermInputs | StepInputs], Tensor] | None:
     """Where the loss drops tokens, if it does."""
     function = DROPPED.get(part.name) if part.function is None else None
     return None if function is None else bind(function, part, TermInputs._fields)

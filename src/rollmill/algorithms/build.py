@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,33 @@ import rollmill.algorithms.advantages as advantages
 import rollmill.algorithms.kl as kl
 import rollmill.algorithms.supervised as supervised
 from rollmill.algorithms.aggregation import aggregation
-from rollmill.algorithms.binding import advantage_function, correction_function, dropped_function, loss_function
+from rollmill.algorithms.binding import (
+    advantage_function,
+    correction_function,
+    dropped_function,
+    loss_function,
+    mask_function,
+    selection_function,
+)
 from rollmill.algorithms.losses import negative_log_likelihood
 from rollmill.algorithms.preference_recipes import preference_recipe
-from rollmill.algorithms.recipe import Advantages, LossTerm, Proximal, Recipe, RewardInputs, TermInputs
-from rollmill.algorithms.token_advantages import ValueTargets, gae, length_adaptive_lambda, reinforce_plus_plus
-from rollmill.config.advantage import GAE, BatchNormalised, PartsNormalised
+from rollmill.algorithms.recipe import (
+    Advantages,
+    LossTerm,
+    Proximal,
+    Recipe,
+    RewardInputs,
+    TermInputs,
+    TokenScores,
+)
+from rollmill.algorithms.token_advantages import (
+    ValueTargets,
+    gae,
+    length_adaptive_lambda,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+)
+from rollmill.config.advantage import GAE, BatchNormalised, OptimalTokenBaseline, PartsNormalised
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.core.types import Source
 from rollmill.recipes import CHORD, DPO, KTO, MIX, ORPO, SFT, Distillation, SelfDistill, SFTImportance, SFTPhi
@@ -59,19 +81,25 @@ def build_recipe(
         share = lambda step: 1 - mu(step)  # noqa: E731
         fn = supervised.chord_sft if options.token_weights else negative_log_likelihood
         expert = (_expert_term(fn, mu, token_mean),)
-    batch_normalised = isinstance(options.advantage, BatchNormalised)
-    per_token = batch_normalised or isinstance(options.advantage, GAE)
+    by_token = isinstance(options.advantage, BatchNormalised | OptimalTokenBaseline)
+    per_token = by_token or isinstance(options.advantage, GAE)
     return Recipe(
         options.name,
         (*_policy_terms(options, max_new_tokens, share), *expert),
         advantage=None if per_token else _advantage(options, max_new_tokens, reward_weights),
-        token_advantage=_batch_normalised(options, max_new_tokens) if batch_normalised else None,
+        token_advantage=_token_advantage(options, max_new_tokens) if by_token else None,
         critic_advantage=partial(_gae, options.advantage) if isinstance(options.advantage, GAE) else None,
         critic=options.critic if isinstance(options.advantage, GAE) else None,
         kl=options.kl,
+        entropy=options.entropy,
+        entropy_control=options.entropy_control,
         proximal=_proximal(options),
         reset_optimizer=options.reset_optimizer,
         dropped=dropped_function(options.loss),
+        masks=tuple(mask_function(mask) for mask in options.masks),
+        selection=selection_function(options.loss),
+        uses_probabilities=options.advantage.uses_probabilities,
+        uses_expected_discriminant=any(mask.uses_expected_discriminant for mask in options.masks),
     )
 
 
@@ -84,7 +112,7 @@ def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: We
         values = loss(inputs)
         for weight in weights:
             values = values * weight(inputs)
-        return values
+        return values if inputs.kept is None else torch.where(inputs.kept, values, 0)
 
     estimate = kl.estimator(options.kl.estimator)
 
@@ -96,9 +124,11 @@ def _policy_terms(options: PolicyGradientOptions, max_new_tokens: int, share: We
     terms = [LossTerm("policy", policy, aggregate, weight=share, uses_advantage=follows, only_positive=positive)]
     if options.kl.coefficient and options.kl.where == "loss":
         terms.append(LossTerm("kl", penalty, aggregate, weight=share, uses_reference=True, is_kl=True))
-    if options.entropy:
-        weight = _times(share, -options.entropy)
-        terms.append(LossTerm("entropy", lambda inputs: inputs.entropy, aggregate, weight=weight, uses_entropy=True))
+    steered = options.entropy_control is not None
+    if options.entropy or steered:
+        term = LossTerm("entropy", lambda inputs: inputs.entropy, aggregate, uses_entropy=True)
+        weight = _times(share, -1 if steered else -options.entropy)
+        terms.append(replace(term, weight=weight, is_steered_entropy=steered))
     return tuple(terms)
 
 
@@ -188,26 +218,40 @@ def _shaped(options: PolicyGradientOptions, max_new_tokens: int, inputs: RewardI
     return inputs, ~inputs.rewards.isnan()
 
 
-def _batch_normalised(
+def _token_advantage(
     options: PolicyGradientOptions, max_new_tokens: int
-) -> Callable[[RewardInputs, Tensor, Tensor | None], Advantages]:
+) -> Callable[[RewardInputs, Tensor, TokenScores], Advantages]:
     part = options.advantage
-    assert isinstance(part, BatchNormalised)
 
-    def advantage(inputs: RewardInputs, sequence: Tensor, penalty_A: Tensor | None) -> Advantages:
+    def advantage(inputs: RewardInputs, sequence: Tensor, scores: TokenScores) -> Advantages:
         inputs, counted = _shaped(options, max_new_tokens, inputs)
-        uniform = advantages.uniform_groups(inputs.rewards, inputs.groups)
         if options.drop_uniform_groups:
-            counted = counted & ~uniform
-        values = reinforce_plus_plus(
-            inputs.rewards,
-            inputs.groups,
-            sequence,
-            penalty_A,
-            episodes_S=inputs.episodes,
-            baseline=part.baseline,
-            ddof=part.ddof,
-        )
+            counted = counted & ~advantages.uniform_groups(inputs.rewards, inputs.groups)
+        rewards, groups, episodes = inputs.rewards, inputs.groups, inputs.episodes
+        if isinstance(part, BatchNormalised):
+            values = reinforce_plus_plus(
+                rewards,
+                groups,
+                sequence,
+                scores.penalty,
+                episodes_S=episodes,
+                baseline=part.baseline,
+                ddof=part.ddof,
+            )
+        else:
+            assert isinstance(part, OptimalTokenBaseline)
+            assert scores.logprob is not None
+            assert scores.collision is not None
+            values = optimal_token_baseline(
+                rewards,
+                groups,
+                sequence,
+                scores.logprob,
+                scores.collision,
+                scores.penalty,
+                episodes_S=episodes,
+                zero_tail=part.zero_tail,
+            )
         return Advantages(values, counted)
 
     return advantage

@@ -48,6 +48,14 @@ def clipped(
     return beyond if dual_clip is None else beyond | ((ratio > dual_clip) & (advantage < 0))
 
 
+def surrogate(logprob: Tensor, old_logprob: Tensor, advantage: Tensor) -> Tensor:
+    """-rho A, without clipping: the importance-weighted policy gradient. [tokens].
+
+    M2PO (arXiv:2510.01161, eq. 5) bounds it by a mask over the whole step, `trust_region.second_moment`.
+    """
+    return -torch.exp(logprob - old_logprob) * advantage
+
+
 def negative_log_likelihood(logprob: Tensor) -> Tensor:
     """-log p of demonstrated tokens: supervised fine-tuning. [tokens]."""
     return -logprob
@@ -63,11 +71,11 @@ def policy_gradient(logprob: Tensor, advantage: Tensor) -> Tensor:
 
 
 def raft(logprob: Tensor, advantage: Tensor) -> Tensor:
-    """-log pi where the advantage is positive, 0 elsewhere: learning from the accepted samples alone (RAFT,
-    arXiv:2304.06767; with a 0/1 reward as in arXiv:2504.11343, the advantage being the bare reward). [tokens].
+    """-log pi where the advantage is positive, 0 elsewhere: supervised fine-tuning on accepted samples (RAFT,
+    arXiv:2304.06767, algorithm 1). [tokens].
 
-    With token-mean, as in supervised fine-tuning. RAFT++ is `ppo_clip` with advantage 1 where the reward is positive
-    and 0 elsewhere.
+    `advantages.best_of_group` accepts. With token-mean over the accepted samples: the others are left out of the
+    denominator, too. RAFT++ (arXiv:2504.11343) is `ppo_clip` with the same advantage.
     """
     return torch.where(advantage > 0, -logprob, 0)
 

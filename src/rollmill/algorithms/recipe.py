@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from torch import Tensor
 
 from rollmill.algorithms.token_advantages import ValueTargets
-from rollmill.config.algorithm import CriticOptions, KLOptions
+from rollmill.config.algorithm import CriticOptions, EntropyControl, KLOptions
 from rollmill.core.types import Source
 from rollmill.recipes.distill import Distillation
 
@@ -40,6 +40,28 @@ class Advantages(NamedTuple):
     counted: Tensor  #: bool [N]: whether the experience enters the denominators
 
 
+class TokenScores(NamedTuple):
+    """What a token advantage sees of the usual experiences' action tokens, [A] each; None: the recipe needs none."""
+
+    penalty: Tensor | None = None  #: float64, what the KL to the reference takes off each token's reward
+    logprob: Tensor | None = None  #: of the policy at the start of the training step
+    collision: Tensor | None = None  #: sum over the vocabulary of its squared probabilities
+
+
+class StepInputs(NamedTuple):
+    """What a mask sees: all judged usual tokens of one optimizer step, [n] each, whatever the micro-batches are."""
+
+    logprob: Tensor  #: of the policy just before the optimizer step, without gradient, as all the others
+    old_logprob: Tensor
+    rollout_logprob: Tensor
+    advantage: Tensor
+    entropy: Tensor
+    dropped: Tensor  #: bool, where the loss's own clipping takes the gradient away
+    draw: Tensor  #: uniform random numbers, the same on all ranks
+    sequence: Tensor  #: int64, which experience of the batch the token belongs to
+    expected_discriminant: Tensor | None = None  #: sum_v p_v^2 (H + log p_v), if a mask asks for it
+
+
 class TermInputs(NamedTuple):
     """What a loss term sees: the action tokens of one source in one micro-batch, [tokens] each.
 
@@ -59,6 +81,8 @@ class TermInputs(NamedTuple):
     group: Tensor  #: int64, which group of the micro-batch
     divergence: Tensor | None = None  #: from the teacher, with gradient, if the recipe distils
     kl_baseline: Tensor | None = None  #: a number: z0 of KTO, over the whole optimizer step, if the recipe needs it
+    kept: Tensor | None = None  #: bool, False where a mask leaves the token out; None: there are no masks
+    selected: Tensor | None = None  #: bool, the tokens that the loss selects over the whole step, if it does
 
 
 @dataclass(frozen=True)
@@ -71,10 +95,11 @@ class LossTerm:
     source: Source = Source.USUAL
     weight: float | Callable[[int], float] = 1.0  #: a number, or a function of the training step, counted from 0
     uses_advantage: bool = False  #: the term is 0, and so is its gradient, where the advantage is 0
-    only_positive: bool = False  #: and where it is negative
+    only_positive: bool = False  #: and where it is negative; such tokens do not count in its denominator
     uses_reference: bool = False
     uses_entropy: bool = False
     is_kl: bool = False  #: its weight is multiplied by the KL coefficient of the moment
+    is_steered_entropy: bool = False  #: its weight is multiplied by the entropy coefficient of the moment
 
     def weight_at(self, step: int) -> float:
         """The weight at a training step."""
@@ -88,20 +113,29 @@ class Recipe:
     name: str
     terms: tuple[LossTerm, ...]
     advantage: Callable[[RewardInputs], Advantages] | None = None  #: None: nothing is compared, or a critic does it
-    token_advantage: Callable[[RewardInputs, Tensor, Tensor | None], Advantages] | None = None
-    """The same per token: (inputs, sequence [A], KL penalty in the reward [A] or None)."""
+    token_advantage: Callable[[RewardInputs, Tensor, TokenScores], Advantages] | None = None
+    """The same per token: (inputs, sequence [A], scores of the tokens)."""
     critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
     """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
     critic: CriticOptions | None = None
     distill: Distillation | None = None
     teacher_prompts: bool = False  #: experiences count only if they have a `teacher_prompt`
     kl: KLOptions = field(default_factory=KLOptions)
+    entropy: float = 0.0  #: weight of the entropy bonus, of the first step if it is steered
+    entropy_control: EntropyControl | None = None
     proximal: Proximal = "rollout"  #: where old log-probs come from when they are not the policy's own
     keeps_groups: bool = False  #: a group is never cut between micro-batches
     uses_mismatched: bool = False
     """Whether `kl_baseline` is needed: log-ratios of completions after prompts that are not their own."""
     reset_optimizer: bool = False
-    dropped: Callable[[TermInputs], Tensor] | None = None  #: bool [tokens], where clipping takes the gradient away
+    dropped: Callable[[TermInputs | StepInputs], Tensor] | None = None
+    """bool [tokens], where clipping takes the gradient away."""
+    masks: tuple[Callable[[StepInputs], Tensor], ...] = ()
+    """bool [n] each: the tokens of an optimizer step that the policy term keeps. They cost a forward pass."""
+    selection: Callable[[StepInputs], Tensor] | None = None
+    """bool [n]: the tokens of an optimizer step that its loss treats differently."""
+    uses_probabilities: bool = False  #: the advantage needs the policy's distributions at the start of the step
+    uses_expected_discriminant: bool = False  #: a mask does, just before the optimizer step
     measures: Callable[[TermInputs], dict[str, Tensor]] | None = None  #: of pairs: metrics, one value per pair
 
     @property
@@ -113,6 +147,11 @@ class Recipe:
     def kl_in_reward(self) -> bool:
         """Whether the KL penalty is taken off the reward."""
         return self.kl.coefficient > 0 and self.kl.where == "reward"
+
+    @property
+    def looks_at_steps(self) -> bool:
+        """Whether something is chosen over whole optimizer steps."""
+        return bool(self.masks) or self.selection is not None
 
     @property
     def uses_entropy(self) -> bool:

@@ -62,6 +62,58 @@ def gspo_clipped(
     return clipped(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
+def gmpo(
+    logprob: Tensor,
+    old_logprob: Tensor,
+    advantage: Tensor,
+    sequence: Tensor,
+    *,
+    clip_low: float = 0.4,
+    clip_high: float = 0.4,
+) -> Tensor:
+    """-A exp(mean_t c_t): the geometric mean of clipped ratios (GMPO, arXiv:2507.20673). [tokens].
+
+    c_t = min(log rho_t, clip_high) where A > 0, else max(log rho_t, -clip_low): each token is clipped before the mean,
+    in log space, where GSPO clips the mean. The gradient is -A exp(mean c) mean_t [not clipped] grad log pi_t. With
+    sequence-mean.
+    """
+    log_ratio = logprob - old_logprob
+    bounded = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
+    return -advantage * sequence_average(bounded, sequence).exp()
+
+
+def gmpo_clipped(
+    logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, clip_low: float = 0.4, clip_high: float = 0.4
+) -> Tensor:
+    """bool [tokens]: the tokens whose gradient GMPO's clipping takes away."""
+    log_ratio = logprob - old_logprob
+    return ((log_ratio > clip_high) & (advantage > 0)) | ((log_ratio < -clip_low) & (advantage < 0))
+
+
+def vespo(
+    logprob: Tensor,
+    rollout_logprob: Tensor,
+    advantage: Tensor,
+    sequence: Tensor,
+    *,
+    k_positive: float = 2.0,
+    lambda_positive: float = 3.0,
+    k_negative: float = 3.0,
+    lambda_negative: float = 2.0,
+) -> Tensor:
+    """-sg(phi(W)) A log pi, phi(W) = W^k exp(lambda (1 - W)), W = prod_t pi / pi_rollout (VESPO, arXiv:2602.10693,
+    section 3.4). [tokens].
+
+    phi is 1 at W = 1 and falls to 0 on both sides; k and lambda depend on the sign of A (0 counts as positive).
+    Defaults and token-mean as in the authors' code. W is to the policy that sampled, whatever the old policy is.
+    """
+    log_weight = sequence_sum((logprob - rollout_logprob).detach(), sequence)
+    negative = advantage < 0
+    k = torch.where(negative, k_negative, k_positive)
+    lam = torch.where(negative, lambda_negative, lambda_positive)
+    return -torch.exp(lam + k * log_weight - lam * log_weight.exp()) * advantage * logprob
+
+
 def topr(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tensor) -> Tensor:
     """-w A log pi; w = 1 where A >= 0, else sg(min(prod_t rho_t, 1)) (TOPR, arXiv:2503.14286). [tokens].
 

@@ -90,6 +90,51 @@ def reinforce_plus_plus(
     return values
 
 
+def optimal_token_baseline(
+    rewards_S: Tensor,
+    groups_S: Tensor,
+    sequence: Tensor,
+    logprob: Tensor,
+    collision: Tensor,
+    penalty: Tensor | None = None,
+    *,
+    episodes_S: Tensor | None = None,
+    zero_tail: bool = False,
+    eps: float = 1e-8,
+) -> Tensor:
+    """G_t - B_t, B_t = sum_j W_jt G_jt / (sum_j W_jt + eps) over the group's sequences that have a token t (optimal
+    token baseline, arXiv:2602.07078; as in verl). [T].
+
+    W_t is the sum over the tokens up to t of 1 - 2 pi + sum_v pi_v^2: the squared gradient of log pi with respect to
+    the logits, which stands for that of the weights. Sequences without a reward play no part and get 0. So do groups
+    whose rewards are all equal, without a penalty.
+
+    Args:
+        logprob, collision: log pi of the token and sum_v pi_v^2, by the policy at the start of the step, [T].
+        penalty: [T], what the KL to the reference takes off each token's reward; G_t counts what is still to come.
+        episodes_S: ids; the sequences of one episode share its weight. None: all differ.
+        zero_tail: B_t is 0 where a single sequence has a token t. Otherwise its advantage there is 0.
+    """
+    judged = ~rewards_S.isnan()
+    tokens = at_last_token(rewards_S.double(), sequence)
+    returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
+    rank = _rank_in_sequence(sequence)
+    power = 1 - 2 * logprob.double().exp() + collision.double()
+    weight = _sums_so_far(power, sequence, rank) * judged[sequence]
+    if episodes_S is not None:
+        ids, index = torch.unique(episodes_S, return_inverse=True)
+        weight = weight / torch.bincount(index, minlength=len(ids))[index][sequence]
+    cells, cell = torch.unique(torch.stack([groups_S[sequence], rank]), dim=1, return_inverse=True)
+    sums = weight.new_zeros(3, cells.shape[1])
+    values = torch.stack([weight * returns.nan_to_num(), weight, judged[sequence].double()])
+    sums.index_add_(1, cell, values)
+    baseline = sums[0] / (sums[1] + eps)
+    if zero_tail:
+        baseline = torch.where(sums[2] < 2, 0, baseline)
+    zero = ~judged | (uniform_groups(rewards_S, groups_S) if penalty is None else False)
+    return torch.where(zero[sequence], 0, returns - baseline[cell])
+
+
 def length_adaptive_lambda(lengths: Tensor, alpha: float = 0.05) -> Tensor:
     """lam = 1 - 1 / (alpha l), not below 0 (VAPO, arXiv:2504.05118). [S] tokens in, float64 [S] out.
 
@@ -163,6 +208,22 @@ def gigpo(
     states = torch.unique(torch.stack([groups, anchors]), dim=1, return_inverse=True)[1]
     step_level = relative(discounted_returns(r, episodes, gamma=gamma), states)
     return (stepwise(total, groups, episodes, advantage=relative) + weight * step_level).to(step_rewards.dtype)
+
+
+def _rank_in_sequence(sequence: Tensor) -> Tensor:
+    """int64 [T]: how many tokens of the same sequence come before."""
+    order = torch.argsort(sequence, stable=True)
+    counts = torch.unique(sequence, return_counts=True)[1]
+    starts = (counts.cumsum(0) - counts).repeat_interleave(counts)
+    return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)) - starts)
+
+
+def _sums_so_far(values: Tensor, sequence: Tensor, rank: Tensor) -> Tensor:
+    """[T]: the sum over the tokens of the same sequence up to this one."""
+    order = torch.argsort(sequence, stable=True)
+    sums = values[order].cumsum(0)
+    before = torch.cat([sums.new_zeros(1), sums])[torch.arange(len(order)) - rank[order]]
+    return torch.empty_like(sums).index_copy_(0, order, sums - before)
 
 
 def _following(sequence: Tensor) -> Tensor:

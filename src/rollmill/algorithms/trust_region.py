@@ -105,3 +105,20 @@ def dppo_masked(
     """
     moved = (logprob.exp() - rollout_logprob.exp()).detach()
     return torch.where(advantage > 0, moved > bound_high, moved < -bound_low)
+
+
+def second_moment(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, *, threshold: float = 0.04) -> Tensor:
+    """bool [n]: the tokens of a whole optimizer step that M2PO keeps (arXiv:2510.01161, algorithm 1).
+
+    Tokens that the update pushes further away (A > 0 and rho > 1, or A < 0 and rho < 1) are left out, the greatest
+    (log rho)^2 first, until the mean of (log rho)^2 over the rest of them is at most `threshold`. Other tokens are
+    always kept. A token that is left out still counts in the denominator (footnote 2).
+    """
+    log_ratio = (logprob - old_logprob).double()
+    pushed = ((advantage > 0) & (log_ratio > 0)) | ((advantage < 0) & (log_ratio < 0))
+    index = pushed.nonzero()[:, 0]
+    squares, order = (log_ratio[index] ** 2).sort(stable=True)
+    means = squares.cumsum(0) / torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.ones_like(pushed)
+    kept[index[order[int((means <= threshold).sum()) :]]] = False
+    return kept

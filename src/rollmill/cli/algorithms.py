@@ -63,7 +63,8 @@ def _table(known: dict[str, type[AlgorithmOptions]]) -> list[str]:
         options = section.model_validate({"name": name})
         cells: tuple[str, str, str] = ("", _learns_from(section), str(getattr(options, "aggregation", "")))
         if isinstance(options, PolicyGradientOptions):
-            cells = (options.advantage.name, options.loss.name, options.aggregation)
+            loss = " x ".join([options.loss.name, *(mask.name for mask in options.masks)])
+            cells = (options.advantage.name, loss, options.aggregation)
         rows.append((name, *cells, section.source if len(section.source) < 20 else Path(section.source).name))
     widths = [max(len(row[column]) for row in rows) for column in range(5)]
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

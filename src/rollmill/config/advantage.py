@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, WrapValidator
+from pydantic import Field, SerializeAsAny, WrapValidator, model_validator
 
 from rollmill.config.parts import Chosen, Part
 
@@ -16,6 +16,7 @@ class Advantage(Part):
     uses_critic: ClassVar[bool] = False
     uses_greedy: ClassVar[bool] = False  #: needs one greedy completion per task
     uses_parts: ClassVar[bool] = False  #: sees the parts of a reward instead of their sum
+    uses_probabilities: ClassVar[bool] = False  #: needs the policy's distributions at the start of the step
     uses_episodes: ClassVar[bool] = False  #: knows that a rollout may give several experiences
 
 
@@ -61,6 +62,53 @@ class BatchNormalised(Advantage):
     """What is taken off the reward before the batch is normalised: nothing, or the group's mean."""
     ddof: Literal[0, 1] = 1
     """0: population, 1: sample standard deviation."""
+
+
+class OptimalBaseline(Advantage):
+    """r minus the mean of the group weighted by length (OPO)."""
+
+    name: Literal["opo"] = "opo"
+
+
+class OptimalTokenBaseline(Advantage):
+    """Per token: what is still to come minus a mean of the group, weighted by the gradient's size so far (OTB)."""
+
+    uses_probabilities: ClassVar[bool] = True
+
+    name: Literal["optimal_token_baseline"] = "optimal_token_baseline"
+    zero_tail: bool = False
+    """No baseline where one completion of the group alone is that long. Otherwise its advantage there is 0."""
+
+
+class PassAtK(Advantage):
+    """What a completion adds to the best of k, over all subsets of k completions of the group (pass@k)."""
+
+    name: Literal["pass_at_k"] = "pass_at_k"
+    k: int = Field(4, ge=2)
+    """Completions of a subset."""
+    baseline: Literal["mean", "others"] = "mean"
+    """What is taken off the best of the subsets with the completion: the mean over all subsets, or the best without
+    it."""
+    scale: Literal["subsets", "group", "none"] = "subsets"
+    """Standard deviation that divides: that of the subsets' best rewards, of the group's rewards, or none."""
+
+
+class BestOfGroup(Advantage):
+    """1 for accepted completions and 0 for the others (RAFT)."""
+
+    compares_groups: ClassVar[bool] = False
+
+    name: Literal["best_of_group"] = "best_of_group"
+    accept: Literal["best", "all"] = "best"
+    """`best`: the best of each group, the first where several are. `all`: every one above `threshold`."""
+    threshold: float | None = None
+    """Completions with a reward up to this are never accepted. Default: no bound."""
+
+    @model_validator(mode="after")
+    def _rejects_something(self) -> BestOfGroup:
+        if self.accept == "all" and self.threshold is None:
+            raise ValueError("accept `all` rejects nothing without a `threshold`; give one: 0 accepts positive rewards")
+        return self
 
 
 class GreedyBaseline(Advantage):
@@ -157,6 +205,10 @@ AdvantageConfig = Annotated[
             | LeaveOneOut
             | BatchBaseline
             | BatchNormalised
+            | OptimalBaseline
+            | OptimalTokenBaseline
+            | PassAtK
+            | BestOfGroup
             | GreedyBaseline
             | MirrorBaseline
             | LoweredBaseline

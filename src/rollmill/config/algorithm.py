@@ -10,6 +10,7 @@ from rollmill.config.advantage import Advantage, AdvantageConfig, GroupNormalise
 from rollmill.config.base import Section
 from rollmill.config.correction import CorrectionConfig
 from rollmill.config.loss import Loss, LossConfig, PPOClip
+from rollmill.config.mask import MaskConfig
 from rollmill.config.parts import over_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
@@ -68,6 +69,18 @@ class KLOptions(Section):
     """Steps after which the policy of the moment becomes the reference. Default: the initial policy stays it."""
 
 
+class EntropyControl(Section):
+    """Steers the weight of the entropy bonus (Skywork-OR1). The bonus counts only while the entropy is low."""
+
+    target: float = Field(0.2, gt=0)
+    """Mean entropy per token, in nats, of the step before, up to which the bonus counts and its weight rises; above it
+    the weight falls."""
+    delta: float = Field(0.005, gt=0)
+    """By how much the weight rises or falls each step."""
+    maximum: float = Field(1.0, gt=0)
+    """The weight stays within 0 and this. The first weight is `entropy`."""
+
+
 class CriticOptions(Section):
     """The value model: a network with one output, and an optimizer of its own. Only for advantage `gae`."""
 
@@ -93,10 +106,14 @@ class PolicyGradientOptions(AlgorithmOptions):
     """The KL penalty: its coefficient, or a section."""
     entropy: float = Field(0.0, ge=0)
     """Weight of the entropy bonus."""
+    entropy_control: EntropyControl | None = None
+    """Makes the weight of the entropy bonus follow a target. Default: it stays."""
     aggregation: Aggregation = "token-mean"
     """How per-token terms become one number; each has one denominator for the whole optimizer step."""
     corrections: list[CorrectionConfig] = []
     """Weights for tokens that another policy than the old one sampled; several are multiplied."""
+    masks: list[MaskConfig] = []
+    """Tokens that the policy loss leaves out, chosen over the whole optimizer step by one more forward pass."""
     proximal: Literal["auto", "rollout", "recompute", "interpolate"] = "auto"
     """Log-probs of the old policy: recorded by the rollout, recomputed before the first update, or interpolated between
     rollout and policy. `auto` recomputes where there are corrections."""
@@ -118,12 +135,12 @@ class PolicyGradientOptions(AlgorithmOptions):
         data = dict(data)
         if isinstance(data.get("kl"), int | float) and not isinstance(data["kl"], bool):
             data["kl"] = {"coefficient": data["kl"]}
-        for key in ("advantage", "loss", "kl", "critic"):
+        for key in ("advantage", "loss", "kl", "critic", "entropy_control"):
             if key in data:
                 data[key] = over_default(cls.model_fields[key].default, data[key])
         return data
 
-    @field_validator("corrections", mode="before")
+    @field_validator("corrections", "masks", mode="before")
     @classmethod
     def _names_alone(cls, value: Any) -> Any:
         return (
@@ -138,6 +155,7 @@ __all__ = [
     "AlgorithmOptions",
     "CriticOptions",
     "DemonstrationOptions",
+    "EntropyControl",
     "KLOptions",
     "Loss",
     "LossConfig",

@@ -191,7 +191,7 @@ def unhonoured_parts(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
     else:
         keys["algorithm", "overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
         keys["algorithm", "drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
-    ratio = algorithm.loss.uses_old or algorithm.corrections
+    ratio = algorithm.loss.uses_old or algorithm.corrections or any(mask.uses_old for mask in algorithm.masks)
     if not ratio:
         keys["algorithm", "proximal"] = f"loss `{algorithm.loss.name}` looks at no old log-probs; remove it"
     if advantage.uses_greedy:

@@ -8,13 +8,12 @@ from pathlib import Path
 
 import regex
 
-from rollmill.config.advantage import BatchBaseline
+from rollmill.config.advantage import BatchBaseline, PassAtK
 from rollmill.config.algorithm import AlgorithmOptions, DemonstrationOptions, PolicyGradientOptions
 from rollmill.config.correction import OffPolicyMask
 from rollmill.config.engine_checks import engine_contradictions
 from rollmill.config.environments import ReasoningGymAttempts
 from rollmill.config.evaluation_checks import evaluation_contradictions, place_of
-from rollmill.config.loss import DPPOTV
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.order import SequentialOrder, UsersOrder
 from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
@@ -87,6 +86,11 @@ def _rollouts(stage: StageConfig) -> Iterator[Finding]:
     elif rollout.group_size == 1 and advantage.compares_groups:
         text = f"advantage `{advantage.name}` compares completions of a group, and 1 leaves nothing to compare"
         yield ("rollout", "group_size"), f"{text}; give at least 2, or use algorithm `reinforce`"
+    elif isinstance(advantage, PassAtK):
+        least = advantage.k + (advantage.baseline == "mean")
+        if rollout.group_size < least:
+            text = f"pass@{advantage.k} over subsets of a group needs at least {least} completions, not"
+            yield ("algorithm", "advantage", "k"), f"{text} {rollout.group_size}; lower k, or raise rollout.group_size"
     if advantage.uses_parts and algorithm.kl.coefficient and algorithm.kl.where == "reward":
         text = f"advantage `{advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
         yield ("algorithm", "kl", "where"), text
@@ -141,7 +145,7 @@ def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Finding]:
     weights = [each for each in algorithm.corrections if not isinstance(each, OffPolicyMask)]
     if not weights:
         return
-    if isinstance(algorithm.loss, DPPOTV):
+    if algorithm.loss.to_rollout:
         text = f"`{algorithm.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
         yield ("algorithm", "corrections"), f"{text}; remove it"
     elif algorithm.proximal == "rollout":

@@ -15,6 +15,8 @@ class Loss(Part):
     follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
     only_positive: ClassVar[bool] = False  #: and where it is negative
     uses_old: ClassVar[bool] = True  #: looks at the old log-probs
+    to_rollout: ClassVar[bool] = False  #: its ratio is to the rollout policy
+    selects: ClassVar[bool] = False  #: treats some tokens differently, chosen over the whole optimizer step
 
 
 class PPOClip(Loss):
@@ -43,6 +45,52 @@ class GSPOTokenLoss(GSPOLoss):
     """GSPO for advantages that differ between a completion's tokens."""
 
     name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
+
+
+class GMPOLoss(Loss):
+    """-A times the geometric mean of the completion's ratios, each clipped in log space (GMPO)."""
+
+    name: Literal["gmpo"] = "gmpo"
+    clip_low: float = Field(0.4, ge=0)
+    """Log-ratios below -clip_low bring no further gain."""
+    clip_high: float = Field(0.4, ge=0)
+    """Log-ratios above clip_high bring no further gain."""
+
+
+class VESPOLoss(Loss):
+    """-phi(W) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the completion's ratio to the rollout policy (VESPO)."""
+
+    uses_old: ClassVar[bool] = False
+    to_rollout: ClassVar[bool] = True
+
+    name: Literal["vespo"] = "vespo"
+    k_positive: float = Field(2.0, ge=0)
+    """k where the advantage is not negative: how fast small ratios are suppressed."""
+    lambda_positive: float = Field(3.0, ge=0)
+    """lambda where the advantage is not negative: how fast great ratios are suppressed."""
+    k_negative: float = Field(3.0, ge=0)
+    """k where the advantage is negative."""
+    lambda_negative: float = Field(2.0, ge=0)
+    """lambda where the advantage is negative."""
+
+
+class SurrogateLoss(Loss):
+    """-rho A, without clipping (M2PO, with its mask)."""
+
+    name: Literal["surrogate"] = "surrogate"
+
+
+class KLCovLoss(Loss):
+    """-rho A, plus a penalty |log rho| on the step's tokens whose log-prob and advantage covary most (KL-Cov)."""
+
+    follows_advantage: ClassVar[bool] = False
+    selects: ClassVar[bool] = True
+
+    name: Literal["kl_cov"] = "kl_cov"
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the step's tokens with the penalty; at least one."""
+    coefficient: float = Field(1.0, ge=0)
+    """Weight of the penalty."""
 
 
 class CISPOLoss(Loss):
@@ -118,7 +166,7 @@ class PolicyGradientLoss(Loss):
 
 
 class RAFTLoss(Loss):
-    """-log pi of completions with a positive advantage, which is the bare reward (RAFT)."""
+    """-log pi of the tokens with a positive advantage; the others do not count in the denominator (RAFT)."""
 
     only_positive: ClassVar[bool] = True
     uses_old: ClassVar[bool] = False
@@ -149,6 +197,7 @@ class DPPOTV(Loss):
 
     follows_advantage: ClassVar[bool] = False
     uses_old: ClassVar[bool] = False
+    to_rollout: ClassVar[bool] = True
 
     name: Literal["dppo_tv"] = "dppo_tv"
     bound_low: float = Field(0.2, ge=0)
@@ -165,6 +214,10 @@ LossConfig = Annotated[
             PPOClip
             | GSPOLoss
             | GSPOTokenLoss
+            | GMPOLoss
+            | VESPOLoss
+            | SurrogateLoss
+            | KLCovLoss
             | CISPOLoss
             | SAPOLoss
             | TOPRLoss

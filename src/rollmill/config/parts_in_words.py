@@ -25,14 +25,18 @@ def parts_in_words(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
         yield "kl", f"{kl.coefficient:g} x {kl.estimator} in the {kl.where}{refreshed}{steered}"
     if algorithm.corrections:
         yield "corrections", " x ".join(_named(each) for each in algorithm.corrections)
+    if algorithm.masks:
+        yield "masks", ", ".join(_named(each) for each in algorithm.masks)
+    if algorithm.entropy_control is not None:
+        yield "entropy", f"weight from {algorithm.entropy:g} on ({_values(algorithm.entropy_control)})"
     if algorithm.corrections or algorithm.proximal != "auto":
         chosen = "recompute" if algorithm.proximal == "auto" else algorithm.proximal
         yield "old log-probs", f"{chosen} (where they are not the policy's own)"
     if algorithm.advantage.uses_critic:
         yield "critic", _values(algorithm.critic)
-    rest = algorithm.model_dump(
-        mode="json", exclude={"name", "advantage", "loss", "aggregation", "kl", "corrections", "proximal", "critic"}
-    )
+    named = {"name", "advantage", "loss", "aggregation", "kl", "corrections", "masks", "proximal", "critic"}
+    named |= {"entropy_control"} if algorithm.entropy_control is None else {"entropy_control", "entropy"}
+    rest = algorithm.model_dump(mode="json", exclude=named)
     shown = {key: value for key, value in rest.items() if value not in (0, 0.0, False, None)}
     if shown:
         yield "besides", ", ".join(f"{key} {value_in_words(value)}" for key, value in shown.items())

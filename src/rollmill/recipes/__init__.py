@@ -11,6 +11,9 @@ from rollmill.config.parts import Chosen, registered
 from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO
+from rollmill.recipes.clip_b import ClipB
+from rollmill.recipes.clip_cov import ClipCov
+from rollmill.recipes.clip_v import ClipV
 from rollmill.recipes.dapo import DAPO
 from rollmill.recipes.distill import Distill, Distillation
 from rollmill.recipes.dpo import DPO
@@ -18,15 +21,23 @@ from rollmill.recipes.dppo import DPPO
 from rollmill.recipes.dr_grpo import DrGRPO
 from rollmill.recipes.gdpo import GDPO
 from rollmill.recipes.gigpo import GiGPO
+from rollmill.recipes.gmpo import GMPO
 from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
 from rollmill.recipes.gspo import GSPO
+from rollmill.recipes.high_entropy import HighEntropy
 from rollmill.recipes.jsd import JSD
 from rollmill.recipes.kimi import Kimi
+from rollmill.recipes.kl_cov import KLCov
 from rollmill.recipes.kto import KTO
+from rollmill.recipes.lite_ppo import LitePPO
+from rollmill.recipes.m2po import M2PO
 from rollmill.recipes.mix import MIX
 from rollmill.recipes.opmd import OPMD
+from rollmill.recipes.opo import OPO
 from rollmill.recipes.orpo import ORPO
+from rollmill.recipes.otb import OTB
+from rollmill.recipes.pass_at_k import PassAtKTraining
 from rollmill.recipes.ppo import PPO
 from rollmill.recipes.raft import RAFT
 from rollmill.recipes.rec import REC
@@ -41,9 +52,11 @@ from rollmill.recipes.self_distill import SelfDistill
 from rollmill.recipes.sft import SFT
 from rollmill.recipes.sft_is import SFTImportance
 from rollmill.recipes.sft_phi import SFTPhi
+from rollmill.recipes.skywork_or1 import SkyworkOR1
 from rollmill.recipes.sppo import SPPO
 from rollmill.recipes.stepwise_grpo import StepwiseGRPO
 from rollmill.recipes.topr import TOPR
+from rollmill.recipes.vespo import VESPO
 
 AlgorithmUnion = Annotated[
     GRPO
@@ -66,6 +79,19 @@ AlgorithmUnion = Annotated[
     | SPPO
     | RAFT
     | GPG
+    | GMPO
+    | OPO
+    | OTB
+    | VESPO
+    | ClipCov
+    | KLCov
+    | ClipB
+    | ClipV
+    | HighEntropy
+    | SkyworkOR1
+    | PassAtKTraining
+    | LitePPO
+    | M2PO
     | DPPO
     | GDPO
     | StepwiseGRPO
@@ -101,14 +127,18 @@ __all__ = [
     "DPO",
     "DPPO",
     "GDPO",
+    "GMPO",
     "GPG",
     "GRPO",
     "GSPO",
     "JSD",
     "KTO",
+    "M2PO",
     "MIX",
     "OPMD",
+    "OPO",
     "ORPO",
+    "OTB",
     "PPO",
     "RAFT",
     "REC",
@@ -117,14 +147,22 @@ __all__ = [
     "SFT",
     "SPPO",
     "TOPR",
+    "VESPO",
     "AlgorithmConfig",
     "AlgorithmOptions",
     "AsymRE",
+    "ClipB",
+    "ClipCov",
+    "ClipV",
     "Distill",
     "Distillation",
     "DrGRPO",
     "GiGPO",
+    "HighEntropy",
+    "KLCov",
     "Kimi",
+    "LitePPO",
+    "PassAtKTraining",
     "ReMax",
     "Reinforce",
     "ReinforcePlusPlus",
@@ -133,6 +171,7 @@ __all__ = [
     "SFTImportance",
     "SFTPhi",
     "SelfDistill",
+    "SkyworkOR1",
     "StepwiseGRPO",
     "known_algorithms",
 ]

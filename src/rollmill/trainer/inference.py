@@ -18,6 +18,7 @@ from rollmill.trainer.objective import Scores
 from rollmill.trainer.passes import Passes
 from rollmill.trainer.reference import Reference
 from rollmill.trainer.sharding import inside
+from rollmill.trainer.vocabulary import distribution_sums
 
 Scoring = Generator[None, None, Scores]
 Result = TypeVar("Result")
@@ -72,9 +73,11 @@ class Inference:
         fresh = bool((table.version[table.version >= 0] == version).all())
         own = single and (fresh or self._recipe.proximal != "rollout")
         recompute = self._recipe.proximal == "recompute" and not own
-        policy = None
-        if recompute or self._recipe.kl_in_reward:
-            policy = yield from self._evaluated(self._model, experiences, table)
+        policy, collision = None, None
+        if self._recipe.uses_probabilities:
+            collision = torch.zeros_like(table.rollout_logprob)
+        if recompute or self._recipe.kl_in_reward or collision is not None:
+            policy = yield from self._evaluated(self._model, experiences, table, collision)
         old = policy if recompute else None
         if self._recipe.proximal == "rollout" and not own:
             old = table.rollout_logprob
@@ -93,28 +96,47 @@ class Inference:
                 values = self._critic.values(self._passes.rows(experiences, table, usual), table)
             yield
         interpolated = self._recipe.proximal == "interpolate" and not own
-        return Scores(old, reference, values, policy, mismatched, interpolated=interpolated)
+        return Scores(old, reference, values, policy, mismatched, collision, interpolated=interpolated)
 
     def _evaluated(
-        self, model: nn.Module | None, experiences: Sequence[Experience], table: TokenTable
+        self,
+        model: nn.Module | None,
+        experiences: Sequence[Experience],
+        table: TokenTable,
+        collision: Tensor | None = None,
     ) -> Generator[None, None, Tensor]:
-        """Log-probs under a model (None: the reference) of all action tokens but the experts': float32 [A], 0 there."""
+        """Log-probs under a model (None: the reference) of all action tokens but the experts': float32 [A], 0 there.
+
+        Fills in `collision` [A], where it is given: sums of the model's squared probabilities.
+        """
         result = torch.zeros_like(table.rollout_logprob)
         judged = [i for i, e in enumerate(experiences) if e.source is not Source.EXPERT]
         for micro in self._passes.rows(experiences, table, judged):
             with torch.no_grad(), self._ready():
                 if model is not None:
-                    result[micro.tokens] = self._logprobs(model, micro, table)
+                    result[micro.tokens] = self._logprobs(model, micro, table, collision)
                 else:
                     assert self._reference is not None
                     with self._reference.active() as frozen:
                         result[micro.tokens] = self._logprobs(frozen, micro, table)
             yield
+        if collision is not None:
+            self._passes.ranks.add(collision)
         return self._passes.ranks.add(result)
 
-    def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
+    def _logprobs(
+        self, model: nn.Module, micro: MicroBatch, table: TokenTable, collision: Tensor | None = None
+    ) -> Tensor:
+        def predicted() -> Tensor:
+            hidden_Td = self._passes.hidden(model, micro)
+            if collision is not None:
+                chunk = self._passes.config.logprob_chunk
+                sums = distribution_sums(model, hidden_Td, micro, table, chunk=chunk)
+                collision[micro.tokens] = sums.collision.float()
+            return self._passes.predict(model, micro, table, hidden_Td)[0].float()
+
         with attending_to(model, micro):
-            return inside(model, lambda: self._passes.predict(model, micro, table)[0].float())
+            return inside(model, predicted)
 
 
 def _names(experiences: Sequence[Experience]) -> list[tuple[str, bytes]]:

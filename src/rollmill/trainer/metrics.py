@@ -29,6 +29,8 @@ class TokenMetrics:
         self._add("ratio/mean", ratio)
         if self._recipe.dropped is not None:
             self._add("ratio/clip_fraction", self._recipe.dropped(inputs).to(ratio.dtype))
+        if inputs.kept is not None:
+            self._add("ratio/masked_fraction", (~inputs.kept).to(ratio.dtype))
         if inputs.reference_logprob is not None:
             self._add("kl_ref", k3(inputs.logprob, inputs.reference_logprob))
         if not first_pass:

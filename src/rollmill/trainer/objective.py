@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rollmill.algorithms.corrections import interpolated_proximal
 from rollmill.algorithms.kl import estimator
-from rollmill.algorithms.recipe import LossTerm, Recipe, RewardInputs, TermInputs
+from rollmill.algorithms.recipe import LossTerm, Recipe, RewardInputs, StepInputs, TermInputs, TokenScores
 from rollmill.algorithms.sequences import sum_by_sequence
 from rollmill.algorithms.token_advantages import at_last_token
 from rollmill.core.types import Experience, Source
@@ -29,8 +29,9 @@ class Scores:
     old: Tensor | None = None  #: log-probs of the policy the update starts from; None: see `interpolated`
     reference: Tensor | None = None  #: log-probs of the reference
     values: Tensor | None = None  #: of the critic
-    policy: Tensor | None = None  #: the policy's own log-probs at the start of the step, for a KL in the reward
+    policy: Tensor | None = None  #: the policy's own log-probs at the start of the step
     mismatched: Mismatched | None = None  #: what KTO's baseline is measured on
+    collision: Tensor | None = None  #: sums of its squared probabilities over the vocabulary
     interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
 
 
@@ -84,7 +85,10 @@ def judge(
             counted[usual] = ~reward_U.isnan()
         elif recipe.token_advantage is not None:
             inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
-            result = recipe.token_advantage(inputs, sequence, penalty_A)
+            policy, collision = (
+                None if each is None else each.cpu()[tokens] for each in (scores.policy, scores.collision)
+            )
+            result = recipe.token_advantage(inputs, sequence, TokenScores(penalty_A, policy, collision))
             values[tokens], counted[usual] = result.values.float(), result.counted
         else:
             assert recipe.advantage is not None
@@ -152,7 +156,7 @@ class Objective:
     Args:
         step: training step, for the weights that follow a schedule.
         version: of the weights at the start of the training step.
-        kl_coefficient: of the moment.
+        kl_coefficient, entropy_coefficient: of the moment.
     """
 
     def __init__(
@@ -166,6 +170,7 @@ class Objective:
         step: int = 0,
         version: int = 0,
         kl_coefficient: float = 0.0,
+        entropy_coefficient: float = 0.0,
     ) -> None:
         self.recipe, self._table, self._judgement, self._scores = recipe, table, judgement, scores
         self._version = version
@@ -173,8 +178,15 @@ class Objective:
         self.kl_baseline: Tensor | None = None  #: set before the step's first pass, where the recipe needs it
         lengths = torch.zeros_like(table.lengths)
         lengths[part] = table.lengths[part]
-        self._shares = [term.aggregate(lengths * self._members(term)) for term in recipe.terms]
-        self.weights = [term.weight_at(step) * (kl_coefficient if term.is_kl else 1.0) for term in recipe.terms]
+        self._kept = torch.ones_like(table.expert) if recipe.masks else None
+        self._selected = None if recipe.selection is None else torch.zeros_like(table.expert)
+        self._shares = [term.aggregate(self._lengths(term, lengths)) for term in recipe.terms]
+        moment = {(True, False): kl_coefficient, (False, True): entropy_coefficient}
+        self.weights = [
+            term.weight_at(step) * moment.get((term.is_kl, term.is_steered_entropy), 1.0) for term in recipe.terms
+        ]
+        usual = torch.tensor([source is Source.USUAL for source in judgement.sources], device=lengths.device)
+        self.judged = ((lengths > 0) & judgement.counted & usual).nonzero()[:, 0].tolist()  #: usual experiences
         moves = torch.zeros_like(lengths, dtype=torch.bool)
         moves[table.experience[judgement.advantage != 0]] = True
         raised = torch.zeros_like(moves)
@@ -186,6 +198,41 @@ class Objective:
                 learned |= (share != 0) & (raised if term.only_positive else moved)
         self.learned = learned.nonzero()[:, 0].tolist()  #: the experiences that have a gradient
 
+    def choose(self, logprob: Tensor, entropy: Tensor, expected_discriminant: Tensor | None, draw: Tensor) -> None:
+        """Apply the recipe's masks and selection to the tokens of the step; `inputs` then has what they chose.
+
+        Args:
+            logprob, entropy, expected_discriminant: of all tokens of the batch just before the optimizer step, [A];
+                only those of the experiences `judged` are looked at.
+            draw: uniform random numbers [A], the same on all ranks.
+        """
+        table, recipe = self._table, self.recipe
+        member = torch.zeros_like(table.lengths, dtype=torch.bool)
+        member[self.judged] = True
+        tokens = member[table.experience].nonzero()[:, 0]
+        if not len(tokens):
+            return
+        rollout, own = table.rollout_logprob[tokens], logprob[tokens]
+        old = self._old(own, rollout, self._staleness(tokens, own.dtype), tokens)
+        inputs = StepInputs(
+            logprob=own,
+            old_logprob=old,
+            rollout_logprob=rollout,
+            advantage=self._judgement.advantage[tokens],
+            entropy=entropy[tokens],
+            dropped=torch.zeros_like(tokens, dtype=torch.bool),
+            draw=draw[tokens],
+            sequence=table.experience[tokens],
+            expected_discriminant=None if expected_discriminant is None else expected_discriminant[tokens],
+        )
+        if recipe.dropped is not None:
+            inputs = inputs._replace(dropped=recipe.dropped(inputs))
+        if recipe.masks:
+            kept = torch.stack([mask(inputs) for mask in recipe.masks]).all(0)
+            self._kept = torch.ones_like(table.expert).index_copy_(0, tokens, kept)
+        if recipe.selection is not None:
+            self._selected = torch.zeros_like(table.expert).index_copy_(0, tokens, recipe.selection(inputs))
+
     def inputs(
         self, micro: MicroBatch, logprob: Tensor, entropy: Tensor, source: Source, divergence: Tensor | None = None
     ) -> tuple[TermInputs, Tensor]:
@@ -195,7 +242,7 @@ class Objective:
         logprob, entropy = (x if everything else x[chosen] for x in (logprob, entropy))
         tokens = micro.tokens[chosen]
         rollout, reference = table.rollout_logprob[tokens], self._scores.reference
-        staleness = (self._version - table.version[tokens]).clamp(min=0).to(logprob.dtype)
+        staleness = self._staleness(tokens, logprob.dtype)
         inputs = TermInputs(
             logprob=logprob,
             old_logprob=self._old(logprob, rollout, staleness, tokens),
@@ -209,6 +256,8 @@ class Objective:
             staleness=staleness,
             sequence=micro.sequence[chosen],
             group=micro.group[chosen],
+            kept=None if self._kept is None else self._kept[tokens],
+            selected=None if self._selected is None else self._selected[tokens],
         )
         return inputs, tokens
 
@@ -221,6 +270,9 @@ class Objective:
             if term.source is source and len(tokens) and weight
         }
 
+    def _staleness(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        return (self._version - self._table.version[tokens]).clamp(min=0).to(dtype)
+
     def _old(self, logprob: Tensor, rollout: Tensor, staleness: Tensor, tokens: Tensor) -> Tensor:
         if self._scores.old is not None:
             return self._scores.old[tokens]
@@ -228,6 +280,12 @@ class Objective:
             return interpolated_proximal(logprob, rollout, staleness)
         return logprob.detach()
 
-    def _members(self, term: LossTerm) -> Tensor:
-        of_source = [source is term.source for source in self._judgement.sources]
-        return self._judgement.counted & torch.tensor(of_source, device=self._judgement.counted.device)
+    def _lengths(self, term: LossTerm, lengths: Tensor) -> Tensor:
+        """How many tokens of each experience a term's denominator counts, [N]; `lengths` are those of the part."""
+        judgement = self._judgement
+        of_source = [source is term.source for source in judgement.sources]
+        members = judgement.counted & torch.tensor(of_source, device=lengths.device)
+        if term.only_positive:
+            accepted = self._table.experience[judgement.advantage > 0]
+            lengths = torch.minimum(lengths, torch.bincount(accepted, minlength=len(lengths)))
+        return lengths * members

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollmill.algorithms.entropy import AdaptiveEntropy
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
@@ -88,6 +89,12 @@ class Trainer:
         self._kl: AdaptiveKL | None = None
         if recipe.kl.target is not None:
             self._kl = AdaptiveKL(recipe.kl.coefficient, target=recipe.kl.target, horizon=recipe.kl.horizon)
+        self._entropy: AdaptiveEntropy | None = None
+        if recipe.entropy_control is not None:
+            steered = recipe.entropy_control
+            self._entropy = AdaptiveEntropy(
+                recipe.entropy, target=steered.target, delta=steered.delta, maximum=steered.maximum
+            )
         self._norms: Replacements = find_norms(*self._models()) if self.device.type == "cpu" else []
         self._cut_models()
         self._optimizer = build_optimizer(self.model, config)
@@ -111,11 +118,16 @@ class Trainer:
         return self.recipe.kl.coefficient if self._kl is None else self._kl.coefficient
 
     @property
+    def entropy_coefficient(self) -> float:
+        """Weight of the entropy bonus now."""
+        return self.recipe.entropy if self._entropy is None else self._entropy.weight
+
+    @property
     def infers(self) -> bool:
         """Whether a step may need passes that `ahead` can make."""
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
-        return compares or recipe.kl_in_reward or recipe.proximal == "recompute"
+        return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
@@ -141,7 +153,8 @@ class Trainer:
         kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights
         that made the token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to
         the rollout over all rolled-out tokens), tokens (action tokens), updates and skipped; weight/<term> where it
-        follows a schedule, kl_coefficient where it adapts, value/... where there is a critic.
+        follows a schedule, kl_coefficient and entropy_coefficient where they adapt, ratio/masked_fraction where there are
+        masks, value/... where there is a critic.
 
         Args:
             probes: what the method of this name chose.
@@ -163,6 +176,7 @@ class Trainer:
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
         extra = {f"weight/{t.name}": t.weight_at(self.steps) for t in self.recipe.terms if callable(t.weight)}
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
+        extra |= {"entropy_coefficient": self.entropy_coefficient} if self._entropy else {}
         with self._ready():
             judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
@@ -176,10 +190,11 @@ class Trainer:
                         step=self.steps,
                         version=version,
                         kl_coefficient=self.kl_coefficient,
+                        entropy_coefficient=self.entropy_coefficient,
                     )
                     if updates and self.recipe.proximal != "recompute":
                         fresh = torch.zeros_like(fresh)  # an update has been made since
-                    batch = Part(experiences, table, objective, part, self.steps, fresh)
+                    batch = Part(experiences, table, objective, part, self.steps, fresh, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     totals.add(self._update_critic(batch, judgement, scores))
@@ -193,6 +208,8 @@ class Trainer:
         found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
         if self._kl is not None and "kl_ref" in found:
             self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
+        if self._entropy is not None and "entropy" in found:
+            self._entropy.update(found["entropy"])
         skipped = totals.pop("skipped")
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
@@ -224,6 +241,7 @@ class Trainer:
             "critic": None if self._critic is None else self._critic.state_dict(),
             "kl": None if self._kl is None else self._kl.state_dict(),
             "mismatch": self._mismatch.state_dict(),
+            "entropy": None if self._entropy is None else self._entropy.state_dict(),
         }
         found: dict[str, Any] = whole(state)
         return found
@@ -243,6 +261,8 @@ class Trainer:
             self._kl.load_state_dict(state["kl"])
         if "mismatch" in state:  # a checkpoint of an older version has none
             self._mismatch.load_state_dict(state["mismatch"])
+        if self._entropy is not None:
+            self._entropy.load_state_dict(state["entropy"])
 
     @contextmanager
     def _ready(self) -> Iterator[None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from rollmill.trainer.optimizer import clip, gradient_norm, gradients
 from rollmill.trainer.passes import Passes
 from rollmill.trainer.sharding import inside
 from rollmill.trainer.teacher import Teacher
+from rollmill.trainer.vocabulary import distribution_sums
 
 Terms = dict[str, tuple[float, Tensor]]
 Culprit = tuple[str, list[int]]
@@ -38,6 +40,7 @@ class Part:
     chosen: list[int]
     step: int  #: training step
     fresh: Tensor  #: bool [A], made by the weights that the first pass of this part computes with
+    draws: torch.Generator  #: of random choices among tokens; in the same state on all ranks
 
 
 class Updates:
@@ -59,6 +62,8 @@ class Updates:
         Raises:
             TrainingError: a loss or gradient is not finite, on whichever rank; the weights are as before.
         """
+        if self._recipe.looks_at_steps:
+            self._choose(part)
         learned = set(part.objective.learned)
         if part.objective.mismatched is not None:
             part.objective.kl_baseline = baseline_of(self._model, self._passes, part.objective.mismatched, part.chosen)
@@ -111,6 +116,33 @@ class Updates:
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
+
+    def _choose(self, part: Part) -> None:
+        """Let masks see all tokens of the step at once: a pass without gradient over its judged experiences.
+
+        What a mask keeps therefore does not depend on micro-batches and ranks.
+        """
+        table, passes = part.table, self._passes
+        shape = (3, len(table.target))
+        seen = torch.zeros(shape, dtype=torch.float64, device=table.target.device)
+        for micro in passes.rows(part.experiences, table, part.objective.judged):
+            with torch.no_grad():
+                seen[:, micro.tokens] = inside(self._model, partial(self._surveyed, micro, table)).to(seen.dtype)
+        logprob, entropy, discriminant = self._ranks.add(seen).to(table.rollout_logprob.dtype)
+        draw = torch.rand(shape[1], generator=part.draws).to(seen.device)
+        part.objective.choose(logprob, entropy, discriminant if self._recipe.uses_expected_discriminant else None, draw)
+
+    def _surveyed(self, micro: MicroBatch, table: TokenTable) -> Tensor:
+        """Log-probs, entropies and expected discriminants (0 unless a mask uses them) of a micro-batch, [3, M]."""
+        with attending_to(self._model, micro):
+            hidden_Td = self._passes.hidden(self._model, micro)
+            logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
+            discriminant = torch.zeros_like(logprob)
+            if self._recipe.uses_expected_discriminant:
+                chunk = self._passes.config.logprob_chunk
+                sums = distribution_sums(self._model, hidden_Td, micro, table, chunk=chunk)
+                discriminant = sums.expected_discriminant.to(logprob.dtype)
+        return torch.stack([logprob, entropy, discriminant])
 
     def _predicted(
         self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None

@@ -1,0 +1,26 @@
+"""The 80/20 rule: DAPO's loss on the fifth of the tokens with the highest entropy, where the text may fork.
+
+L = 1/sum_i T_i sum_i sum_t -1[H_t >= q] min(rho A_i, clip(rho, .8, 1.28) A_i)
+q = the .8 quantile of the optimizer step's entropies
+
+All tokens count in the denominator. One forward pass more per optimizer step: the quantile is that of the whole step.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollmill.config.algorithm import PolicyGradientOptions
+from rollmill.config.loss import LossConfig, PPOClip
+from rollmill.config.mask import HighEntropyMask, MaskConfig
+
+
+class HighEntropy(PolicyGradientOptions):
+    """The 80/20 rule: DAPO's loss on the tokens with the highest entropy alone."""
+
+    source: ClassVar[str] = "arXiv:2506.01939"
+
+    name: Literal["high_entropy"] = "high_entropy"
+    loss: LossConfig = PPOClip(clip_high=0.28)
+    drop_uniform_groups: bool = True
+    masks: list[MaskConfig] = [HighEntropyMask()]

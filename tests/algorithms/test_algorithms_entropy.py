@@ -1,0 +1,119 @@
+"""Masks over whole optimizer steps, KL-Cov and the adaptive entropy coefficient: numbers worked out by hand."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rollmill.algorithms.entropy import (
+    AdaptiveEntropy,
+    clip_b,
+    clip_cov,
+    clip_v,
+    covariance,
+    discriminant,
+    high_entropy,
+    kl_cov,
+    largest_covariance,
+)
+from rollmill.algorithms.trust_region import second_moment
+
+
+def tensor(*values: float) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_the_fifth_with_the_highest_entropy_is_kept_and_ties_stay_together() -> None:
+    entropy = torch.arange(10.0)  # the .8 quantile is 7.2
+    assert high_entropy(entropy).tolist() == [False] * 8 + [True] * 2
+    assert high_entropy(entropy, top=1.0).all()
+    tied = torch.tensor([0.1, 2.0, 2.0 - 2e-7, 2.0 + 2e-7, 0.2])
+    assert high_entropy(tied, top=0.25).tolist() == [False, True, True, True, False]
+    assert high_entropy(torch.zeros(0)).tolist() == []
+
+
+def test_the_discriminant_is_the_derivative_of_the_entropy_by_the_tokens_logit() -> None:
+    """Theorem 3.2 of arXiv:2602.03392: raising the logit by e changes the entropy by -e S."""
+    logits = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64, requires_grad=True)
+    log_p = torch.log_softmax(logits, -1)
+    entropy = -(log_p.exp() * log_p).sum()
+    (slope,) = torch.autograd.grad(entropy, logits)
+    torch.testing.assert_close(discriminant(log_p, entropy).detach(), -slope)
+
+
+def test_clip_b_drops_punished_tokens_far_below_the_mean_alone() -> None:
+    p = tensor(0.05, 0.05, 0.5, 0.5, 0.5, 0.5)
+    entropy = tensor(0.5, 0.5, 0.7, 0.7, 0.7, 0.7)
+    s = [x * (h + math.log(x)) for x, h in zip(p.tolist(), entropy.tolist(), strict=True)]
+    assert s[0] < s[2]
+    # Two of six lie (s2 - s0) 2/3 below the mean; the standard deviation is (s2 - s0) sqrt(2)/3: sqrt(2) of them.
+    signs = tensor(-1, 1, -1, 1, -1, 0)
+    assert clip_b(p.log(), entropy, signs, mu=1.41).tolist() == [False] + [True] * 5
+    assert clip_b(p.log(), entropy, signs, mu=1.42).all()
+
+
+def test_clip_v_drops_the_greatest_differences_up_to_its_share() -> None:
+    p, entropy = tensor(0.5, 0.5, 0.5, 0.5), tensor(0.7, 0.7, 0.7, 0.7)
+    expected = tensor(0.9, 0.5, 0.0, 0.8) + discriminant(p.log(), entropy)  # so D is .9, .5, 0, .8; its deviation .354
+    signs = tensor(-1, -1, -1, 1)
+    assert clip_v(p.log(), entropy, expected, signs, mu=1.0, max_share=1.0).tolist() == [False, False, True, True]
+    assert clip_v(p.log(), entropy, expected, signs, mu=1.0, max_share=0.3).tolist() == [False, True, True, True]
+    assert clip_v(p.log(), entropy, expected, signs, mu=1.0, max_share=0.0).tolist() == [False, True, True, True]
+    assert clip_v(p.log(), entropy, expected, signs, mu=3.0, max_share=1.0).all()
+
+
+LP, A = tensor(-1, -2, -3, -6), tensor(1, 1, -1, -1)  # means -3 and 0: covariances 2, 1, 0, 3
+
+
+def test_covariances_are_about_the_means_of_the_step() -> None:
+    assert covariance(LP, A).tolist() == [2, 1, 0, 3]
+    assert largest_covariance(LP, A).tolist() == [False, False, False, True]
+    assert largest_covariance(LP, A, share=0.6).tolist() == [True, False, False, True]
+
+
+def test_clip_cov_draws_among_tokens_inside_the_bounds_that_are_not_clipped() -> None:
+    none, draw = torch.zeros(4, dtype=torch.bool), tensor(0.3, 0.1, 0.0, 0.2)
+    assert clip_cov(LP, A, none, draw, low=0.5, high=5.0).tolist() == [True, False, True, True]
+    assert clip_cov(LP, A, none, draw, low=1.0, high=5.0).tolist() == [True, True, True, False], "bounds are exclusive"
+    assert clip_cov(LP, A, none, draw, low=0.5, high=5.0, share=0.5).tolist() == [True, False, True, False]
+    clipped = torch.tensor([False, True, False, True])
+    assert clip_cov(LP, A, clipped, draw, low=0.5, high=5.0, share=1.0).tolist() == [False, True, True, True]
+    assert clip_cov(LP, A, none, draw, low=7.0, high=8.0).all(), "without a candidate nothing is left out"
+
+
+def test_kl_cov_penalises_the_selected_tokens() -> None:
+    new, old = tensor(-1, -1).requires_grad_(), tensor(-1.2, -0.9)
+    selected = torch.tensor([True, False])
+    terms = kl_cov(new, old, tensor(2, 2), selected, coefficient=0.5)
+    assert terms.tolist() == pytest.approx([-2 * math.exp(0.2) + 0.5 * 0.2, -2 * math.exp(-0.1)])
+    (gradient,) = torch.autograd.grad(terms.sum(), new)
+    assert gradient.tolist() == pytest.approx([-2 * math.exp(0.2) + 0.5, -2 * math.exp(-0.1)])
+
+
+def test_the_second_moment_is_brought_below_its_threshold() -> None:
+    log_ratio = tensor(0.1, 0.5, 0.3, -0.4, -0.2, -0.9)
+    signs = tensor(1, 1, -1, -1, -1, 1)  # pushed further away: .1, .5, -.4 and -.2; their squares .01, .25, .16, .04
+    zero = torch.zeros(6, dtype=torch.float64)
+    assert second_moment(log_ratio, zero, signs, threshold=0.1151).all()  # (.01 + .25 + .16 + .04) / 4
+    assert second_moment(log_ratio, zero, signs, threshold=0.1).tolist() == [True, False, True, True, True, True]
+    assert second_moment(log_ratio, zero, signs).tolist() == [True, False, True, False, True, True]
+    assert second_moment(log_ratio, zero, signs, threshold=0.0).tolist() == [False, False, True, False, False, True]
+    assert second_moment(zero, zero, signs).all()
+
+
+def test_the_entropy_coefficient_rises_below_the_target_and_counts_only_there() -> None:
+    control = AdaptiveEntropy(0.0, target=0.2, delta=0.005, maximum=0.012)
+    weights = [control.weight]
+    for entropy in (0.3, 0.2, 0.1, 0.1, 0.1, 0.4, 0.1):
+        control.update(entropy)
+        weights.append(control.weight)
+    assert weights == pytest.approx([0.0, 0.0, 0.005, 0.01, 0.012, 0.012, 0.0, 0.012])
+    control.update(0.5)
+    other = AdaptiveEntropy(0.0, target=0.2, delta=0.005, maximum=0.012)
+    other.load_state_dict(control.state_dict())
+    for each in (control, other):
+        assert each.weight == 0
+        each.update(0.0)
+    assert other.weight == control.weight == pytest.approx(0.012)
