@@ -153,8 +153,8 @@ class Trainer:
         kl_ref, ratio/mean, ratio/clip_fraction, logprob_gap/mean, /max and /tokens (|trainer - engine| with the weights
         that made the token, see MismatchProbe), policy_drift/mean, /max and /k1 (of the log-prob ratio of the policy to
         the rollout over all rolled-out tokens), tokens (action tokens), updates and skipped; weight/<term> where it
-        follows a schedule, kl_coefficient and entropy_coefficient where they adapt, ratio/masked_fraction where there are
-        masks, value/... where there is a critic.
+        follows a schedule, kl_coefficient and entropy_coefficient where they adapt, ratio/masked_fraction where there
+        are masks, value/... where there is a critic.
 
         Args:
             probes: what the method of this name chose.
