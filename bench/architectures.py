@@ -64,17 +64,18 @@ def main(arguments: list[str], only_json: bool) -> int:
 
 def judged(only: Sequence[str] | None, workers: int, progress: bool) -> list[dict[str, Any]]:
     """A finding for each architecture, in transformers' order. Each is judged in a process of its own."""
+    from bench.tiny_architectures import architectures, tiny_model
+
+    known = architectures()
+    if unknown := sorted(set(only or ()) - set(known)):
+        raise BenchError(f"transformers has no causal language model of type {', '.join(unknown)}")
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
     import torch
 
     torch.set_num_threads(1)
     from bench.ours.architectures import judge  # noqa: F401  (imported before the processes fork)
-    from bench.tiny_architectures import architectures, tiny_model
 
     tiny_model("llama")  # what it imports is there for all processes
-    known = architectures()
-    if unknown := sorted(set(only or ()) - set(known)):
-        raise BenchError(f"transformers has no causal language model of type {', '.join(unknown)}")
     waiting, running = [name for name in known if only is None or name in only], list[_Process]()
     found: dict[str, dict[str, Any]] = {}
     order = list(waiting)

@@ -217,6 +217,8 @@ def _compare_rollouts(policy: Any, reference: Any, finding: Finding) -> None:
         with torch.no_grad():
             for name, parameter in policy.model.named_parameters():
                 parameter.copy_(before[name])
+    versions = {int(version) for completion in completions for version in completion.versions}
+    assert versions == {0, 1}, f"new weights should have come while completions were running, not {versions}"
     finding.chunked_gap = _rollout_gap(completions, [reference, changed])
 
 
