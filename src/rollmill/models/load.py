@@ -75,7 +75,11 @@ def load_policy(
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
         model, where = new_model(new, tokenizer, seed), "the new model"
     eos_ids = _end_ids(model, tokenizer, where)
-    pad_id = [*_as_ids(tokenizer.pad_token_id), *_as_ids(model.config.pad_token_id), *sorted(eos_ids)][0]
+    pad_id = [
+        *_as_ids(tokenizer.pad_token_id),
+        *_as_ids(getattr(model.config, "pad_token_id", None)),
+        *sorted(eos_ids),
+    ][0]
     _settle_generation(model, eos_ids, pad_id, where)
     if config.lora is not None:
         add_lora(model, config.lora, seed)
@@ -225,7 +229,11 @@ def _check_vocabulary(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase
 def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, where: str) -> frozenset[int]:
     generation: Any = model.generation_config
     ids = frozenset(
-        [*_as_ids(generation.eos_token_id), *_as_ids(model.config.eos_token_id), *_as_ids(tokenizer.eos_token_id)]
+        [
+            *_as_ids(generation.eos_token_id),
+            *_as_ids(getattr(model.config, "eos_token_id", None)),
+            *_as_ids(tokenizer.eos_token_id),
+        ]
     )
     if not ids:
         raise ModelError(

@@ -232,4 +232,5 @@ def _logit_gradient(
 def _logit_scale(config: Any) -> float:
     """Factor some families put on their logits, by the names that Cohere, Falcon-H1 and Granite have for it."""
     scale: float = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
-    return scale / (getattr(config, "logits_scaling", None) or 1.0)
+    scaling: float = getattr(config, "logits_scaling", None) or 1.0
+    return scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # the others divide by it
