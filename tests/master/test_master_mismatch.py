@@ -168,7 +168,8 @@ def test_every_step_says_it_with_an_explorer_of_its_own(tmp_path: Path, wrong: b
 @pytest.mark.parametrize("sharding", ["none", "fsdp", "tensor"])
 def test_ranks_say_it_together(tmp_path: Path, sharding: str) -> None:
     trainer = {"lr": 1e-3, "ranks": 2, "sharding": sharding}
-    require_measured(ran(RL, tmp_path, "run", trainer=trainer, steps=4), steps=4)
+    model = {"new": {"kv_heads": 2}}  # one for each rank
+    require_measured(ran(RL, tmp_path, "run", model=model, trainer=trainer, steps=4), steps=4)
 
 
 def test_a_synchronous_run_compares_all_tokens(tmp_path: Path) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import flat, options_of, record, trainer_of
+from algorithm_batches import LIMIT, flat, options_of, record, trainer_of
 from torch import nn
 
+from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import ANOTHER_RUN, Experience
-from rollmill.trainer import Trainer
+from rollmill.trainer import RankedTrainer, Trainer
+from rollmill.trainer.build import Plan
 from rollmill.trainer.mismatch import COMPLETIONS, KeptWeights
 from rollmill.trainer.ranks import Ranks
 
@@ -179,3 +182,27 @@ def test_kept_weights_come_and_go_bit_for_bit(toy: Any) -> None:
         assert torch.equal(flat(model), seen[4])
     kept.keep(3)  # a step is made again
     assert kept.before(9) == [2, 3]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", ["none", "fsdp", "tensor"])
+def test_ranks_compare_late_tokens_with_the_parts_they_hold(
+    toy: Any, make_batch: Any, tmp_path: Path, sharding: str
+) -> None:
+    settings = TrainerConfig(lr=1e-2, ranks=2, sharding=sharding)
+    plan = Plan(options_of("grpo"), settings, "fp32", 10, LIMIT, seed=3, kept_versions=2)
+    model = toy("qwen3")
+    alone = of(toy, kept=2)
+    trainer = RankedTrainer(plan, model, None, torch.device("cpu"), tmp_path)
+    try:
+        first = copy.deepcopy(model)
+        for version in range(3):
+            batch = made(make_batch, first, 0, seed=version, wrong=0.25)
+            alone.step(copy.deepcopy(batch), version)
+            metrics = trainer.step(batch, version, trainer.probes([], batch, version))
+            assert metrics["logprob_gap/mean"] == pytest.approx(0.25, abs=EXACT)
+            assert metrics["logprob_gap/tokens"] > 0
+        assert torch.allclose(flat(model), flat(alone.model), atol=1e-4)
+        assert not torch.allclose(flat(model), flat(first), atol=1e-3)
+    finally:
+        trainer.close()
