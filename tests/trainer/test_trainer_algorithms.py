@@ -21,6 +21,7 @@ from rollmill.trainer.batch import micro_batches
 from rollmill.trainer.update import Updates
 
 BUILT_IN = [name for name, section in known_algorithms().items() if section.trains_policy]
+KEYS: dict[str, Any] = {"pass_at_k": {"advantage": {"k": 2}}}  #: the groups here are as large as its default k
 BOUNDS = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
@@ -31,7 +32,7 @@ def gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_every_algorithm_makes_a_finite_step(toy: Any, make_batch: Any, name: str) -> None:
-    options, model = options_of(name), toy("qwen3")
+    options, model = options_of(name, **KEYS.get(name, {})), toy("qwen3")
     batch, before = batch_for(make_batch, options), flat(model)
     trainer = trainer_of(model, options, reference=toy("qwen3", seed=5))
     metrics = trainer.step(batch, 0)
@@ -55,7 +56,7 @@ def _follows_the_advantage(options: Any) -> bool:
 
 @pytest.mark.parametrize("name", [name for name in BUILT_IN if _follows_the_advantage(options_of(name))])
 def test_equal_rewards_move_nothing_where_the_loss_follows_the_advantage(toy: Any, make_batch: Any, name: str) -> None:
-    options = options_of(name, kl=0.0)
+    options = options_of(name, kl=0.0, **KEYS.get(name, {}))
     trainer = trainer_of(toy("qwen3"), options)
     moving, uniform = ([e for e in batch_for(make_batch, options, seed) if e.source is Source.USUAL] for seed in (0, 1))
     assert trainer.step(moving, 0)["updates"] == 1
@@ -93,7 +94,7 @@ CUT = {
     "clip_v": {"masks": [{"name": "clip_v", "mu": 0.3, "max_share": 0.05}]},
     "high_entropy": {},
     "skywork_or1": {"entropy": 0.01},
-    "pass_at_k": {"advantage": {"k": 2}},
+    "pass_at_k": KEYS["pass_at_k"],
     "lite_ppo": {},
     "m2po": {},
 }
