@@ -428,7 +428,7 @@ def test_folder_as_run_file(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_run_file_that_is_not_text(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert refused(capsys, "run.yaml").startswith("run.yaml: cannot be read as UTF-8 text")
+    assert refused(capsys, "run.yaml").startswith("run.yaml:1: cannot be read as UTF-8 text")
 
 
 @pytest.mark.parametrize(

@@ -6,12 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from rollmill.buffer.base import Store
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
+from rollmill.config.yaml_file import read_plain
 from rollmill.core.errors import ConfigError, StoreError
 
 FILE = "buffer.sqlite"
@@ -81,9 +80,9 @@ def _sections(run_dir: Path) -> list[dict[str, Any]]:
     """The sections `buffer` of a resolved run file; none where there is no file."""
     path = run_dir / "config.yaml"
     try:
-        config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+        config = read_plain(path) if path.is_file() else {}
         return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+    except (ConfigError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}; put the file back") from error
 
 

@@ -21,6 +21,7 @@ from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unk
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
+from rollmill.config.user_files import json_problem, read_text, strict_json
 from rollmill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -126,12 +127,7 @@ def _is_text(section: type[Section], key: str) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, blank lines left out. Raises ConfigError naming file and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    lines = text.split("\n")
+    lines = read_text(path).split("\n")
     rows = [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ConfigError(f"{path}: no lines to grade")
@@ -140,9 +136,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _row(where: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+        row = strict_json(line, unique_keys=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {json_problem(error)}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
     if not isinstance(row.get("response"), str):

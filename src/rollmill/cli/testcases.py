@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from rollmill.config.user_files import json_problem, read_text, strict_json
 from rollmill.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -64,20 +65,15 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], Problem]]:
     """The lines of a file, without what makes the tests, and their problems. Raises ConfigError naming the line."""
     from rollmill.rewards.code.generation import Problem
 
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+            row = strict_json(line, unique_keys=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {json_problem(error)}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
         generator, submissions, name = row.pop("generator", None), row.pop("submissions", None), row.get("entry_point")
