@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -191,7 +192,21 @@ def _default(field: FieldInfo) -> str:
         return f"`{{{own[2:]}}}`" if own else "its defaults"
     if isinstance(value, Enum | Path):
         value = str(value)
-    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+    return _code(
+        value if isinstance(value, str) and not _needs_quotes(value) else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def _needs_quotes(text: str) -> bool:
+    """Whether a text is shown as YAML would hold it in quotes: empty, with space around it, or of several lines."""
+    return text != text.strip() or not text.isprintable() or not text
+
+
+def _code(text: str) -> str:
+    """Text as code in one line of Markdown, whatever backticks it holds."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " * (text[:1] == "`" or text[-1:] == "`")
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def _meaning(key: str, field: FieldInfo) -> str:
