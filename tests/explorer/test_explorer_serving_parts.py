@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
 
-from rollmill.config.user_files import strict_json
+from rollmill.core.user_files import strict_json
 from rollmill.explorer.serving.messages import answered, one_form
 from rollmill.explorer.serving.requests import Message
 from rollmill.explorer.serving.text_stream import TextStream

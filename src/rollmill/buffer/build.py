@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
 from rollmill.config.yaml_file import read_plain
 from rollmill.core.errors import ConfigError, StoreError
+from rollmill.core.user_files import read_mapping
 
 FILE = "buffer.sqlite"
 
@@ -88,7 +88,7 @@ def _sections(run_dir: Path) -> list[dict[str, Any]]:
 
 def _run_id(machine: Path) -> str:
     try:
-        return str(json.loads(machine.read_text())["run_id"])
+        return str(read_mapping(machine)["run_id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{machine} does not say the run's id, by which its rows are found; put the file back, or start or resume "

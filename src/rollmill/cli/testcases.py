@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollmill.config.user_files import json_problem, read_text, strict_json
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import json_problem, read_text, strict_json
 
 if TYPE_CHECKING:
     from rollmill.rewards.code.generation import Demands, Generated, Problem

@@ -32,7 +32,7 @@ class EvaluationSampling(Section):
     """Longest completion in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Stop strings."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """Token ids that end a completion."""
 
     def over(self, rollout: RolloutConfig) -> RolloutConfig:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,11 +14,11 @@ from rollmill.config.overrides import override
 from rollmill.config.paths import settle_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import Node, Problem, find, overlay, refuse
-from rollmill.config.user_files import not_a_file
+from rollmill.config.tree import Node, Problem, dotted, find, leaves, overlay, refuse
 from rollmill.config.yaml_file import read_yaml, write_yaml
 from rollmill.core.errors import ConfigError
 from rollmill.core.registry import import_file
+from rollmill.core.user_files import not_a_file
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,11 @@ def load_run(
     for assignment in overrides:
         root = override(root, assignment, path.parent, problems)
     root = settle_paths(root, problems, required=require_files)
+    problems += [
+        Problem(leaf.origin.place, dotted(leaf.path), f"expected a finite number, found `{leaf.value}`")
+        for leaf in leaves(root)
+        if isinstance(leaf.value, float) and not math.isfinite(leaf.value)
+    ]
     refuse(problems)
     _import_plugins(root)
     resolved = resolve(root)
@@ -112,7 +119,7 @@ def _import_plugins(root: Node) -> None:
     listed = find(root, ("plugins",))
     entries = listed.value if listed is not None and isinstance(listed.value, list) else []
     for entry in entries:
-        if isinstance(entry.value, str) and Path(entry.value).is_file():
+        if isinstance(entry.value, str) and os.path.exists(entry.value):
             import_file(Path(entry.value))
 
 

@@ -183,7 +183,7 @@ class RunConfig(StageConfig):
     """Seed of a new model's weights, the order of tasks and all sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes a GPU where torch finds one."""
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    threads: Annotated[int, Field(ge=1, le=2**12)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
     placement: PlacementConfig = Inline()

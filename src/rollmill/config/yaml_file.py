@@ -12,14 +12,14 @@ from typing import Any
 import yaml
 
 from rollmill.config.tree import KeyPath, Node, Origin, Problem, dotted, plain, refuse, shortened
-from rollmill.config.user_files import YAML_BYTES, not_a_file, read_text, size_of
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import YAML_BYTES, not_a_file, read_text, size_of
 
 _ENV = re.compile(r"\$\{env:(?:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^}]*))?\}|(?P<malformed>))")
 _TAG = "tag:yaml.org,2002:"
 _DEEPEST = 50
 """Most sections and lists inside each other."""
-_MOST_VALUES = 100_000
+_MOST_VALUES = 30_000
 """Most values of a file, each counted as often as anchors repeat it."""
 _LARGEST, _DIGITS = 2**63 - 1, 100
 """Largest whole number, since what computes with them has 64 bits; longer texts are not even converted."""
@@ -235,7 +235,7 @@ def _compose(text: str, place: str, lines: bool = True) -> yaml.Node | None:
         return _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{place}:{mark.line + 1}" if lines and mark else place
+        where = f"{place}:{mark.line + 1}" if lines and mark else shortened(place, 300)
         column = f" at column {mark.column + 1}" if mark else ""
         what = error.problem or error.context or "syntax error"
         advice = "quote text that holds `: `, ` #`, brackets or braces"

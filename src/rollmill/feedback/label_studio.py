@@ -15,9 +15,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.user_files import json_problem, read_text, strict_json
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Experience
+from rollmill.core.user_files import json_problem, read_text, strict_json
 from rollmill.feedback.desk import Desk, Order
 from rollmill.feedback.refused import RefusedError
 from rollmill.feedback.requests import parse

@@ -9,8 +9,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.user_files import LINE_BYTES, encoding_advice, json_problem, not_a_file, size_of, strict_json
 from rollmill.core.errors import TasksetError
+from rollmill.core.user_files import LINE_BYTES, encoding_advice, json_problem, not_a_file, size_of, strict_json
 from rollmill.tasks.record import Record, Records, record_of
 
 _INSTALL = "pip install 'rollmill[data]'"

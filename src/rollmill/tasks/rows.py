@@ -50,6 +50,8 @@ class RowReader:
         response, rejected = self._worked(row), self._solution(row, fields.rejected, "rejected")
         for text in (response, rejected, answer):
             _check_unicode(text)
+        if isinstance(answer, bytes):
+            raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
         check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
         parts |= {fields.rejected or "rejected"}

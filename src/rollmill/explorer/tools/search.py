@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmill.config.user_files import json_problem, read_text, strict_json
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import json_problem, read_text, strict_json
 from rollmill.rewards.text.reading import words
 
 try:

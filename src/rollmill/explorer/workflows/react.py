@@ -8,10 +8,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.user_files import strict_json
 from rollmill.config.workflows import React
 from rollmill.core.errors import ContextError
 from rollmill.core.types import StopReason, Task
+from rollmill.core.user_files import strict_json
 from rollmill.explorer.policy import Policy, Reply
 from rollmill.explorer.tools.toolbox import Toolbox
 from rollmill.explorer.workflow import Answer, RolloutJudge

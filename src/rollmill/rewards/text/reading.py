@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import regex
 
 from rollmill.config.rewards.text import TextReward
-from rollmill.config.user_files import too_deep
 from rollmill.core.types import Completion
+from rollmill.core.user_files import too_deep
 from rollmill.rewards.base import inside_last, tail_after
 
 Result = TypeVar("Result")

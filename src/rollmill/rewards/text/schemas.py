@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-from rollmill.config.user_files import strict_json
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import strict_json
 
 INSTALL = "pip install 'rollmill[schema]'"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

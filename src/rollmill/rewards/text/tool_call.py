@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards import ToolCallReward
-from rollmill.config.user_files import strict_json
 from rollmill.core.types import Completion, Task
+from rollmill.core.user_files import strict_json
 from rollmill.rewards.base import OK, TIMEOUT, Verdict
 from rollmill.rewards.grader import GraderPool
 from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part, last_fenced

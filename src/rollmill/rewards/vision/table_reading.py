@@ -6,7 +6,7 @@ import csv
 import re
 from typing import Any
 
-from rollmill.config.user_files import strict_json
+from rollmill.core.user_files import strict_json
 from rollmill.rewards.text.reading import last_fenced
 
 Rows = list[list[str]]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rollmill.core.errors import ConfigError
+from rollmill.core.errors import ConfigError, DamagedFileError
 
 YAML_BYTES = 2**20
 """Largest YAML file; a resolved run file has about 20 kB."""
@@ -19,6 +19,7 @@ LINE_BYTES = 2**26
 DEEPEST = 64
 """Most brackets of JSON inside each other."""
 
+_BOM = b"\xef\xbb\xbf"
 _UTF16 = (b"\xff\xfe", b"\xfe\xff")
 
 
@@ -38,10 +39,10 @@ def read_text(path: Path, limit: int = TEXT_BYTES) -> str:
     if len(content) > limit:
         raise ConfigError(f"{path}: is longer than {size_of(limit)}, so it is not read; give a shorter file")
     try:
-        return content.decode("utf-8-sig")
+        return content.removeprefix(_BOM).decode("utf-8")
     except UnicodeDecodeError as error:
         line = content.count(b"\n", 0, error.start) + 1
-        text = f"{path}:{line}: cannot be read as UTF-8 text (byte {error.start + 1} of the file)"
+        text = f"{path}:{line}: cannot be read as UTF-8 text (byte {error.start + 1})"
         raise ConfigError(f"{text}; {encoding_advice(content)}") from error
 
 
@@ -85,6 +86,20 @@ def strict_json(text: str, *, unique_keys: bool = False) -> Any:
         raise ValueError("brackets too deep inside each other") from None
     if too_deep(value):
         raise ValueError("brackets too deep inside each other")
+    return value
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that rollmill wrote.
+
+    Raises DamagedFileError, which says that the file is damaged, for anything else, and OSError where there is none.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is damaged: no JSON ({error}); put the file back") from error
+    if not isinstance(value, dict):
+        raise DamagedFileError(f"{path} is damaged: {type(value).__name__}, not an object; put the file back")
     return value
 
 
