@@ -43,7 +43,10 @@ Rules that hold everywhere:
 - `--set section.key=value` on the command line changes one value and comes last; `--set rewards.0.weight=2` reaches
   into a list.
 - Relative paths are looked up in the current folder, then in the folder of the file that names them.
-- Numbers are those of YAML 1.2, so `1e-4` is a number.
+- Numbers are those of YAML 1.2, so `1e-4` is a number. Whole numbers have 64 bits; there is no NaN and no infinity.
+- A file has at most 1 MiB, 50 levels and 30,000 values, with what its anchors repeat; a run has at most 50 files. Only
+  regular files in UTF-8 are read.
+- Names of runs and stages are names of folders: in any script, with spaces, without `/` and `\\`, at most 100 bytes.
 
 `rollmill check FILE` prints the resolved run. `rollmill check FILE --yaml` prints it as a run file with every default.
 """

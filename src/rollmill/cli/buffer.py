@@ -14,6 +14,7 @@ import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.core.errors import ConfigError, DeadlineError
+from rollmill.core.user_files import not_a_file
 
 if TYPE_CHECKING:
     from rollmill.buffer.base import Group, Shelf
@@ -37,7 +38,7 @@ def ls(
     author: Annotated[str | None, typer.Option(help="Feedback of this person or application.")] = None,
     reward_at_least: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
     reward_at_most: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=2**31, help="How many.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
@@ -119,6 +120,8 @@ def export(
     from rollmill.buffer.parquet import import_pyarrow, write_parquet
 
     import_pyarrow()
+    if to.is_dir():
+        raise ConfigError(f"--to {to} is a folder; give the name of a file in it, such as {to / 'mine.parquet'}")
     shelves = [found] if (found := _shelf(shelf)) is not None else list(Shelf)
     with _opened(run) as store:
         groups = (group for each in shelves for _, group in store.read(each))
@@ -144,6 +147,8 @@ def import_(
     from rollmill.buffer.build import FILE, database_url, open_run, run_store
     from rollmill.buffer.parquet import imported
 
+    if what := not_a_file(file):
+        raise ConfigError(f"{file}: {what}")
     _await_start(run, wait_s)
     makes = (run / "config.yaml").is_file() and database_url(run) is None and not (run / FILE).is_file()
     with closing(run_store(run) if makes and _in_database(run) else open_run(run, read_only=False)) as store:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -40,8 +41,8 @@ def command(
     """
     from rollmill.rewards.code.generation import Demands
 
-    if time_limit_s <= 0:
-        raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0")
+    if not 0 < time_limit_s < math.inf:
+        raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0, and finite")
     try:
         demands = Demands(cases, submissions, agree, solve)
     except ValueError as error:

@@ -36,12 +36,20 @@ def _plain_name(value: str) -> str:
     return _short(value)
 
 
+def _endpoint(value: str) -> str:
+    if not value.isprintable() or re.search(r"\s", value):
+        raise ValueError(f"expected a URL without spaces and control characters, found {value!r:.80}")
+    return value
+
+
 def _short(value: str) -> str:
     if (length := len(value.encode())) > _LONGEST_NAME:
         raise ValueError(f"expected a name of at most {_LONGEST_NAME} bytes, found {length}: `{value:.30}...`")
     return value
 
 
+Endpoint = Annotated[str, AfterValidator(_endpoint)]
+"""The base URL of a server."""
 FolderName = Annotated[str, AfterValidator(_folder_name)]
 """The name of a run or a stage: one part of a path."""
 PlainName = Annotated[str, AfterValidator(_plain_name)]

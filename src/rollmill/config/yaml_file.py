@@ -141,6 +141,7 @@ class _Reader:
                 number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
                 if math.isinf(number) and "inf" not in text.lower():
                     self.problem(origin, path, f"the number {shortened(text)} is too large")
+                    return 0.0
                 return number
             case "str" | "merge":
                 return self.interpolated(text, origin, path)

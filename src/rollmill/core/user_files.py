@@ -57,7 +57,7 @@ def not_a_file(path: Path) -> str | None:
     if stat.S_ISDIR(mode):
         return "cannot be read: is a folder; give a file"
     if not stat.S_ISREG(mode):
-        return "cannot be read: is a device or a pipe, which may never end; write its content to a file first"
+        return "cannot be read: is a device or a pipe, which may have no end; write its content to a file first"
     return None
 
 
