@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from buffer_groups import group, same_groups
 from tiny import tiny_run
+from waiting import wait_until
 
 from rollmill.buffer import open_run
 from rollmill.buffer.base import FEEDBACK, PIPELINE, Group, Shelf
@@ -178,22 +180,20 @@ def test_import_waits_for_a_trainer_that_is_being_started(
     call(capsys, "export", run, "--to", file)
     tiny_run(tmp_path, stages=None, steps=2, evaluation=None, algorithm={"name": "grpo"}, mode="train")
     settings = load_run(tmp_path / "run.yaml").to_yaml()
-    words = [sys.executable, "-m", "rollmill", "buffer", "import", str(later), str(file), "--json"]
+    codes: list[int] = []
+    words = ["buffer", "import", str(later), str(file), "--json"]
+    command = threading.Thread(target=lambda: codes.append(main(words)), daemon=True)
     with claimed(later):
-        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        try:
-            assert process.stderr is not None
-            assert process.stderr.readline() == f"waiting for the run in {later} to start\n"
-            (later / "config.yaml").write_text(settings)
-            (later / "machine.json").write_text(json.dumps({"run_id": "00ff"}))
-            assert process.poll() is None, "the tokenizer is not there yet"
-            (later / "tokenizer").mkdir()
-            (later / "tokenizer" / "run.json").write_text(json.dumps({"fingerprint": ""}))
-            out, err = process.communicate(timeout=60)
-        finally:
-            process.kill()
-    assert (process.returncode, err) == (0, "")
-    assert json.loads(out) == {"groups": 5, "new": 5}
+        command.start()
+        wait_until(lambda: f"waiting for the run in {later} to start\n" in capsys.readouterr().err)
+        (later / "config.yaml").write_text(settings)
+        (later / "machine.json").write_text(json.dumps({"run_id": "00ff"}))
+        assert command.is_alive(), "the tokenizer is not there yet"
+        (later / "tokenizer").mkdir()
+        (later / "tokenizer" / "run.json").write_text(json.dumps({"fingerprint": ""}))
+        command.join(60)
+    assert codes == [OK]
+    assert json.loads(capsys.readouterr().out) == {"groups": 5, "new": 5}
     assert open_run(later).waiting() == 4, "the database is made, and the trainer finds it"
 
 
