@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -42,7 +43,10 @@ Rules that hold everywhere:
 - `--set section.key=value` on the command line changes one value and comes last; `--set rewards.0.weight=2` reaches
   into a list.
 - Relative paths are looked up in the current folder, then in the folder of the file that names them.
-- Numbers are those of YAML 1.2, so `1e-4` is a number.
+- Numbers are those of YAML 1.2, so `1e-4` is a number. Whole numbers have 64 bits; there is no NaN and no infinity.
+- A file has at most 1 MiB, 50 levels and 30,000 values, with what its anchors repeat; a run has at most 50 files. Only
+  regular files in UTF-8 are read.
+- Names of runs and stages are names of folders: in any script, with spaces, without `/` and `\\`, at most 100 bytes.
 
 `rollmill check FILE` prints the resolved run. `rollmill check FILE --yaml` prints it as a run file with every default.
 """
@@ -196,7 +200,21 @@ def _written(value: Any) -> str:
         return f"`{{{own[2:]}}}`" if own else "its defaults"
     if isinstance(value, Enum | Path):
         value = str(value)
-    return f"`{value}`" if isinstance(value, str) else f"`{json.dumps(value)}`"
+    return _code(
+        value if isinstance(value, str) and not _needs_quotes(value) else json.dumps(value, ensure_ascii=False)
+    )
+
+
+def _needs_quotes(text: str) -> bool:
+    """Whether a text is shown as YAML would hold it in quotes: empty, with space around it, or of several lines."""
+    return text != text.strip() or not text.isprintable() or not text
+
+
+def _code(text: str) -> str:
+    """Text as code in one line of Markdown, whatever backticks it holds."""
+    longest = max((len(run) for run in re.findall("`+", text)), default=0)
+    fence, space = "`" * (longest + 1), " " * (text[:1] == "`" or text[-1:] == "`")
+    return f"{fence}{space}{text}{space}{fence}"
 
 
 def _meaning(key: str, field: FieldInfo) -> str:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from buffer_groups import group, same_groups
+from tiny import tiny_run
+from waiting import wait_until
 
 from rollmill.buffer import open_run
 from rollmill.buffer.base import FEEDBACK, PIPELINE, Group, Shelf
@@ -17,6 +20,8 @@ from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
 from rollmill.cli import main
 from rollmill.config.buffer import ReplayConfig
+from rollmill.config.loader import load_run
+from rollmill.master.claim import claimed
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -153,6 +158,43 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     assert back.waiting() == 4
     call(capsys, "export", run, "--to", file, "--shelf", "expert")
     assert same_groups(list(next(iter(store.read(Shelf.EXPERT)))[1:]), mine[4:])
+
+
+def test_import_says_what_to_start_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file, later = tmp_path / "all.parquet", tmp_path / "later"
+    call(capsys, "export", run, "--to", file)
+    for missing in ("config.yaml", "machine.json"):
+        said = call(capsys, "import", later, file, code=USAGE)
+        assert f"later holds no run yet (no {missing}): start it first" in said
+        assert "mode=train --out" in said
+        assert "--wait SECONDS" in said
+        later.mkdir(exist_ok=True)
+        (later / "config.yaml").write_text("mode: train\n")
+
+
+def test_import_waits_for_a_trainer_that_is_being_started(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The trainer claims the directory first, and writes its settings, its id and its tokenizer later."""
+    file, later = tmp_path / "all.parquet", tmp_path / "later"
+    call(capsys, "export", run, "--to", file)
+    tiny_run(tmp_path, stages=None, steps=2, evaluation=None, algorithm={"name": "grpo"}, mode="train")
+    settings = load_run(tmp_path / "run.yaml").to_yaml()
+    codes: list[int] = []
+    words = ["buffer", "import", str(later), str(file), "--json"]
+    command = threading.Thread(target=lambda: codes.append(main(words)), daemon=True)
+    with claimed(later):
+        command.start()
+        wait_until(lambda: f"waiting for the run in {later} to start\n" in capsys.readouterr().err)
+        (later / "config.yaml").write_text(settings)
+        (later / "machine.json").write_text(json.dumps({"run_id": "00ff"}))
+        assert command.is_alive(), "the tokenizer is not there yet"
+        (later / "tokenizer").mkdir()
+        (later / "tokenizer" / "run.json").write_text(json.dumps({"fingerprint": ""}))
+        command.join(60)
+    assert codes == [OK]
+    assert json.loads(capsys.readouterr().out) == {"groups": 5, "new": 5}
+    assert open_run(later).waiting() == 4, "the database is made, and the trainer finds it"
 
 
 def test_import_refuses_the_tokens_of_another_vocabulary(

@@ -85,7 +85,7 @@ def test_a_python_function_by_path(rows: Path, tmp_path: Path, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ("not json", "rows.jsonl:1: not JSON"),
+        ("not json", "rows.jsonl:1: not valid JSON"),
         ('{"response": "a"}\n[1]', "rows.jsonl:2: expected an object, found list"),
         ('{"response": "a"}\n\n{"answer": 1}', "rows.jsonl:3: has no `response`"),
         ('{"response": 5}', "rows.jsonl:1: `response` is int"),
@@ -125,7 +125,7 @@ def test_wrong_usage_says_what_to_do(
 
 def test_files_that_cannot_be_used(rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["grade", "--reward", "math", "--input", str(tmp_path / "none.jsonl")]) == 2
-    assert "none.jsonl: cannot be read: No such file" in capsys.readouterr().err
+    assert "none.jsonl: no such file" in capsys.readouterr().err
     out = tmp_path / "no" / "out.jsonl"
     assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out)]) == 2
     assert "cannot be written" in capsys.readouterr().err

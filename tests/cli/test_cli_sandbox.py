@@ -98,8 +98,8 @@ def test_the_result_as_json(program: Path, capsys: pytest.CaptureFixture[str]) -
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["missing.py"], USAGE, "FILE missing.py cannot be read as text: [Errno 2]"),
-        (["program.py", "--stdin", "missing.txt"], USAGE, "--stdin missing.txt cannot be read as text"),
+        (["missing.py"], USAGE, "FILE missing.py: no such file"),
+        (["program.py", "--stdin", "missing.txt"], USAGE, "--stdin missing.txt: no such file"),
         (["program.py", "--backend", "docker"], USAGE, "--backend is auto, namespaces, landlock, plain, not 'docker'"),
         (["program.py", "--wall-s", "0"], USAGE, "Limits.wall_s is 0.0; it has to be above 0"),
         (["program.py", "--package", "no_such"], FAILED, "package 'no_such' cannot be allowed in the sandbox"),

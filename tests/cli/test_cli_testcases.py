@@ -69,7 +69,7 @@ def test_wrong_lines(tmp_path: Path, capsys: pytest.CaptureFixture[str], row: An
     [
         (["--agree", "11"], "agree is 11; it has to be from 1 to submissions (10)"),
         (["--time-limit-s", "0"], "--time-limit-s 0: it has to be above 0"),
-        (["--input", "missing.jsonl"], "missing.jsonl: cannot be read: No such file or directory"),
+        (["--input", "missing.jsonl"], "missing.jsonl: no such file"),
     ],
 )
 def test_wrong_options(tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str) -> None:

@@ -50,6 +50,21 @@ def tasks(*rows: Any, **keys: Any) -> tuple[dict[str, Any], dict[str, str | byte
     return {"taskset": FROM_FILE | keys}, {"tasks.jsonl": lines(*rows)}
 
 
+def spoilt(folder: Path, name: str, content: bytes) -> None:
+    """A run directory `out` in which one file holds something else."""
+    (folder / "out").mkdir()
+    (folder / "out" / "config.yaml").write_text("name: x\nsteps: 2\n")
+    (folder / "out" / name).write_bytes(content)
+
+
+def started(folder: Path, machine: bytes) -> None:
+    """A run directory `out` that holds what a run writes first, with this machine.json."""
+    from rollmill.config.loader import load_run
+
+    spoilt(folder, "machine.json", machine)
+    (folder / "out" / "config.yaml").write_text(load_run(folder / "run.yaml").to_yaml())
+
+
 def data_case(name: str, rows: Sequence[Any], says: Sequence[str], base: dict[str, Any] = RL, **keys: Any) -> Case:
     changes, files = tasks(*rows, **keys)
     return Case(name, says, changes=base | changes, files=files)
@@ -325,7 +340,119 @@ COMMANDS = [
     ),
 ]
 
-CASES = [*DATA, *MODELS, *REWARDS, *SETUP, *COMMANDS]
+LONG_PATH = "x" * 5000
+WRONG_PATHS = [
+    Case(f"{words[0]} of a path that is too long", ["File name too long"], FAILED, argv=words)
+    for words in (("show", LONG_PATH), ("serve", LONG_PATH), ("merge", LONG_PATH, LONG_PATH, "--out", "m"))
+]
+FILES = [
+    *WRONG_PATHS,
+    Case(
+        "--out is too long", ["File name too long", "--out"], argv=("run", "run.yaml", "--out", LONG_PATH), changes=RL
+    ),
+    Case("runs is a file", ["runs/tiny", "--out"], argv=("run", "run.yaml"), changes=RL, files={"runs": "x"}),
+    Case(
+        "threads beyond all machines",
+        ["threads", "at most"],
+        USAGE,
+        argv=("check", "run.yaml", "--set", "threads=99999"),
+    ),
+    Case(
+        "database with a port of letters",
+        ["buffer.url is no SQLAlchemy URL"],
+        changes=RL | {"buffer": {"store": "sql", "url": "sqlite://a:b/c"}},
+    ),
+    Case(
+        "plugin that is no text",
+        ["p.py: syntax error", "null bytes"],
+        USAGE,
+        files={"p.py": b"\0\xff"},
+        argv=("algorithms", "--plugin", "p.py"),
+    ),
+    Case(
+        "program that never ends",
+        ["FILE pipe", "which may have no end"],
+        USAGE,
+        prepare=lambda folder: os.mkfifo(folder / "pipe"),
+        argv=("sandbox", "run", "pipe"),
+    ),
+    Case(
+        "time limit that is no number",
+        ["--time-limit-s nan", "finite"],
+        USAGE,
+        files={"in": "{}"},
+        argv=("testcases", "--input", "in", "--output", "out", "--time-limit-s", "nan"),
+    ),
+    *(
+        Case(
+            f"resuming a run whose config.yaml is {name}",
+            ["out/config.yaml", says],
+            USAGE,
+            prepare=lambda folder, content=content: spoilt(folder, "config.yaml", content),
+            argv=("resume", "out"),
+        )
+        for name, content, says in (
+            ("deep", b"a: " + b"[" * 20_000, "more than 50 levels"),
+            ("binary", b"\0\xff", "cannot be read as UTF-8 text"),
+            ("empty", b"", "is empty"),
+        )
+    ),
+    *(
+        Case(
+            f"{command} a run whose {name} is {kind}",
+            [f"out/{name}", says],
+            prepare=lambda folder, name=name, content=content: spoilt(folder, name, content),
+            argv=(command, "out"),
+        )
+        for command, name, says in (
+            ("status", "summary.json", "is damaged"),
+            ("show", "summary.json", "is damaged"),
+            ("show", "metrics.jsonl", "is not JSON"),
+        )
+        for kind, content in (("deep", b"[" * 20_000 + b"\n"), ("a list", b"[1]\n"), ("binary", b"\0\xff\n"))
+    ),
+    *(
+        Case(
+            f"resuming a run whose machine.json is {kind}",
+            ["out/machine.json is damaged", "put the file back"],
+            changes=RL,
+            prepare=lambda folder, content=content: started(folder, content),
+            argv=("resume", "out"),
+        )
+        for kind, content in (("deep", b"[" * 20_000), ("a list", b"[1]"), ("binary", b"\0\xff"), ("empty", b"{}"))
+    ),
+    *(
+        Case(
+            f"grading {name}",
+            says,
+            USAGE,
+            files={"g.jsonl": content},
+            argv=("grade", "--reward", "math", "--input", "g.jsonl", *more),
+        )
+        for name, content, more, says in (
+            ("a key twice", '{"response": "5", "response": "6"}', (), ["g.jsonl:1", "'response' is given twice"]),
+            ("NaN", '{"response": "5", "answer": NaN}', (), ["g.jsonl:1", "NaN is not JSON"]),
+            ("brackets", '{"response": "5", "answer": ' + "[" * 20_000, (), ["g.jsonl:1", "too deep"]),
+            ("UTF-16", '{"response": "5"}'.encode("utf-16"), (), ["g.jsonl:1", "looks like UTF-16"]),
+            (
+                "by a deep option",
+                '{"response": "5"}',
+                ("--option", "weight=" + "[" * 20_000),
+                ["--option", "50 levels"],
+            ),
+            ("by digits", '{"response": "5"}', ("--option", "weight=" + "9" * 5000), ["--option", "too large"]),
+            ("by a date", '{"response": "5"}', ("--option", "weight=2020-99-99"), ["weight"]),
+        )
+    ),
+    Case(
+        "grading onto a full disk",
+        ["/dev/full", "No space left"],
+        files={"g.jsonl": '{"response": "5", "answer": "5"}'},
+        argv=("grade", "--reward", "math", "--input", "g.jsonl", "--output", "/dev/full"),
+    ),
+]
+
+CASES = [*FILES, *DATA, *MODELS, *REWARDS, *SETUP, *COMMANDS]
 NOBODY = 65534
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,70 @@ CASES = {
         GOOD + "name: ${env:ROLLMILL_NOT_SET}",
         "run.yaml:4: name: environment variable ROLLMILL_NOT_SET is not set; export ROLLMILL_NOT_SET=...",
     ),
+    # sizes and names
+    "number of 5,000 digits": (GOOD + "steps: " + "9" * 5000, "run.yaml:4: steps: the number 999"),
+    "hexadecimal number of 5,000 digits": (GOOD + "steps: 0x" + "f" * 5000, "(5002 characters) is too large"),
+    "number beyond floats": (GOOD + "trainer: {lr: 1e999}", "run.yaml:4: trainer.lr: the number 1e999 is too large"),
+    "NaN": (GOOD + "trainer: {lr: .nan}", "run.yaml:4: trainer.lr: expected a finite number, found `nan`"),
+    "infinity where anything goes": (
+        GOOD.replace("path: tasks.jsonl", "function: 'a:b', options: {size: .inf}"),
+        "run.yaml:2: taskset.options.size: expected a finite number, found `inf`",
+    ),
+    "20,000 brackets": (GOOD + "a: " + "[" * 20_000, "run.yaml:4: not valid YAML at column 54: more than 50 levels"),
+    "mappings without end": (GOOD + "a: " + "{a: " * 20_000, "run.yaml:4: not valid YAML at column 201: more than 50"),
+    "anchors that multiply": (
+        GOOD + "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 20)),
+        "more than 30000 values, with what anchors (`&`, `*`) repeat; write less",
+    ),
+    "merge keys that multiply": (
+        GOOD
+        + "a0: &a0 {x: 1}\n"
+        + "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}]}}\n" for n in range(1, 20)),
+        "more than 30000 values",
+    ),
+    "more than a mebibyte": (GOOD + "# " + "x" * 2**20, "run.yaml: is longer than 1 MiB"),
+    "half a character": (GOOD + 'name: "\\ud800"', "run.yaml:4: name: the text is not valid Unicode"),
+    "name that leaves runs": (GOOD + "name: ../../x", "run.yaml:4: name: expected a name without `/`"),
+    "name with a slash": (GOOD + "name: a/b", "run.yaml:4: name: expected a name without `/`"),
+    "name with a backslash": (GOOD + "name: a\\b", "run.yaml:4: name: expected a name without `/`"),
+    "name of the folder above": (GOOD + "name: ..", "run.yaml:4: name: expected a name, found '..'"),
+    "name of nothing": (GOOD + "name: ''", "run.yaml:4: name: expected a name, found ''"),
+    "name of spaces": (GOOD + "name: '  '", "run.yaml:4: name: expected a name, found '  '"),
+    "name that steers the terminal": (GOOD + 'name: "\\e[31m"', "run.yaml:4: name: expected a name without control"),
+    "name written backwards": (GOOD + 'name: "\\u202ea"', "run.yaml:4: name: expected a name without control"),
+    "name with space around it": (GOOD + "name: ' a'", "run.yaml:4: name: expected a name without control"),
+    "name too long for a folder": (
+        GOOD + "name: " + "é" * 60,
+        "run.yaml:4: name: expected a name of at most 100 bytes",
+    ),
+    "stage that leaves runs": (
+        GOOD + "stages: [{name: a/b, steps: 1}]",
+        "run.yaml:4: stages.0.name: expected a name without `/`",
+    ),
+    "held-out set of the folder above": (
+        GOOD + "evaluation: {sets: {..: {taskset: {path: t.jsonl}}}}",
+        "run.yaml:4: evaluation.sets...: expected letters, digits",
+    ),
+    "entry of a mix of the folder above": (
+        GOOD.replace("path: tasks.jsonl", "mix: [{name: .., path: t.jsonl}]"),
+        "run.yaml:2: taskset.mix.0.name: expected letters, digits",
+    ),
+    "model with a slash": (GOOD + "models: {a/b: {policy: initial}}", "run.yaml:4: models.a/b: expected letters"),
+    "model of a trillion columns": (
+        GOOD.replace("32", "1000000000000"),
+        "new.hidden_size: expected at most 65536",
+    ),
+    "batch of a trillion": (GOOD + "rollout: {batch: 1000000000000}", "rollout.batch: expected at most"),
+    "token id below zero": (GOOD + "rollout: {stop_token_ids: [-1]}", "rollout.stop_token_ids.0: expected at least 0"),
+    "brackets without end in a pattern": (
+        GOOD.replace("math", "format, pattern: '" + "(" * 3000 + ")" * 3000 + "'"),
+        "run.yaml:3: rewards.0.pattern: not a regular expression",
+    ),
+    "endpoint that is no URL": (
+        GOOD + 'models: {m: {endpoint: "http://a\\0b", model: m}}',
+        "run.yaml:4: models.m.endpoint: expected a URL without spaces",
+    ),
+    "key that is a list": (GOOD + "? [a, b]\n: 2", "run.yaml:4: a key must be text"),
     "malformed variable": (GOOD + "name: ${env:}", "run.yaml:4: name: malformed `${env:`"),
     # keys that nothing honours
     "rollouts of sft": (
@@ -495,9 +560,95 @@ def test_folder_as_run_file(capsys: pytest.CaptureFixture[str]) -> None:
     assert refused(capsys, "folder").startswith("folder: cannot be read")
 
 
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (GOOD.encode("utf-16"), "run.yaml:1: cannot be read as UTF-8 text (byte 1); it looks like UTF-16"),
+        (GOOD.encode() + b"# \xe9", "run.yaml:4: cannot be read as UTF-8 text (byte 88); save it as UTF-8"),
+        (b"\x7fELF\0\0\xff", "run.yaml:1: cannot be read as UTF-8 text (byte 7); it looks like a binary file"),
+        (GOOD.encode() + b"name: \0", "run.yaml: not valid YAML: special characters are not allowed"),
+    ],
+)
+def test_other_encodings(content: bytes, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_bytes(content)
+    assert refused(capsys, "--no-data", "run.yaml").startswith(expected)
+
+
+def test_a_byte_order_mark_and_line_ends_of_windows_are_fine(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_bytes(b"\xef\xbb\xbf" + GOOD.replace("\n", "\r\n").encode())
+    assert main(["check", "--no-data", "run.yaml"]) == 0, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["a b", "é", "实验 1", "a.b-c_d", "~"])
+def test_names_in_any_script(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(GOOD + f"name: '{name}'", encoding="utf-8")
+    assert main(["check", "--no-data", "run.yaml"]) == 0, capsys.readouterr().err
+    assert f"runs/{name}/" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("including", [False, True])
+@pytest.mark.parametrize("name", ["/dev/zero", "/dev/urandom", "pipe"])
+def test_what_may_never_end_is_not_read(name: str, including: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    os.mkfifo("pipe")
+    Path("run.yaml").write_text(GOOD + f"include: {name}", encoding="utf-8")
+    message = refused(capsys, "--no-data", "run.yaml" if including else name)
+    assert "is a device or a pipe, which may have no end" in message
+    assert message.startswith("run.yaml:4: include: " if including else name)
+
+
+def test_a_loop_of_links(capsys: pytest.CaptureFixture[str]) -> None:
+    os.symlink("run.yaml", "run.yaml")
+    assert refused(capsys, "run.yaml").startswith("run.yaml: cannot be read: Too many levels of symbolic links")
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_includes_without_end(times: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """A chain of 60 files, and one in which each file is included twice: 2**60 files."""
+    for number in range(60):
+        following = ", ".join([f"{number + 1}.yaml"] * times)
+        Path(f"{number}.yaml").write_text(f"include: [{following}]" if number < 59 else "seed: 1", encoding="utf-8")
+    assert "include: more than 50 files in one run; include fewer" in refused(capsys, "--no-data", "0.yaml")
+
+
+def test_variables_that_multiply(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("ROLLMILL_LONG", "x" * 100_000)
+    Path("run.yaml").write_text(GOOD + "name: " + "${env:ROLLMILL_LONG}" * 1000, encoding="utf-8")
+    assert "run.yaml:4: name: the file's environment variables have more than 1 MiB" in refused(capsys, "run.yaml")
+
+
+@pytest.mark.parametrize(
+    ("assignment", "expected"),
+    [
+        ("a=" + "[" * 20_000, "not valid YAML at column 52: more than 50 levels inside each other"),
+        (".".join("a" * 5000) + "=1", "5000 keys inside each other"),
+        ("steps=" + "9" * 5000, "steps: the number 999"),
+        ("rewards." + "9" * 5000 + ".weight=1", "`rewards` has entries 0 to 0"),
+    ],
+    ids=["deep", "deep key", "digits", "index"],
+)
+def test_overrides_without_end(assignment: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.yaml").write_text(GOOD, encoding="utf-8")
+    message = refused(capsys, "--no-data", "run.yaml", "--set", assignment)
+    assert expected in message
+    assert len(message) < 1500, "a long option is not repeated in full"
+
+
+@pytest.mark.parametrize("kind", ["folder", "pipe", "binary"])
+def test_plugins_that_are_no_code(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    plugin = Path("plug.py")
+    if kind == "folder":
+        plugin.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(plugin)
+    else:
+        plugin.write_bytes(b"\0\xff")
+    Path("run.yaml").write_text(GOOD + "plugins: [plug.py]", encoding="utf-8")
+    assert "plug.py: " in refused(capsys, "--no-data", "run.yaml")
+
+
 def test_run_file_that_is_not_text(capsys: pytest.CaptureFixture[str]) -> None:
     Path("run.yaml").write_bytes(b"\xff\xfe\x00")
-    assert refused(capsys, "run.yaml").startswith("run.yaml: cannot be read as UTF-8 text")
+    assert refused(capsys, "run.yaml").startswith("run.yaml:1: cannot be read as UTF-8 text")
 
 
 @pytest.mark.parametrize(
@@ -514,6 +665,9 @@ def test_run_file_that_is_not_text(capsys: pytest.CaptureFixture[str]) -> None:
             "run.yaml:3: rewards.0.function: mine.py does not exist",
         ),
         (GOOD + EVALUATION, "run.yaml:4: evaluation.taskset.path: tasks.jsonl does not exist"),
+        (GOOD.replace("tasks.jsonl", "x" * 5000), "(5000 characters) does not exist"),
+        (GOOD.replace("tasks.jsonl", "~no-such-user/x"), "run.yaml:2: taskset.path: ~no-such-user/x does not exist"),
+        (GOOD.replace("tasks.jsonl", '"a\\0b"'), "run.yaml:2: taskset.path: a\0b does not exist"),
     ],
 )
 def test_missing_files(text: str, expected: str, capsys: pytest.CaptureFixture[str]) -> None:

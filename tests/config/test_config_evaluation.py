@@ -53,7 +53,7 @@ def test_what_check_prints_loads_again(tmp_path: Path) -> None:
         ({"sets": {"a": {**SET, "k": [8]}}}, "evaluation.sets.a.k: pass@8 needs at least 8 samples, and there are 4"),
         ({"sets": {"a": {**SET, "k": [], "answer": "boxed"}}}, "evaluation.sets.a.answer: not honoured without k"),
         ({"sets": {"a": SET}, "samples": 2}, "evaluation.samples: not honoured without evaluation.taskset"),
-        ({"sets": {"a/b": SET}}, "expected names of letters"),
+        ({"sets": {"a/b": SET}}, "evaluation.sets.a/b: expected letters"),
         ({"sets": {"a": {"samples": 2}}}, "evaluation.sets.a.taskset: is required"),
         ({"sets": {"a": {**SET, "temperature": 2}}}, "evaluation.sets.a.temperature: unknown key"),
         (

@@ -71,6 +71,16 @@ def test_the_reference_of_run_files_is_current() -> None:
     assert made.stdout == (ROOT / "docs/guide/run-file.md").read_text(), f"run {command}"
 
 
+def test_every_row_of_the_reference_is_one_line_with_four_cells() -> None:
+    """Defaults of several lines would end a table."""
+    text = (ROOT / "docs/guide/run-file.md").read_text().partition("\n## ")[2]
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert [row for row in rows if len(re.findall(r"(?<!\\)\|", row)) != 5 or not row.endswith("|")] == []
+    after = re.findall(r"^\|.*\n(?!\||$).+", text, re.MULTILINE)
+    assert after == [], "a line that is no row follows a table at once"
+    assert '| `cue` | text | `"\\n\\nWait, that is not right. Let me try again.\\n\\n"` |' in text
+
+
 def test_every_key_has_a_meaning() -> None:
     silent = [
         f"{home.prefix}.{key} ({home.section.__name__})"

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
 
+from rollmill.core.user_files import strict_json
 from rollmill.explorer.serving.messages import answered, one_form
 from rollmill.explorer.serving.requests import Message
 from rollmill.explorer.serving.text_stream import TextStream
 from rollmill.explorer.template import Template
 from rollmill.explorer.tools.formats import ToolCall, parse, render
-from rollmill.rewards.text.reading import strict_json
 
 TOKENIZER = toy_tokenizer()
 PIECES = st.sampled_from(["one", " two", "ST", "STOP", "é", "<tool", "_call>", "```", "\n", "{", "世界", " "])

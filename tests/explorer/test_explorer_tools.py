@@ -321,7 +321,7 @@ def test_passages_hold_all_words_and_are_short(text: str, most: int) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"title": "x"}', r"a.jsonl:1: expected an object with a `text`"),
-        ("a.jsonl", "{", "a.jsonl:1: not JSON"),
+        ("a.jsonl", "{", "a.jsonl:1: not valid JSON"),
         ("a.jsonl", "", "holds no text"),
         ("a.pdf", "", "neither a .jsonl file nor a folder"),
     ],

@@ -13,8 +13,9 @@ from rule_helpers import ADAPTER, judge_of, reward
 
 from rollmill.config.rewards import FormatReward
 from rollmill.core.errors import ConfigError, RewardError
+from rollmill.core.user_files import strict_json
 from rollmill.rewards import build_judge
-from rollmill.rewards.text.reading import json_values, last_fenced, strict_json
+from rollmill.rewards.text.reading import json_values, last_fenced
 from rollmill.rewards.text.structure import sections_right, tags_right
 
 TAGS = ["think", "answer"]

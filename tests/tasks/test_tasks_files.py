@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import logging
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,95 @@ def test_a_taskset_whose_rows_were_all_skipped_is_an_error(tmp_path: Path) -> No
     path = write_jsonl(tmp_path / "a.jsonl", [{"text": "x"}] * 3)
     with pytest.raises(TasksetError, match=r"all 3 rows were skipped\n.*a.jsonl:1: no column prompt \(columns: text\)"):
         load(path, on_bad_row="skip")
+
+
+NAN = float("nan")
+AMBIGUOUS = {
+    "a key twice": ('{"prompt": "a", "prompt": "b"}', "the key 'prompt' is given twice; keep one"),
+    "a key twice inside": ('{"prompt": "a", "more": [{"x": 1, "x": 2}]}', "the key 'x' is given twice; keep one"),
+    "NaN": ('{"prompt": "a", "answer": NaN}', "NaN is not JSON; write null, or text"),
+    "infinity": ('{"prompt": "a", "answer": -Infinity}', "-Infinity is not JSON"),
+    "beyond floats": ('{"prompt": "a", "answer": 1e999}', "1e999 is too large a number"),
+    "digits": ('{"prompt": "a", "answer": ' + "9" * 5000 + "}", "a number of thousands of digits; write it as text"),
+    "deep": ('{"prompt": "a", "answer": ' + "[" * 100 + "]" * 100 + "}", "brackets too deep inside each other"),
+}
+
+
+@pytest.mark.parametrize(("row", "expected"), AMBIGUOUS.values(), ids=AMBIGUOUS)
+def test_rows_with_two_meanings_are_rejected_by_line(row: str, expected: str, tmp_path: Path) -> None:
+    lines = ['{"prompt": "x", "answer": "1"}', row]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    taskset = load(tmp_path / "a.jsonl", on_bad_row="skip")
+    assert [task.prompt for task in taskset.tasks] == ["x"]
+    [rejected] = taskset.rejected
+    assert rejected.where == f"{tmp_path}/a.jsonl:2"
+    assert expected in rejected.reason
+    with pytest.raises(TasksetError, match=r"1 of 2 rows cannot become tasks"):
+        load(tmp_path / "a.jsonl")
+
+
+@pytest.mark.parametrize("name", [name for name in AMBIGUOUS if name != "digits"])
+def test_entries_of_a_list_with_two_meanings_have_a_line(name: str, tmp_path: Path) -> None:
+    row, expected = AMBIGUOUS[name]
+    (tmp_path / "a.json").write_text('[{"prompt": "x"},\n\n' + row + '\n,{"prompt": "y"}]')
+    taskset = load(tmp_path / "a.json", on_bad_row="skip")
+    assert [task.prompt for task in taskset.tasks] == ["x", "y"]
+    [rejected] = taskset.rejected
+    assert rejected.where == f"{tmp_path}/a.json:3: row 1"
+    assert expected in rejected.reason
+
+
+def test_parquet_columns_and_numbers_with_two_meanings(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+
+    def written(name: str, columns: dict[str, Any]) -> Path:
+        parquet.write_table(arrow.table(columns), tmp_path / name)
+        return tmp_path / name
+
+    twice = arrow.Table.from_arrays([arrow.array(["a"]) for _ in range(3)], names=["prompt", "answer", "answer"])
+    parquet.write_table(twice, tmp_path / "twice.parquet")
+    with pytest.raises(TasksetError, match=r"twice.parquet: two columns have the same name, 'answer'; rename one"):
+        load(tmp_path / "twice.parquet")
+    inside = arrow.StructArray.from_arrays([arrow.array([1]), arrow.array([2])], names=["x", "x"])
+    parquet.write_table(
+        arrow.Table.from_arrays([arrow.array(["a"]), inside], names=["prompt", "m"]), tmp_path / "i.parquet"
+    )
+    with pytest.raises(TasksetError, match=r"i.parquet is not a readable Parquet file"):
+        load(tmp_path / "i.parquet")
+    for answers in ([1.0, NAN], [[1.0], [float("inf")]], [{"x": 1.0}, {"x": NAN}]):
+        taskset = load(written("n.parquet", {"prompt": ["a", "b"], "answer": answers}), on_bad_row="skip")
+        assert len(taskset.tasks) == 1
+        assert "row 1: the answer (column answer) holds" in str(taskset.rejected[0])
+    taskset = load(written("m.parquet", {"prompt": ["a"], "answer": ["1"], "level": [NAN]}))
+    assert len(taskset.tasks) == 1, "a missing number of a column that plays no part is not an error"
+    with pytest.raises(TasksetError, match="column level holds nan"):
+        load(tmp_path / "m.parquet", template="{level}?")
+    with pytest.raises(TasksetError, match=r"the answer .* is bytes, not text"):
+        load(written("b.parquet", {"prompt": ["a"], "answer": [b"\xff"]}))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_files_in_another_encoding_are_named_as_such(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes('[{"prompt": "x"}]\n'.encode("utf-16"))
+    with pytest.raises(TasksetError, match=rf"{name} is not UTF-8 text.*; it looks like UTF-16; save it as UTF-8"):
+        load(tmp_path / name)
+
+
+def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "a.jsonl")
+    for path in (tmp_path / "a.jsonl", Path("/dev/zero")):
+        with pytest.raises(TasksetError, match="is a device or a pipe, which may have no end"):
+            load(path)
+
+
+def test_a_line_without_end_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollmill.tasks.files.LINE_BYTES", 1 << 20)
+    long = '{"prompt": "' + "x" * (5 << 20) + '"}'
+    path = write_jsonl(tmp_path / "a.jsonl", [long, {"prompt": "y"}, long])
+    taskset = load(path, on_bad_row="skip")
+    assert [task.prompt for task in taskset.tasks] == ["y"]
+    assert [row.where.rpartition(":")[2] for row in taskset.rejected] == ["1", "3"]
 
 
 def test_splits_of_a_datasets_folder(tmp_path: Path) -> None:

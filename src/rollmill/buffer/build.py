@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from rollmill.buffer.base import Store
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
+from rollmill.config.yaml_file import read_plain
 from rollmill.core.errors import ConfigError, StoreError
+from rollmill.core.user_files import read_mapping
 
 FILE = "buffer.sqlite"
 
@@ -81,15 +80,15 @@ def _sections(run_dir: Path) -> list[dict[str, Any]]:
     """The sections `buffer` of a resolved run file; none where there is no file."""
     path = run_dir / "config.yaml"
     try:
-        config = (yaml.safe_load(path.read_text()) if path.is_file() else None) or {}
+        config = read_plain(path) if path.is_file() else {}
         return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]
-    except (yaml.YAMLError, UnicodeDecodeError, AttributeError, TypeError) as error:
+    except (ConfigError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}; put the file back") from error
 
 
 def _run_id(machine: Path) -> str:
     try:
-        return str(json.loads(machine.read_text())["run_id"])
+        return str(read_mapping(machine)["run_id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{machine} does not say the run's id, by which its rows are found; put the file back, or start or resume "

@@ -124,7 +124,7 @@ def sqlite_url(path: Path) -> URL:
 def _parsed(url: str | URL) -> URL:
     try:
         parsed = make_url(url)
-    except ArgumentError as error:
+    except (ArgumentError, ValueError) as error:  # ValueError: a port that is no number
         raise StoreError(
             "buffer.url is no SQLAlchemy URL; write it like postgresql+psycopg://user@host/name or "
             "sqlite:////absolute/path.sqlite"

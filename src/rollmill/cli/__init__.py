@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import os
 import sys
@@ -37,6 +38,9 @@ COMMANDS = {
 """Command name -> module."""
 GROUPS = {"buffer": "rollmill.cli.buffer", "sandbox": "rollmill.cli.sandbox", "tasks": "rollmill.cli.tasks"}
 """Name of a group of commands -> module with HELP and COMMANDS."""
+
+_OF_PATHS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS)
+"""What the operating system says of paths that a user has named, wherever they are looked at first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +84,11 @@ def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 print(error, file=sys.stderr)
             raise typer.Exit(error.exit_code) from None
+        except OSError as error:
+            if error.errno not in _OF_PATHS or error.filename is None or os.environ.get("ROLLMILL_TRACEBACK") == "1":
+                raise
+            print(f"{error.filename}: {error.strerror}; correct the path, or mend its permissions", file=sys.stderr)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(130) from None

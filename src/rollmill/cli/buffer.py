@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
-from rollmill.core.errors import ConfigError
+from rollmill.core.errors import ConfigError, DeadlineError
+from rollmill.core.user_files import not_a_file
 
 if TYPE_CHECKING:
     from rollmill.buffer.base import Group, Shelf
@@ -23,6 +26,8 @@ Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 OnShelf = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
 
+_START_S, _LOOK_S = 600.0, 0.2
+"""How long a process may take to start a run, and how often is looked."""
 _COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "version", "step", "writer", "author")
 
 
@@ -33,7 +38,7 @@ def ls(
     author: Annotated[str | None, typer.Option(help="Feedback of this person or application.")] = None,
     reward_at_least: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
     reward_at_most: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
-    limit: Annotated[int, typer.Option(min=1, help="How many.")] = 20,
+    limit: Annotated[int, typer.Option(min=1, max=2**31, help="How many.")] = 20,
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
@@ -115,6 +120,8 @@ def export(
     from rollmill.buffer.parquet import import_pyarrow, write_parquet
 
     import_pyarrow()
+    if to.is_dir():
+        raise ConfigError(f"--to {to} is a folder; give the name of a file in it, such as {to / 'mine.parquet'}")
     shelves = [found] if (found := _shelf(shelf)) is not None else list(Shelf)
     with _opened(run) as store:
         groups = (group for each in shelves for _, group in store.read(each))
@@ -125,14 +132,26 @@ def export(
 def import_(
     run: Run,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `rollmill buffer export` wrote.")],
+    wait_s: Annotated[
+        float,
+        typer.Option("--wait", metavar="SECONDS", min=0, help="How long to wait for a run that is not there."),
+    ] = 0.0,
     as_json: Json = False,
 ) -> None:
-    """Add the groups of a Parquet file. The run learns from them as from its own; known ones are left as they are."""
+    """Add the groups of a Parquet file. The run learns from them as from its own; known ones are left as they are.
+
+    A run that is being started is waited for.
+    """
     from itertools import islice
 
+    from rollmill.buffer.build import FILE, database_url, open_run, run_store
     from rollmill.buffer.parquet import imported
 
-    with _opened(run, read_only=False) as store:
+    if what := not_a_file(file):
+        raise ConfigError(f"{file}: {what}")
+    _await_start(run, wait_s)
+    makes = (run / "config.yaml").is_file() and database_url(run) is None and not (run / FILE).is_file()
+    with closing(run_store(run) if makes and _in_database(run) else open_run(run, read_only=False)) as store:
         groups, seen, new = imported(file, store.run_id, _fingerprint(run)), 0, 0
         while page := list(islice(groups, 64)):
             seen, new = seen + len(page), new + store.put(page)
@@ -167,11 +186,49 @@ def gc(
 def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
     from rollmill.buffer.build import open_run
 
-    store = open_run(run, read_only=read_only)
-    try:
+    with closing(open_run(run, read_only=read_only)) as store:
         yield store
-    finally:
-        store.close()
+
+
+def _await_start(run: Path, wait_s: float) -> None:
+    """Return once a run has written what an import needs: its settings, its id and its tokenizer.
+
+    Raises:
+        ConfigError: there is no run, and no process that starts one, after `wait_s` seconds.
+        DeadlineError: the process that starts it takes too long.
+    """
+    from rollmill.models.run_tokenizer import FILE, FOLDER
+
+    known, began, said = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
+    while not all(file.is_file() for file in (*known, run / FOLDER / FILE)):
+        from rollmill.master.claim import is_claimed
+
+        starting = run.is_dir() and is_claimed(run)
+        waited = time.monotonic() - began
+        if not starting and waited >= wait_s:
+            if all(file.is_file() for file in known):  # an older version keeps no tokenizer
+                return
+            missing = next(file.name for file in known if not file.is_file())
+            raise ConfigError(
+                f"{run} holds no run yet (no {missing}): start it first, for example "
+                f"by `rollmill run FILE --set mode=train --out {run}`, and import while it waits; or let this command "
+                "wait for it by --wait SECONDS"
+            )
+        if starting and waited >= max(wait_s, _START_S):
+            advice = "See what it says; raise --wait if its model takes longer to load."
+            raise DeadlineError("the import", f"the process that starts the run in {run}", waited, advice)
+        if not said:
+            print(f"waiting for the run in {run} to start", file=sys.stderr, flush=True)
+        said = True
+        time.sleep(_LOOK_S)
+
+
+def _in_database(run: Path) -> bool:
+    """Whether a run will keep its groups in a database."""
+    from rollmill.config.loader import load_run
+
+    loaded = load_run(run / "config.yaml", out=run, require_files=False)
+    return any(each.buffer.in_database(each.persistent or loaded.config.is_split) for each in loaded.stages)
 
 
 def _fingerprint(run: Path) -> str:

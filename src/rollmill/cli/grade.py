@@ -7,12 +7,11 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 
 import typer
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from rollmill.cli.grade_summary import print_tables, summarise
@@ -21,7 +20,10 @@ from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unk
 from rollmill.config.judging import JudgingConfig
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
+from rollmill.config.tree import Problem, plain, refuse
+from rollmill.config.yaml_file import read_value
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import json_problem, read_text, strict_json
 
 if TYPE_CHECKING:
     from rollmill.core.types import Completion, Task
@@ -50,6 +52,7 @@ def command(
     Lines with the same `group` are one group for rewards that compare completions. The summary goes to standard error,
     or to standard output with --json and --output.
     """
+    from rollmill.monitor.files import writing
     from rollmill.rewards import build_judge
 
     configs, judging = _chosen(reward, run, option or [])
@@ -62,7 +65,9 @@ def command(
         counted = judge.counters()
         if output is not None and output.is_file():
             file.truncate(0)  # what the file held is kept until there is something to write
-        file.writelines(_line(row, judgement) for row, judgement in zip(rows, judgements, strict=True))
+        with writing(output or Path("standard output")):
+            file.writelines(_line(row, judgement) for row, judgement in zip(rows, judgements, strict=True))
+            file.flush()
     summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
@@ -102,10 +107,7 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
             raise ConfigError(f"--option {text}: expected key=value")
         if key not in sections[values["name"]].model_fields:
             raise ConfigError(f"--option {text}: {unknown_key(key, sections[values['name']])}")
-        try:
-            values[key] = value if _is_text(sections[values["name"]], key) else yaml.safe_load(value)
-        except yaml.YAMLError as error:
-            raise ConfigError(f"--option {text}: the value is not YAML: {error}") from error
+        values[key] = value if _is_text(sections[values["name"]], key) else _value(f"--option {text}", key, value)
     try:
         config: RewardConfig = TypeAdapter(RewardConfig).validate_python(values)
     except ValidationError as error:
@@ -119,6 +121,14 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
     return config
 
 
+def _value(option: str, key: str, text: str) -> Any:
+    """The value of an option, as that of `--set`."""
+    problems: list[Problem] = []
+    found = plain(read_value(text, option, Path(), (key,), problems))
+    refuse(problems)
+    return found
+
+
 def _is_text(section: type[Section], key: str) -> bool:
     """Whether a key takes text, which is not read as YAML: `after=####` would be a comment."""
     return section.model_fields[key].annotation in (str, str | None, Path)
@@ -126,12 +136,7 @@ def _is_text(section: type[Section], key: str) -> bool:
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, blank lines left out. Raises ConfigError naming file and line."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
-    lines = text.split("\n")
+    lines = read_text(path).split("\n")
     rows = [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not rows:
         raise ConfigError(f"{path}: no lines to grade")
@@ -140,9 +145,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _row(where: str, line: str) -> dict[str, Any]:
     try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+        row = strict_json(line, unique_keys=True)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {json_problem(error)}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
     if not isinstance(row.get("response"), str):
@@ -160,8 +165,11 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
         file = output.open("a", encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{output}: cannot be written: {error.strerror}") from error
-    with file:
+    try:
         yield file
+    finally:
+        with suppress(OSError):  # what was written is flushed by then
+            file.close()
 
 
 def _line(row: dict[str, Any], judgement: Judgement) -> str:

@@ -11,6 +11,7 @@ from typing import Annotated, get_args
 import typer
 
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import read_text
 
 HELP = "Run untrusted Python programs, and check what keeps them in."
 
@@ -76,9 +77,9 @@ def run(
 
 def _text(path: Path, name: str) -> str:
     try:
-        return path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{name} {path} cannot be read as text: {error}") from error
+        return read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"{name} {error}") from error
 
 
 COMMANDS = {"check": check, "run": run}

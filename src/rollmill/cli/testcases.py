@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import json_problem, read_text, strict_json
 
 if TYPE_CHECKING:
     from rollmill.rewards.code.generation import Demands, Generated, Problem
@@ -39,8 +41,8 @@ def command(
     """
     from rollmill.rewards.code.generation import Demands
 
-    if time_limit_s <= 0:
-        raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0")
+    if not 0 < time_limit_s < math.inf:
+        raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0, and finite")
     try:
         demands = Demands(cases, submissions, agree, solve)
     except ValueError as error:
@@ -64,20 +66,15 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], Problem]]:
     """The lines of a file, without what makes the tests, and their problems. Raises ConfigError naming the line."""
     from rollmill.rewards.code.generation import Problem
 
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise ConfigError(f"{path}: cannot be read: {reason}") from error
     found = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if not line.strip():
             continue
         where = f"{path}:{number}"
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where}: not JSON: {error.msg} (column {error.colno})") from error
+            row = strict_json(line, unique_keys=True)
+        except ValueError as error:
+            raise ConfigError(f"{where}: {json_problem(error)}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
         generator, submissions, name = row.pop("generator", None), row.pop("submissions", None), row.get("entry_point")

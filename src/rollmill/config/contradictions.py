@@ -221,7 +221,7 @@ def judged_by(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath)
         if isinstance(reward, FormatReward) and reward.pattern is not None:
             try:
                 regex.compile(reward.pattern)
-            except regex.error as error:
+            except (regex.error, RecursionError) as error:
                 yield (*here, "pattern"), f"not a regular expression: {error}; correct it"
         if isinstance(reward, LengthReward) and reward.correct is not None:
             names = [name for other, name in enumerate(part_names(rewards)) if other != index]

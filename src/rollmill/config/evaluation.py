@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
-from rollmill.config.base import Section
+from rollmill.config.base import PlainName, Section
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rollout import RolloutConfig
@@ -33,7 +32,7 @@ class EvaluationSampling(Section):
     """Longest completion in tokens."""
     stop: list[Annotated[str, Field(min_length=1)]] | None = None
     """Stop strings."""
-    stop_token_ids: list[int] | None = None
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] | None = None
     """Token ids that end a completion."""
 
     def over(self, rollout: RolloutConfig) -> RolloutConfig:
@@ -85,16 +84,8 @@ class EvaluationConfig(EvaluationSet):
     """Evaluate after every N steps, and after the last."""
     at_start: bool = True
     """Evaluate before the first step, too."""
-    sets: dict[str, EvaluationSet] = {}
+    sets: dict[PlainName, EvaluationSet] = {}
     """Further sets by name; their metrics are called eval/NAME/..."""
-
-    @field_validator("sets")
-    @classmethod
-    def _plain_names(cls, value: dict[str, EvaluationSet]) -> dict[str, EvaluationSet]:
-        for name in value:
-            if re.fullmatch(r"[\w.-]+", name) is None:
-                raise ValueError(f"expected names of letters, digits, `.`, `_` and `-`, found `{name}`")
-        return value
 
     def all_sets(self) -> Mapping[str, EvaluationSet]:
         """Every set by its name; the one without a name is ""."""

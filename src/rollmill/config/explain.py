@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 from rollmill.config.base import Section
 from rollmill.config.hints import did_you_mean, nearest, quoted, sections_of, tag_of, unknown_key, unwrap
 from rollmill.config.parts import registered
-from rollmill.config.tree import KeyPath, Node, Problem, locate
+from rollmill.config.tree import KeyPath, Node, Problem, locate, shortened
 
 _EXPECTED: list[tuple[str, Callable[[dict[str, Any]], str]]] = [
     ("int_", lambda ctx: "a whole number"),
@@ -60,6 +60,8 @@ def _walk(model: type[Section], loc: tuple[int | str, ...]) -> tuple[KeyPath, ty
     path: list[int | str] = []
     owner, spot = model, model
     for segment in loc:
+        if segment == "[key]":  # pydantic's mark of an entry's name
+            break
         sections, inner = sections_of(spot), unwrap(spot)
         if len(sections) > 1:
             kind = _kind(tuple(path))
@@ -100,7 +102,7 @@ def _text(details: ErrorDetails, owner: type[Section], path: KeyPath) -> str:
 
 def _unknown_name(name: str, expected: str, users: list[str]) -> str:
     names = [*re.findall(r"'([^']*)'", expected), *users]
-    return f"`{name}` is not known{did_you_mean(name, names) or ';'} valid: {', '.join(names)}"
+    return f"`{shortened(name)}` is not known{did_you_mean(name, names) or ';'} valid: {', '.join(names)}"
 
 
 def _expected(errors: list[ErrorDetails]) -> str:
@@ -134,4 +136,4 @@ def _found(value: Any) -> str:
         return "a section"
     if isinstance(value, list):
         return f"a list of {len(value)}"
-    return f"`{str(value).lower() if isinstance(value, bool) else value}`"
+    return f"`{str(value).lower() if isinstance(value, bool) else shortened(str(value))}`"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +14,11 @@ from rollmill.config.overrides import override
 from rollmill.config.paths import settle_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import Node, Problem, find, overlay, refuse
+from rollmill.config.tree import Node, Problem, dotted, find, leaves, overlay, refuse
 from rollmill.config.yaml_file import read_yaml, write_yaml
 from rollmill.core.errors import ConfigError
 from rollmill.core.registry import import_file
+from rollmill.core.user_files import not_a_file
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,8 @@ class LoadedRun:
         return write_yaml(self.resolved())
 
 
+_MOST_FILES = 50
+"""Most files of one run, each counted as often as it is included."""
 _OF_EVALUATIONS = frozenset({"evaluation", "rewards", "judging", "workflow", "environment", "tools", "models"})
 
 
@@ -69,10 +74,15 @@ def load_run(
     Raises ConfigError; its message lists every problem as `FILE:LINE: section.key: what is wrong; what to do`.
     """
     problems: list[Problem] = []
-    root = _with_includes(path, problems, ())
+    root = _with_includes(path, problems, (), [])
     for assignment in overrides:
         root = override(root, assignment, path.parent, problems)
     root = settle_paths(root, problems, required=require_files)
+    problems += [
+        Problem(leaf.origin.place, dotted(leaf.path), f"expected a finite number, found `{leaf.value}`")
+        for leaf in leaves(root)
+        if isinstance(leaf.value, float) and not math.isfinite(leaf.value)
+    ]
     refuse(problems)
     _import_plugins(root)
     resolved = resolve(root)
@@ -109,11 +119,13 @@ def _import_plugins(root: Node) -> None:
     listed = find(root, ("plugins",))
     entries = listed.value if listed is not None and isinstance(listed.value, list) else []
     for entry in entries:
-        if isinstance(entry.value, str) and Path(entry.value).is_file():
+        if isinstance(entry.value, str) and os.path.exists(entry.value):
             import_file(Path(entry.value))
 
 
-def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...]) -> Node:
+def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...], read: list[Path]) -> Node:
+    """The tree of a file over those that it includes; `read` collects all files of the run."""
+    read.append(path)
     root = read_yaml(path, problems, included=bool(above))
     include = root.value.pop("include", None)
     if include is None:
@@ -124,15 +136,19 @@ def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...])
     for entry in entries:
         if not isinstance(entry.value, str):
             raise ConfigError(f"{entry.origin.place}: include: expected a path or a list of paths")
-        tree = _with_includes(_included(path, entry, chain), problems, chain)
+        if len(read) >= _MOST_FILES:
+            raise ConfigError(f"{entry.origin.place}: include: more than {_MOST_FILES} files in one run; include fewer")
+        tree = _with_includes(_included(path, entry, chain), problems, chain, read)
         below = tree if below is None else overlay(below, tree)
     return root if below is None else overlay(below, root)
 
 
 def _included(path: Path, entry: Node, chain: tuple[Path, ...]) -> Path:
     file = path.parent / str(entry.value)
-    if not file.is_file():
-        raise ConfigError(f"{entry.origin.place}: include: {file} does not exist; the path is relative to {path}")
+    what = not_a_file(file)
+    if what is not None:
+        what = f"does not exist; the path is relative to {path}" if what == "no such file" else what
+        raise ConfigError(f"{entry.origin.place}: include: {file} {what}")
     if file.resolve() in [one.resolve() for one in chain]:
         cycle = " -> ".join(str(one) for one in (*chain, file))
         raise ConfigError(

@@ -15,7 +15,7 @@ class TokenizerConfig(Section):
 
     kind: Literal["char", "bpe"] = "bpe"
     """`char`: one token per character seen in the taskset; `bpe`: byte-level BPE, which covers any text."""
-    vocab_size: int = Field(4096, ge=260)
+    vocab_size: int = Field(4096, ge=260, le=2**24)
     """Upper bound on the BPE vocabulary (256 bytes and the special tokens included). Only for kind: bpe."""
 
 
@@ -24,19 +24,19 @@ class NewModelConfig(Section):
 
     architecture: Literal["qwen3", "qwen2", "llama", "gemma"] = "qwen3"
     """Family of the network."""
-    hidden_size: int = Field(256, ge=8)
+    hidden_size: int = Field(256, ge=8, le=2**16)
     """Width of the residual stream."""
-    layers: int = Field(4, ge=1)
+    layers: int = Field(4, ge=1, le=1000)
     """Transformer layers."""
-    heads: int = Field(4, ge=1)
+    heads: int = Field(4, ge=1, le=2**12)
     """Attention heads."""
     kv_heads: int = Field(2, ge=1)
     """Key-value heads; must divide heads."""
-    head_dim: int | None = Field(None, ge=2)
+    head_dim: int | None = Field(None, ge=2, le=2**12)
     """Defaults to hidden_size / heads."""
-    intermediate_size: int | None = Field(None, ge=1)
+    intermediate_size: int | None = Field(None, ge=1, le=2**20)
     """Defaults to 3 x hidden_size."""
-    context: int = Field(1024, ge=8)
+    context: int = Field(1024, ge=8, le=2**31)
     """Longest sequence the model accepts (max_position_embeddings)."""
     tie_embeddings: bool = True
     """Use the embedding matrix as the output layer, too."""

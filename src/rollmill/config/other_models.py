@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.base import Endpoint, Section
 
 _OF_ENDPOINTS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
 
@@ -19,7 +19,7 @@ class OtherModelConfig(Section):
     """A Hugging Face checkpoint folder, which rollmill's own engine decodes."""
     policy: Literal["initial"] | None = None
     """`initial`: a frozen copy of the policy as it is at the start of the stage."""
-    endpoint: str | None = None
+    endpoint: Endpoint | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1."""
     model: str | None = None
     """The model's name at the endpoint."""

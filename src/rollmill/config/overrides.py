@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmill.config.tree import Key, Node, Origin, Problem, dotted, in_full
+from rollmill.config.tree import Key, Node, Origin, Problem, dotted, in_full, shortened
 from rollmill.config.yaml_file import read_value
+
+_DEEPEST = 50
+"""Most keys of one override; files are no deeper."""
 
 
 def override(root: Node, assignment: str, folder: Path, problems: list[Problem]) -> Node:
@@ -15,6 +18,9 @@ def override(root: Node, assignment: str, folder: Path, problems: list[Problem])
     keys = target.strip().split(".")
     if not equals or not all(keys):
         problems.append(Problem(option, "", "expected section.key=value, for example trainer.lr=1e-4"))
+        return root
+    if len(keys) > _DEEPEST:
+        problems.append(Problem(option, "", f"{len(keys)} keys inside each other; no section is that deep"))
         return root
     return _assign(root, keys, (), text, Origin(option, folder), problems)
 
@@ -27,7 +33,7 @@ def _assign(
     head, rest = keys[0], keys[1:]
     node = in_full(done[-1], node) if done else node
     if isinstance(node.value, list):
-        if not head.isdecimal() or int(head) >= len(node.value):
+        if not head.isdecimal() or len(head) > 9 or int(head) >= len(node.value):
             problems.append(Problem(origin.place, dotted((*done, head)), _no_entry(dotted(done), node.value)))
             return node
         index = int(head)
@@ -39,7 +45,8 @@ def _assign(
         problems.append(Problem(origin.place, dotted(done), advice))
         return node
     if node.value is not None and not isinstance(node.value, dict):
-        advice = f"is `{node.value}` in the run file ({node.origin.place}), not a section; set it without `.{head}`"
+        found = f"is `{shortened(str(node.value))}` in the run file ({node.origin.place})"
+        advice = f"{found}, not a section; set it without `.{head}`"
         problems.append(Problem(origin.place, dotted(done), advice))
         return node
     children = node.value or {}

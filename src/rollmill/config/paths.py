@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from rollmill.config.tree import Node, Problem, dotted, edit
+from rollmill.config.tree import Node, Problem, dotted, edit, shortened
 
 _HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
 _SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
@@ -106,15 +106,15 @@ def _changed(node: Node, value: str) -> Node:
 
 
 def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> str:
-    path = Path(text).expanduser()
+    path = Path(os.path.expanduser(text))  # pathlib's raises for an unknown user
     folders = list(dict.fromkeys([Path.cwd(), node.origin.folder.absolute()]))
     for folder in folders:
-        if (folder / path).exists():
+        if os.path.exists(folder / path):  # pathlib's raises for names that are too long and folders that are closed
             return os.path.abspath(folder / path)
     if required:
         looked = "" if path.is_absolute() else f" (looked in {' and '.join(str(folder) for folder in folders)})"
         problems.append(
-            Problem(node.origin.place, dotted(node.path), f"{text} does not exist{looked}; {_advice(node)}")
+            Problem(node.origin.place, dotted(node.path), f"{shortened(text)} does not exist{looked}; {_advice(node)}")
         )
     return text
 

@@ -46,7 +46,7 @@ class SamplingConfig(Section):
     """Longest completion in tokens; the model's context may end it sooner."""
     stop: list[Annotated[str, Field(min_length=1)]] = []
     """Stop strings: the completion ends where one appears; the text ends before it, the tokens keep it."""
-    stop_token_ids: list[int] = []
+    stop_token_ids: list[Annotated[int, Field(ge=0)]] = []
     """Token ids that end a completion, besides all EOS ids of the checkpoint."""
     repetition: RepetitionConfig | None = None
     """End completions that repeat themselves; `{}` takes the defaults."""
@@ -75,9 +75,9 @@ class PartialConfig(Section):
 class RolloutConfig(SamplingConfig):
     """Rollouts for training."""
 
-    batch: int = Field(16, ge=1)
+    batch: int = Field(16, ge=1, le=2**20)
     """Tasks per training step."""
-    group_size: int = Field(8, ge=1)
+    group_size: int = Field(8, ge=1, le=2**16)
     """Completions per task."""
     max_sequences: int = Field(256, ge=1)
     """Completions decoded at the same time; more wait in the queue."""

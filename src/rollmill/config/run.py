@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.base import FolderName, PlainName, Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.engine import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
@@ -76,7 +76,7 @@ class MonitorConfig(Section):
 class StageConfig(Section):
     """One stage of a run, fully resolved: what the master executes."""
 
-    name: str = "train"
+    name: FolderName = "train"
     steps: int = Field(100, ge=1)
     """Training steps of this stage."""
     max_staleness: int = Field(0, ge=0)
@@ -94,7 +94,7 @@ class StageConfig(Section):
     """What generates completions: a name, or a section."""
     rewards: list[RewardConfig] = []
     judging: JudgingConfig = JudgingConfig()
-    models: dict[str, OtherModelConfig] = {}
+    models: dict[PlainName, OtherModelConfig] = {}
     """Models besides the policy, such as an opponent or a judge; a workflow gets each as the part of its name."""
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or make experiences before they are learned from, in order."""
@@ -177,12 +177,12 @@ class StageConfig(Section):
 class RunConfig(StageConfig):
     """A run file. With `stages`, each stage is this file overlaid with the stage's own keys."""
 
-    name: str = "run"
+    name: FolderName = "run"
     seed: int = 0
     """Seed of a new model's weights, the order of tasks and all sampling."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Where the model lives; auto takes a GPU where torch finds one."""
-    threads: Annotated[int, Field(ge=1)] | Literal["auto"] = 1
+    threads: Annotated[int, Field(ge=1, le=2**12)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
     placement: PlacementConfig = Inline()

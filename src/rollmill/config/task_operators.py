@@ -66,7 +66,7 @@ class FilterTasks(TaskOperatorSection):
         if self.matches is not None:
             try:
                 regex.compile(self.matches)
-            except regex.error as error:
+            except (regex.error, RecursionError) as error:
                 raise ValueError(f"matches: not a regular expression: {error}; correct it") from error
         return self
 

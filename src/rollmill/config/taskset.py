@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from rollmill.config.base import PlainName
 from rollmill.config.order import OrderConfig, ShuffledOrder
 from rollmill.config.parts import over_default
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
@@ -42,17 +42,10 @@ class TasksetSection(RowsSection):
 class MixEntry(TasksetSection):
     """One of several tasksets that are drawn from in turn; all keys of a taskset but `mix`, and these."""
 
-    name: str
+    name: PlainName
     """What the set is called: ids of its tasks begin with it, and metrics name it."""
     weight: float = Field(1.0, gt=0)
     """Its share of what is drawn, in proportion to the others' weights."""
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, value: str) -> str:
-        if re.fullmatch(r"[\w.-]+", value) is None:
-            raise ValueError(f"expected letters, digits, `.`, `_` and `-`, found `{value}`")
-        return value
 
 
 class TasksetConfig(TasksetSection):

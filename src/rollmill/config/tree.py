@@ -19,6 +19,8 @@ _SHORT: dict[str, tuple[str, type | tuple[type, ...]]] = {
     "kl": ("coefficient", (int, float)),
 }
 """Sections that may be written as one value, and the key of that value."""
+_LONG = 300
+"""Characters of a place or a key that a message shows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +50,19 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        return ": ".join(part for part in (self.place, self.key, self.text) if part)
+        parts = (shortened(self.place, _LONG), shortened(self.key, _LONG), self.text)
+        return ": ".join(part for part in parts if part)
 
 
 def refuse(problems: Sequence[Problem]) -> None:
     """Raise one ConfigError that lists every distinct problem; return when there is none."""
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(str(problem) for problem in problems)))
+
+
+def shortened(text: str, longest: int = 100) -> str:
+    """A text for a message: of a long one the beginning, and how long it is."""
+    return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
 def dotted(path: KeyPath) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass, field
@@ -10,17 +11,40 @@ from typing import Any
 
 import yaml
 
-from rollmill.config.tree import KeyPath, Node, Origin, Problem, dotted
+from rollmill.config.tree import KeyPath, Node, Origin, Problem, dotted, plain, refuse, shortened
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import YAML_BYTES, not_a_file, read_text, size_of
 
 _ENV = re.compile(r"\$\{env:(?:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^}]*))?\}|(?P<malformed>))")
 _TAG = "tag:yaml.org,2002:"
+_DEEPEST = 50
+"""Most sections and lists inside each other."""
+_MOST_VALUES = 30_000
+"""Most values of a file, each counted as often as anchors repeat it."""
+_LARGEST, _DIGITS = 2**63 - 1, 100
+"""Largest whole number, since what computes with them has 64 bits; longer texts are not even converted."""
+
+
+class _TooDeepError(yaml.MarkedYAMLError):
+    """Sections inside each other without end."""
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader with YAML 1.2's core scalars: no sexagesimals, octals, dates or yes/no, and 1e-4 is a number."""
 
     yaml_implicit_resolvers: dict[str, Any] = {}
+    _depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """Refuses what is nested too deep, before Python's stack ends."""
+        if self._depth > _DEEPEST:
+            mark = self.peek_event().start_mark  # type: ignore[no-untyped-call]
+            raise _TooDeepError(problem=f"more than {_DEEPEST} levels inside each other", problem_mark=mark)
+        self._depth += 1
+        try:
+            return super().compose_node(parent, index)
+        finally:
+            self._depth -= 1
 
 
 class _Dumper(yaml.SafeDumper):
@@ -52,6 +76,8 @@ class _Reader:
     included: bool = False
     line_place: bool = True
     _open: set[int] = field(default_factory=set)
+    _values: int = 0
+    _characters: int = 0
 
     def origin(self, mark: Any) -> Origin:
         place = f"{self.place}:{mark.line + 1}" if self.line_place else self.place
@@ -61,6 +87,10 @@ class _Reader:
         if id(raw) in self._open:
             self.problem(origin, path, "the anchor contains itself; write the value out")
             return Node(None, origin, path)
+        self._values += 1
+        if self._values > _MOST_VALUES:
+            text = f"more than {_MOST_VALUES} values, with what anchors (`&`, `*`) repeat; write less"
+            raise ConfigError(str(Problem(origin.place, dotted(path), text)))
         self._open.add(id(raw))
         try:
             if isinstance(raw, yaml.MappingNode):
@@ -106,13 +136,24 @@ class _Reader:
             case "bool":
                 return text.lower() == "true"
             case "int":
-                return int(text, 0)
+                return self.integer(text, origin, path)
             case "float":
-                return float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+                number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
+                if math.isinf(number) and "inf" not in text.lower():
+                    self.problem(origin, path, f"the number {shortened(text)} is too large")
+                    return 0.0
+                return number
             case "str" | "merge":
                 return self.interpolated(text, origin, path)
         self.problem(origin, path, f"the YAML tag {tag} is not supported; remove it")
         return None
+
+    def integer(self, text: str, origin: Origin, path: KeyPath) -> int:
+        number = int(text, 0) if len(text) <= _DIGITS else _LARGEST + 1
+        if abs(number) > _LARGEST:
+            self.problem(origin, path, f"the number {shortened(text)} is too large; whole numbers end at {_LARGEST}")
+            return 0
+        return number
 
     def interpolated(self, text: str, origin: Origin, path: KeyPath) -> str:
         def value(match: re.Match[str]) -> str:
@@ -123,9 +164,21 @@ class _Reader:
             if name not in os.environ and default is None:
                 advice = f"export {name}=... or write ${{env:{name}:default}}"
                 self.problem(origin, path, f"environment variable {name} is not set; {advice}")
-            return os.environ.get(name, default or "")
+            found = os.environ.get(name, default or "")
+            self._characters += len(found)
+            return found if self._characters <= YAML_BYTES else ""
 
-        return _ENV.sub(value, text)
+        found = _ENV.sub(value, text)
+        if self._characters > YAML_BYTES:
+            text = f"the file's environment variables have more than {size_of(YAML_BYTES)} together; write less"
+            self.problem(origin, path, text)
+            self._characters = 0
+        try:
+            found.encode()
+        except UnicodeEncodeError:
+            self.problem(origin, path, "the text is not valid Unicode (half of a surrogate pair); correct it")
+            return ""
+        return found
 
     def problem(self, origin: Origin, path: KeyPath, text: str) -> None:
         self.problems.append(Problem(origin.place, dotted(path), text))
@@ -136,18 +189,24 @@ def read_yaml(path: Path, problems: list[Problem], *, included: bool = False) ->
 
     Raises ConfigError when the file cannot be read, is not YAML or holds no mapping.
     """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: no such file; `rollmill init {path}` writes a first one") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: cannot be read as UTF-8 text: {error}") from error
+    if not_a_file(path) == "no such file":
+        raise ConfigError(f"{path}: no such file; `rollmill init {path}` writes a first one")
+    text = read_text(path, YAML_BYTES)
     raw = _compose(text, str(path))
     if not isinstance(raw, yaml.MappingNode):
         found = "is empty" if raw is None else "does not hold `key: value` lines"
         raise ConfigError(f"{path}: {found}; `rollmill init FILE` writes a first run file")
     reader = _Reader(str(path), path.parent, problems, included)
     return reader.node(raw, Origin(str(path), path.parent, included), ())
+
+
+def read_plain(path: Path) -> dict[str, Any]:
+    """The mapping in a YAML file that rollmill wrote, as ordinary dicts, lists and scalars. Raises ConfigError."""
+    problems: list[Problem] = []
+    found = plain(read_yaml(path, problems))
+    refuse(problems)
+    assert isinstance(found, dict)
+    return found
 
 
 def write_yaml(data: dict[str, Any]) -> str:
@@ -177,10 +236,14 @@ def _compose(text: str, place: str, lines: bool = True) -> yaml.Node | None:
         return _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{place}:{mark.line + 1}" if lines and mark else place
+        where = f"{place}:{mark.line + 1}" if lines and mark else shortened(place, 300)
         column = f" at column {mark.column + 1}" if mark else ""
         what = error.problem or error.context or "syntax error"
-        advice = "indent with spaces" if "'\\t'" in what else "quote text that holds `: `, ` #`, brackets or braces"
+        advice = "quote text that holds `: `, ` #`, brackets or braces"
+        if "'\\t'" in what:
+            advice = "indent with spaces"
+        elif isinstance(error, _TooDeepError):
+            advice = "write it flatter"
         raise ConfigError(f"{where}: not valid YAML{column}: {what}; {advice}") from None
     except yaml.reader.ReaderError as error:
         raise ConfigError(f"{place}: not valid YAML: {error.reason} at character {error.position}") from None

@@ -15,6 +15,10 @@ class ConfigError(RollmillError, ValueError):
     exit_code = 2
 
 
+class DamagedFileError(RollmillError, ValueError):
+    """A file that rollmill wrote holds something else now."""
+
+
 class TasksetError(RollmillError, ValueError):
     """A taskset is missing, empty or holds rows that cannot become tasks."""
 

@@ -15,6 +15,7 @@ from types import ModuleType
 from typing import Any, TypeVar, overload
 
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import not_a_file
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -83,8 +84,8 @@ def import_file(path: Path) -> ModuleType:
     name = f"rollmill_user_{path.stem}_{sha1(str(path).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
-    if not path.is_file():
-        raise ConfigError(f"{path}: no such file; correct the path")
+    if what := not_a_file(path):
+        raise ConfigError(f"{path}: {what}; correct the path")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None
@@ -113,7 +114,8 @@ def _import_module(name: str) -> ModuleType:
 
 def _import_failure(path: Path, error: Exception) -> str:
     if isinstance(error, SyntaxError):
-        return f"{error.filename or path}:{error.lineno}: syntax error: {error.msg}"
+        place = f"{error.filename or path}" + (f":{error.lineno}" if error.lineno else "")
+        return f"{place}: syntax error: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
     place = f"{path}:{lines[-1]}" if lines else str(path)
     return f"{place}: importing it failed: {type(error).__name__}: {error}"

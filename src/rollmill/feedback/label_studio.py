@@ -17,6 +17,7 @@ from typing import Any
 
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Experience
+from rollmill.core.user_files import json_problem, read_text, strict_json
 from rollmill.feedback.desk import Desk, Order
 from rollmill.feedback.refused import RefusedError
 from rollmill.feedback.requests import parse
@@ -104,9 +105,11 @@ def _mark(experience: Experience) -> dict[str, str]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        tasks = json.loads(path.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+        tasks = strict_json(read_text(path))
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(f"{path} cannot be read: {json_problem(error)}") from error
     whole = isinstance(tasks, list) and all(
         isinstance(task, dict)
         and isinstance(task.get("annotations"), list)

@@ -19,6 +19,7 @@ from rollmill.config.loader import LoadedRun, load_evaluation
 from rollmill.config.run import StageConfig
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
+from rollmill.core.user_files import read_mapping
 from rollmill.explorer.other_models import connected
 from rollmill.explorer.served import Served, ServedExplorers, require_askable
 from rollmill.master.bench_results import Cell, Results
@@ -64,7 +65,7 @@ def settings_of(
     changes: dict[str, Any] = {"evaluation": _with_samples(stage.evaluation, samples, k)}
     machine = loaded.path.parent / MACHINE
     if stage.trainer.precision == "auto" and machine.is_file():  # the run's own, so that it finds what the run found
-        precision = json.loads(machine.read_text())["precision"]
+        precision = read_mapping(machine).get("precision", "auto")
         changes["trainer"] = stage.trainer.model_copy(update={"precision": precision})
     changed = stage.model_copy(update=changes)
     for path, text in evaluation_contradictions(changed):

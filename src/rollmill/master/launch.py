@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 from collections.abc import Sequence
@@ -232,7 +233,7 @@ def _execute(loaded: LoadedRun, run_dir: Path, view: View | None, given: _Given,
 
 
 def _folder(path: Path) -> Path:
-    if path.exists() and not path.is_dir():
+    if os.path.exists(path) and not path.is_dir():
         raise ConfigError(f"{path} is a file; choose another folder with --out")
     return path
 
@@ -250,7 +251,7 @@ def _require_fresh(folder: Path) -> None:
 def numbered(folder: Path) -> Path:
     """The folder, or the first of FOLDER-2, FOLDER-3 ... that holds no run."""
     number, candidate = 1, folder
-    while (candidate / CONFIG).exists() or is_claimed(candidate):
+    while os.path.exists(candidate / CONFIG) or is_claimed(candidate):
         number += 1
         candidate = folder.with_name(f"{folder.name}-{number}")
     return candidate

@@ -159,7 +159,7 @@ def locked(path: Path) -> IO[str] | None:
 
 def is_held(path: Path) -> bool:
     """Whether some process holds the lock."""
-    with suppress(FileNotFoundError), path.open() as file:
+    with suppress(FileNotFoundError, NotADirectoryError), path.open() as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -19,8 +19,9 @@ from rollmill.config.placement import Inline, PlacementConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
-from rollmill.core.errors import ConfigError, ModelError
+from rollmill.core.errors import ConfigError, DamagedFileError, ModelError
 from rollmill.core.types import Task
+from rollmill.core.user_files import read_mapping
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.context import RunContext
@@ -160,7 +161,9 @@ def _machine(run_dir: Path, loaded: LoadedRun, policy: Policy) -> dict[str, Any]
     """
     path = run_dir / MACHINE
     if path.is_file():
-        stored: dict[str, Any] = json.loads(path.read_text())
+        stored = read_mapping(path)
+        if missing := [key for key in ("threads", "precision") if key not in stored]:
+            raise DamagedFileError(f"{path} is damaged: it has no {missing[0]}; put the file back")
         if "run_id" not in stored:  # an older version made the run
             stored["run_id"] = uuid.uuid4().hex
             atomic_write(path, (json.dumps(stored) + "\n").encode())

@@ -13,7 +13,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollmill.core.errors import ModelError
+from rollmill.core.errors import DamagedFileError, ModelError
+from rollmill.core.user_files import read_mapping
 from rollmill.monitor.files import writing
 
 FOLDER, FILE = "tokenizer", "run.json"
@@ -41,7 +42,7 @@ def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
     """
     folder, mark = run_dir / FOLDER, fingerprint(tokenizer)
     about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
-    if (folder / FILE).is_file() and json.loads((folder / FILE).read_text()) == about:
+    if (folder / FILE).is_file() and read_mapping(folder / FILE) == about:
         return
     temporary = run_dir / f".{FOLDER}.{os.getpid()}.tmp"
     with writing(folder):
@@ -103,12 +104,11 @@ def _encoded(tokenizer: Any) -> list[int]:
 def _about(run_dir: Path) -> dict[str, Any]:
     path = run_dir / FOLDER / FILE
     try:
-        about: dict[str, Any] = json.loads(path.read_text())
+        return read_mapping(path)
     except FileNotFoundError as error:
         raise ModelError(
             f"{run_dir} holds no {FOLDER}/{FILE}: it has not started yet, or an older version made it; "
             "`rollmill resume` writes the folder"
         ) from error
-    except ValueError as error:
-        raise ModelError(f"{path} is no JSON ({error}); remove {path.parent} and resume the run") from error
-    return about
+    except DamagedFileError as error:
+        raise ModelError(f"{path} is no JSON object ({error}); remove {path.parent} and resume the run") from error

@@ -107,6 +107,6 @@ def beats(run_dir: Path) -> list[Beat]:
     for path in sorted((run_dir / FOLDER).glob("*.json")):
         try:
             found.append(Beat(**json.loads(path.read_text())))
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, RecursionError):
             continue
     return found

@@ -98,8 +98,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except ValueError as error:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{type(row).__name__}, not an object")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
             if number == len(lines):  # no newline yet: a killed run's last write, or one in progress
                 break
             raise RollmillError(

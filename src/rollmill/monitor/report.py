@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 import rollmill.monitor.charts as charts
+from rollmill.config.yaml_file import read_plain
 from rollmill.core.types import Experience
 from rollmill.monitor.charts import Chart, Line, Row
 from rollmill.monitor.evaluations import evaluated, evaluation_charts, first_accuracy, sets_of
@@ -76,7 +76,7 @@ def _context(run: Path) -> dict[str, Any]:
     steps = [row for row in rows if "seconds/total" in row or "loss" in row]
     config_file = run / "config.yaml"
     config = config_file.read_text(encoding="utf-8") if config_file.is_file() else ""
-    settings = yaml.safe_load(config) or {}
+    settings = read_plain(config_file) if config else {}
     return {
         "name": str(settings.get("name") or run.resolve().name),
         "settings": _settings(settings),

@@ -98,6 +98,6 @@ def _read(paths: list[Path], task: str | None) -> Iterator[Experience]:
                         experience = decode_experience(row)
                     else:
                         continue
-                except (ValueError, KeyError) as error:
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
                     raise RollmillError(f"{path}:{number} is no stored experience ({error!r}).") from error
                 yield experience

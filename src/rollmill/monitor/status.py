@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import yaml
 
+from rollmill.config.yaml_file import read_plain
 from rollmill.core.errors import ConfigError
 from rollmill.monitor.heartbeat import BEAT_S, TRAINER, Beat, beats
 from rollmill.monitor.metrics import read_metrics
@@ -67,7 +67,7 @@ def read_status(run_dir: Path) -> Status:
         raise ConfigError(f"{run_dir} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
     now = time.time()
     processes = [(beat, state_of(beat, now)) for beat in beats(run_dir)]
-    position = _position(_planned(yaml.safe_load(config.read_text())), read_metrics(run_dir))
+    position = _position(_planned(read_plain(config)), read_metrics(run_dir))
     return Status(_run_state(processes, read_summary(run_dir)), position, processes, now)
 
 
@@ -100,9 +100,12 @@ def _run_state(processes: Sequence[tuple[Beat, State]], summary: dict[str, Any])
 
 
 def _planned(config: dict[str, Any]) -> list[tuple[str, int]]:
-    """Names and steps of a resolved run file's stages."""
+    """Names and steps of a resolved run file's stages. Raises ConfigError where it is damaged."""
     stages = config.get("stages") or [config | {"name": "train"}]
-    return [(stage["name"], stage["steps"]) for stage in stages]
+    try:
+        return [(str(stage["name"]), int(stage["steps"])) for stage in stages]
+    except (TypeError, KeyError, ValueError) as error:
+        raise ConfigError(f"{CONFIG} is damaged: a stage has no name or no number of steps; put it back") from error
 
 
 def _position(planned: list[tuple[str, int]], rows: list[dict[str, Any]]) -> Position:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollmill.core.user_files import read_mapping
 from rollmill.monitor.files import atomic_write, plain
 from rollmill.monitor.memory import highest_rss
 
@@ -21,9 +22,9 @@ def write_summary(run_dir: Path, summary: Mapping[str, Any]) -> Path:
 
 
 def read_summary(run_dir: Path | str) -> dict[str, Any]:
-    """The summary of a run; empty when the run has not ended."""
+    """The summary of a run; empty when the run has not ended. Raises DamagedFileError."""
     path = Path(run_dir) / FILE
-    return dict(json.loads(path.read_bytes())) if path.is_file() else {}
+    return read_mapping(path) if path.is_file() else {}
 
 
 def peak_rss_mb() -> float:

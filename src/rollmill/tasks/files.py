@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.core.errors import TasksetError
+from rollmill.core.user_files import LINE_BYTES, encoding_advice, json_problem, not_a_file, size_of, strict_json
 from rollmill.tasks.record import Record, Records, record_of
 
 _INSTALL = "pip install 'rollmill[data]'"
@@ -23,8 +24,9 @@ def read_path(path: Path, split: str | None) -> Records:
     """
     if path.is_dir():
         return read_folder(path, split)
-    if not path.is_file():
-        raise TasksetError(f"taskset.path: {path} does not exist{_nearest(path)}")
+    if what := not_a_file(path):
+        missing = f"does not exist{_nearest(path)}" if what == "no such file" else what
+        raise TasksetError(f"taskset.path: {path} {missing}")
     if split is not None:
         raise TasksetError(f"taskset.split: only a folder written by `datasets` has splits, and {path} is a file")
     reader = _READERS.get(path.suffix.lower())
@@ -56,53 +58,90 @@ def _nearest(path: Path) -> str:
 def read_jsonl(path: Path) -> Records:
     """One JSON object per line, UTF-8; blank lines are no rows."""
     with path.open("rb") as file:
-        for number, line in enumerate(file, start=1):
+        number = 0
+        while line := file.readline(LINE_BYTES + 1):
+            number += 1
             if number == 1:
+                _require_utf8(path, line)
                 line = line.removeprefix(b"\xef\xbb\xbf")
-            if line.strip():
+            if len(line) > LINE_BYTES:
+                while not line.endswith(b"\n") and (line := file.readline(LINE_BYTES)):
+                    pass
+                yield Record(f"{path}:{number}", problem=f"the line is longer than {size_of(LINE_BYTES)}")
+            elif line.strip():
                 yield _json_line(f"{path}:{number}", line)
+
+
+def _require_utf8(path: Path, start: bytes) -> None:
+    """Raises TasksetError for a file in another encoding, none of whose lines could be read."""
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or b"\0" in start[:1000]:
+        raise TasksetError(f"taskset.path: {path} is not UTF-8 text; {encoding_advice(start)}")
 
 
 def _json_line(where: str, line: bytes) -> Record:
     try:
-        return record_of(where, json.loads(line.rstrip().decode("utf-8")))
+        return record_of(where, strict_json(line.rstrip().decode("utf-8"), unique_keys=True))
     except UnicodeDecodeError as error:
         return Record(where, problem=f"not UTF-8 text (byte {error.start + 1} of the line)")
-    except json.JSONDecodeError as error:
-        return Record(where, problem=f"not valid JSON: {error.msg} at column {error.colno}")
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits; thousands of brackets
-        return Record(where, problem=f"not readable JSON: {error}")
+    except ValueError as error:
+        return Record(where, problem=json_problem(error))
 
 
 def read_json(path: Path) -> Records:
     """One list of objects."""
     try:
-        value = json.loads(path.read_bytes().decode("utf-8-sig"))
+        content = path.read_bytes()
+        text = content.decode("utf-8-sig")
+        value = json.loads(text)
     except UnicodeDecodeError as error:
-        raise TasksetError(f"taskset.path: {path} is not UTF-8 text (byte {error.start + 1})") from error
+        place = f"taskset.path: {path} is not UTF-8 text (byte {error.start + 1})"
+        raise TasksetError(f"{place}; {encoding_advice(content)}") from error
     except json.JSONDecodeError as error:
         advice = "; a file with one object per line is named .jsonl" if error.msg == "Extra data" else ""
         raise TasksetError(f"taskset.path: {path}:{error.lineno}: not valid JSON: {error.msg}{advice}") from error
     except (ValueError, RecursionError) as error:
-        raise TasksetError(f"taskset.path: {path}: not readable JSON: {error}") from error
+        problem = json_problem(error) if isinstance(error, ValueError) else "brackets too deep inside each other"
+        raise TasksetError(f"taskset.path: {path}: {problem}") from error
     if not isinstance(value, list):
         raise TasksetError(f"taskset.path: {path} holds {type(value).__name__}, not a list of objects")
-    for number, entry in enumerate(value):
-        yield record_of(f"{path}: row {number}", entry)
+    yield from _json_rows(path, text, len(value))
+
+
+def _json_rows(path: Path, text: str, count: int) -> Records:
+    """The entries of a list that is known to be valid, each read again by itself, so that a bad one has a place."""
+    decoder, at, line, counted = json.JSONDecoder(), text.index("[") + 1, 1, 0
+    for number in range(count):
+        while text[at] in " \t\r\n,":
+            at += 1
+        _, end = decoder.raw_decode(text, at)
+        line, counted = line + text.count("\n", counted, at), at
+        try:
+            yield record_of(f"{path}: row {number}", strict_json(text[at:end], unique_keys=True))
+        except ValueError as error:
+            yield Record(f"{path}:{line}: row {number}", problem=json_problem(error))
+        at = end
 
 
 def read_csv(path: Path) -> Records:
     """Comma-separated values, UTF-8, the first line with the columns' names; every value is text."""
     csv.field_size_limit(1 << 30)
+    with path.open("rb") as start:
+        _require_utf8(path, start.readline(1000))
     with path.open(encoding="utf-8-sig", errors="surrogateescape", newline="") as file:
         lines = csv.reader(file, strict=True)
         try:
             columns = next(lines, [])
         except csv.Error as error:
             raise TasksetError(f"taskset.path: {path}:1: not valid CSV: {error}") from error
-        if len(set(columns)) < len(columns):
-            raise TasksetError(f"taskset.path: {path}:1: two columns have the same name ({', '.join(columns)})")
+        _require_different(f"{path}:1", columns)
         yield from _csv_rows(path, columns, lines)
+
+
+def _require_different(where: str, columns: list[str]) -> None:
+    """Raises TasksetError where two columns have one name, since nothing says which of them counts."""
+    twice = [column for number, column in enumerate(columns) if column in columns[:number]]
+    if twice:
+        raise TasksetError(f"taskset.path: {where}: two columns have the same name, {twice[0]!r:.80}; rename one")
 
 
 def _csv_rows(path: Path, columns: list[str], lines: Any) -> Records:
@@ -134,10 +173,13 @@ def read_parquet(path: Path) -> Records:
         raise TasksetError(f"taskset.path: reading {path} needs pyarrow: {_INSTALL}") from error
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
+            _require_different(str(path), file.schema_arrow.names)
             rows = (row for batch in file.iter_batches(1024) for row in batch.to_pylist())
             for number, row in enumerate(rows):
                 yield record_of(f"{path}: row {number}", row)
-    except pyarrow.ArrowException as error:
+    except (pyarrow.ArrowException, ValueError) as error:  # ValueError: a column's own fields have one name twice
+        if isinstance(error, TasksetError):
+            raise
         raise TasksetError(f"taskset.path: {path} is not a readable Parquet file: {error}") from error
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -43,6 +44,19 @@ def number_of(value: Any) -> float | None:
     except (ValueError, OverflowError):
         return None
     return found if math.isfinite(found) else None
+
+
+def check_finite(value: Any, what: str) -> None:
+    """Raises BadRowError where a value is NaN or infinite, or holds such a number: nothing equals it."""
+    parts = [value]
+    while parts:
+        part = parts.pop()
+        if isinstance(part, Mapping):
+            parts += part.values()
+        elif isinstance(part, list | tuple):
+            parts += part
+        elif isinstance(part, numbers.Real) and not isinstance(part, numbers.Rational) and not math.isfinite(part):
+            raise BadRowError(f"{what} holds {part}, which nothing equals; leave it out, or write text")
 
 
 Records: TypeAlias = Iterator[Record]

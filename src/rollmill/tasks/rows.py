@@ -11,7 +11,7 @@ from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.core.types import Message, Task
 from rollmill.tasks.images import metadata_with_images
 from rollmill.tasks.presets import PRESETS
-from rollmill.tasks.record import BadRowError, Record, Row
+from rollmill.tasks.record import BadRowError, Record, Row, check_finite
 from rollmill.tasks.template import Template, kind
 
 
@@ -50,6 +50,9 @@ class RowReader:
         response, rejected = self._solutions(row)
         for text in (response, rejected, answer):
             _check_unicode(text)
+        if isinstance(answer, bytes):
+            raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
+        check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
         parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
         parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
         rest = {column: value for column, value in row.items() if column not in parts}

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollmill.core.errors import TasksetError
-from rollmill.tasks.record import BadRowError
+from rollmill.tasks.record import BadRowError, check_finite
 
 
 class Template:
@@ -56,6 +56,7 @@ class Template:
         value = row[column]
         if not isinstance(value, str | int | float):
             raise BadRowError(f"{self._key}: column {column} is {kind(value)}, not text or a number")
+        check_finite(value, f"{self._key}: column {column}")
         return str(value)
 
 

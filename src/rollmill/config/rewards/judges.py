@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
+from rollmill.config.base import Endpoint
 from rollmill.config.rewards.base import RewardSection
 
 PLACE = re.compile(r"\{(\w+)\}")
@@ -35,7 +36,7 @@ class JudgeSection(RewardSection):
     places: ClassVar[tuple[str, ...]] = ("prompt", "reference", "rubric", "verdict")
     needed: ClassVar[tuple[str, ...]] = ("verdict",)
 
-    endpoint: str | None = None
+    endpoint: Endpoint | None = None
     """Base URL of an OpenAI-compatible server, such as http://localhost:8000/v1: vLLM's, or an external one."""
     model: str | None = None
     """The model's name at the endpoint."""

@@ -96,7 +96,7 @@ class Vote(WorkflowSection):
             raise ValueError("pattern and after both say where the answer is; give one of them")
         try:
             regex.compile(self.pattern or "")
-        except regex.error as error:
+        except (regex.error, RecursionError) as error:
             raise ValueError(f"pattern: not a regular expression: {error}") from error
         return self
 

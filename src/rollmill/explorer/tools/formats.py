@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollmill.rewards.text.reading import strict_json
+from rollmill.core.user_files import strict_json
 
 Format = Literal["auto", "hermes", "json"]
 """How calls are written; `auto` is hermes where its tags appear, else json."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from rollmill.core.errors import ConfigError
+from rollmill.core.user_files import json_problem, read_text, strict_json
 from rollmill.rewards.text.reading import words
 
 try:
@@ -100,7 +100,7 @@ def _documents(path: Path) -> Iterator[tuple[str, str]]:
         for file in sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()):
             yield file.relative_to(path).with_suffix("").as_posix(), _read(file)
     elif path.suffix == ".jsonl" and path.is_file():
-        for number, line in enumerate(_read(path).splitlines(), 1):
+        for number, line in enumerate(_read(path).split("\n"), 1):
             if line.strip():
                 yield _row(line, f"{path}:{number}")
     else:
@@ -109,16 +109,16 @@ def _documents(path: Path) -> Iterator[tuple[str, str]]:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"tools: {path} cannot be read: {error}") from error
+        return read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"tools: {error}") from error
 
 
 def _row(line: str, where: str) -> tuple[str, str]:
     try:
-        row = json.loads(line)
+        row = strict_json(line)
     except ValueError as error:
-        raise ConfigError(f"{where}: not JSON: {error}") from error
+        raise ConfigError(f"{where}: {json_problem(error)}") from error
     if not isinstance(row, dict) or not isinstance(row.get("text"), str):
         raise ConfigError(f"{where}: expected an object with a `text`")
     return str(row.get("title") or ""), row["text"]

@@ -11,11 +11,11 @@ from typing import Any
 from rollmill.config.workflows import React
 from rollmill.core.errors import ContextError
 from rollmill.core.types import StopReason, Task
+from rollmill.core.user_files import strict_json
 from rollmill.explorer.policy import Policy, Reply
 from rollmill.explorer.tools.toolbox import Toolbox
 from rollmill.explorer.workflow import Answer, RolloutJudge
 from rollmill.explorer.workflows.tools import penalised
-from rollmill.rewards.text.reading import strict_json
 
 STOP, FINAL = "Observation:", "Final Answer:"
 _ACTION = re.compile(r"Action:([^\n]*)\n[ \t]*Action Input:(.*)", re.DOTALL)

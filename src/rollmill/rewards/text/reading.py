@@ -12,6 +12,7 @@ import regex
 
 from rollmill.config.rewards.text import TextReward
 from rollmill.core.types import Completion
+from rollmill.core.user_files import too_deep
 from rollmill.rewards.base import inside_last, tail_after
 
 Result = TypeVar("Result")
@@ -20,7 +21,6 @@ LONGEST_TEXT = 200_000
 """Characters; rewards that read structures give 0 to longer texts, with the outcome `too_long`."""
 _SHORT = 4000
 _ATTEMPTS = 2000
-_DEEPEST = 64
 _FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
 _UNSPACED = r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}"
 _WORD = regex.compile(
@@ -65,20 +65,6 @@ def last_fenced(text: str) -> str | None:
     return block
 
 
-def strict_json(text: str) -> Any:
-    """The value of a JSON text without NaN, infinities and numbers beyond floats.
-
-    Raises ValueError, also where more than 64 brackets are inside each other.
-    """
-    try:
-        value = json.loads(text, parse_constant=_refuse, parse_float=_finite)
-    except RecursionError:
-        raise ValueError("brackets too deep inside each other") from None
-    if _too_deep(value):
-        raise ValueError("brackets too deep inside each other")
-    return value
-
-
 def json_values(text: str) -> list[Any]:
     """Every JSON list and object in a text, outermost ones only, in order; none that is too deep.
 
@@ -100,34 +86,10 @@ def json_values(text: str) -> list[Any]:
             left -= 5000
             position += 1
         else:
-            found += [] if _too_deep(value) else [value]
+            found += [] if too_deep(value) else [value]
             position = end
     return found
 
 
-def _too_deep(value: Any) -> bool:
-    level = [value]
-    for _ in range(_DEEPEST):
-        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
-        if not level:
-            return False
-    return True
-
-
-def _parts(value: dict[str, Any] | list[Any]) -> list[Any]:
-    return list(value.values()) if isinstance(value, dict) else value
-
-
 _OPENING = re.compile(r"""\[(?=\s*[][{"\dtfnNI-])|{(?=\s*["}])""")
 """What JSON may begin with; the braces of formulas do not."""
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if value in (float("inf"), float("-inf")):
-        raise ValueError(f"{text} is too large a number")
-    return value

@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollmill.core.errors import ConfigError
-from rollmill.rewards.text.reading import strict_json
+from rollmill.core.user_files import strict_json
 
 INSTALL = "pip install 'rollmill[schema]'"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

@@ -9,9 +9,10 @@ from typing import Any
 
 from rollmill.config.rewards import ToolCallReward
 from rollmill.core.types import Completion, Task
+from rollmill.core.user_files import strict_json
 from rollmill.rewards.base import OK, TIMEOUT, Verdict
 from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part, last_fenced, strict_json
+from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part, last_fenced
 from rollmill.rewards.text.schemas import check_schema, schema_text
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"

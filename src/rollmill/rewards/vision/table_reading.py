@@ -6,7 +6,8 @@ import csv
 import re
 from typing import Any
 
-from rollmill.rewards.text.reading import last_fenced, strict_json
+from rollmill.core.user_files import strict_json
+from rollmill.rewards.text.reading import last_fenced
 
 Rows = list[list[str]]
 
