@@ -91,7 +91,7 @@ class Inference:
         for micro in self._passes.rows(experiences, table, judged):
             with torch.no_grad(), self._ready():
                 if model is not None:
-                    result[micro.tokens] = self._logprobs(model, micro, table)
+                    result[micro.tokens] = self._logprobs(model, micro, table, replay=True)
                 else:
                     assert self._reference is not None
                     with self._reference.active() as frozen:
@@ -99,8 +99,9 @@ class Inference:
             yield
         return self._passes.ranks.add(result)
 
-    def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable) -> Tensor:
-        with attending_to(model, micro):
+    def _logprobs(self, model: nn.Module, micro: MicroBatch, table: TokenTable, *, replay: bool = False) -> Tensor:
+        """`replay`: the model is the policy, which takes the experts of the rollout; others choose for themselves."""
+        with attending_to(model, micro, replay=replay):
             return inside(model, lambda: self._passes.predict(model, micro, table)[0].float())
 
 

@@ -69,7 +69,7 @@ class Updates:
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
         totals, culprit = {"loss": 0.0}, None
         for micro in micros:
-            with attending_to(self._model, micro):
+            with attending_to(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, metrics, first_pass=first_pass)
                 loss.backward()
             totals["loss"] += loss.item()
@@ -109,7 +109,7 @@ class Updates:
 
     def _predicted(self, micro: MicroBatch, table: TokenTable) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, entropies and divergences from the teacher of a micro-batch's tokens."""
-        with attending_to(self._model, micro):
+        with attending_to(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
         return logprob, entropy, self._divergence(hidden_Td, micro, table)
@@ -145,7 +145,7 @@ class Updates:
         """What is wrong with one of this rank's micro-batches, and its experiences."""
         for micro in micros:
             self._optimizer.zero_grad(set_to_none=True)
-            with attending_to(self._model, micro):
+            with attending_to(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, None, first_pass=False)
                 loss.backward()
             for name, parameter in self._model.named_parameters():
