@@ -85,7 +85,8 @@ def test_checkpoints_of_the_store_in_memory_keep_the_routing(folder: Path, whole
 
 def test_rollout_files_do_not_show_it(whole: Path) -> None:
     rows = [json.loads(line) for file in (whole / "rollouts").glob("*.jsonl") for line in file.open()]
-    assert rows and not any("routing" in row for row in rows)
+    assert rows
+    assert not any("routing" in row for row in rows)
 
 
 def test_a_dense_model_is_refused_where_it_is_asked_for(tmp_path: Path) -> None:

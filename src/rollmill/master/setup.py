@@ -138,8 +138,8 @@ def _refuse_drafts(stage: StageConfig, model: str) -> None:
         keys = [key for key in ("reuse", "ngram_draft") if getattr(rollout, key) is not None]
         if keys:
             raise ConfigError(
-                f"stage {stage.name}: {place}: {keys[0]} does not work with {model}: it has recurrent layers, whose state "
-                "cannot go back to before a draft that is rejected; remove this key"
+                f"stage {stage.name}: {place}: {keys[0]} does not work with {model}: it has recurrent layers, whose "
+                "state cannot go back to before a draft that is rejected; remove this key"
             )
 
 
