@@ -10,7 +10,7 @@ import numpy as np
 from rollmill.buffer.base import EXPLORER, Group, Shelf
 from rollmill.core.types import Experience, Source, StopReason, Turn
 
-ARRAYS = ("token_ids", "action_mask", "logprobs", "versions", "advantage")
+ARRAYS = ("token_ids", "action_mask", "logprobs", "versions", "advantage", "routing")
 
 
 def experience(name: str = "g/0", *, version: int = 0, tokens: int = 6, reward: float | None = 1.0) -> Experience:
@@ -68,6 +68,7 @@ def awkward() -> Experience:
         timings={"queue": 1e-300},
         info={"nested": {"list": [1, 2.5, None, True, "x"]}, "nan": float("nan"), "big": 2**70},
         advantage=floats[::-1].astype(np.float32),
+        routing=np.array([[[0, 511]], [[256, 3]], [[65535, 1]]], np.uint16),
     )
 
 

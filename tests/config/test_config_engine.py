@@ -63,6 +63,14 @@ CASES = {
         VLLM + "max_staleness: 1\nrollout: {token_budget: 100}",
         "rollout.token_budget: engine `vllm` cannot go on with a completion that another step began",
     ),
+    "router replay": (
+        VLLM + "trainer: {router_replay: true}",
+        "trainer.router_replay: engine `vllm` does not say which experts it chose; use engine `native`, or remove this",
+    ),
+    "router replay without rollouts": (
+        GOOD.replace("rewards: [{name: math}]\n", "") + "algorithm: {name: sft}\ntrainer: {router_replay: true}",
+        "trainer.router_replay: not honoured: algorithm `sft` learns from worked solutions and rolls nothing out",
+    ),
     "hardly any temperature": (
         VLLM + EVALUATION % "temperature: 0.001",
         "evaluation.sampling.temperature: engine `vllm` raises temperatures below 0.01 to that",

@@ -47,6 +47,28 @@ def test_turns_that_go_on_are_one_experience() -> None:
     assert (one.id, one.response, "episode" in one.info) == ("g/0", "call 1", False)
 
 
+def with_routing(recorder: Recorder, prompt: list[int], tokens: list[int]) -> None:
+    """Record a completion whose experts tell which call has fed the token; its last one was never fed."""
+    number = len(recorder.calls)
+    call(recorder, prompt, tokens)
+    routing = [[[10 * number + at]] for at in range(len(prompt) + len(tokens) - 1)]
+    recorder.calls[-1].completion.routing = np.array(routing, np.uint8)
+
+
+def test_a_token_has_the_experts_of_the_first_call_that_fed_it() -> None:
+    recorder = Recorder()
+    with_routing(recorder, [1, 2], [3, 4])
+    with_routing(recorder, [1, 2, 3, 4, 5], [6, 7])
+    with_routing(recorder, [1, 2, 3, 9], [8])
+    call(recorder, [1, 2, 3, 4, 5, 6, 7, 8], [9])  # of an engine that records none
+    one, other = sorted(experiences(recorder), key=lambda each: -len(each.token_ids))
+    assert one.routing is not None
+    assert one.routing[:, 0, 0].tolist() == [0, 1, 2, 13, 14, 15]
+    assert other.routing is not None
+    assert other.routing[:, 0, 0].tolist() == [20, 21, 22, 23]
+    assert len(one.token_ids) == 9
+
+
 TOKENS = st.lists(st.integers(0, 1), max_size=4)
 
 

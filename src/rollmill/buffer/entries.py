@@ -35,7 +35,7 @@ class Entry:
     def experiences(self) -> list[dict[str, Any]]:
         """The group's experiences as JSON; made once, for marks are taken at every step."""
         if self._encoded is None:
-            self._encoded = [encode_experience(experience) for experience in self.group.experiences]
+            self._encoded = [encode_experience(experience, routing=True) for experience in self.group.experiences]
         return self._encoded
 
     @property

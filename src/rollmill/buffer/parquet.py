@@ -159,6 +159,7 @@ def _pages(groups: Iterable[Group]) -> Iterator[list[Group]]:
     for group in groups:
         page.append(group)
         size += sum(16 * len(each.token_ids) + 2 * len(each.response) + 1000 for each in group.experiences)
+        size += sum(2 * each.routing.nbytes for each in group.experiences if each.routing is not None)
         if size > _ROW_GROUP_BYTES:
             yield page
             page, size = [], 0

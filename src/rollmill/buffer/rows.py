@@ -22,6 +22,7 @@ from rollmill.buffer.runlength import (
     unpack_versions,
 )
 from rollmill.core.types import STORED_FIELDS, Experience, Source, StopReason, Task, Turn
+from rollmill.monitor.codec import decode_routing, encode_routing
 from rollmill.monitor.files import plain
 
 Row = dict[str, Any]
@@ -61,8 +62,10 @@ def experiences_from(row: Any) -> list[Experience]:
 
 
 def experience_body(experience: Experience) -> str:
-    """Everything but arrays, as JSON."""
+    """Everything but arrays, as JSON; experts of tokens, which few models have, are in base64."""
     body = {name: getattr(experience, name) for name in _PLAIN}
+    if (routing := encode_routing(experience.routing)) is not None:
+        body["routing"] = routing
     body["turns"] = [[turn.role, turn.start, turn.end, _shared(turn.text, experience)] for turn in experience.turns]
     return to_json(body)
 
@@ -78,6 +81,7 @@ def _experience(values: dict[str, Any], arrays: dict[str, Any]) -> Experience:
         Turn(role, start, end, text if isinstance(text, str) else texts[text])
         for role, start, end, text in values.pop("turns")
     ]
+    values["routing"] = decode_routing(values.get("routing"))
     values["source"], values["stop_reason"] = Source(values["source"]), StopReason(values["stop_reason"])
     return Experience(**values, turns=turns, **arrays)
 

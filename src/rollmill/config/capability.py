@@ -65,7 +65,7 @@ def unhonoured(stage: StageConfig) -> dict[KeyPath, str]:
     if not algorithm.uses_rollouts:
         names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
         batch = [("rollout", name) for name in names]
-        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",)):
+        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",), ("trainer", "router_replay")):
             keys[key] = f"not honoured: {learner}; {_instead(key)}"
         if evaluation is None:
             for name in (*_TRUNCATION, *_SAMPLING):

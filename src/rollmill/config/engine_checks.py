@@ -40,6 +40,9 @@ def engine_contradictions(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
         yield ("engine", "sleep"), f"{text}; remove sleep, or set max_staleness: 0"
     if stage.algorithm.uses_rollouts:
         yield from _of_rollouts(stage.rollout)
+        if stage.trainer.router_replay is True:
+            text = "engine `vllm` does not say which experts it chose"
+            yield ("trainer", "router_replay"), f"{text}; {_NATIVE}"
     sampled: dict[KeyPath, RolloutConfig] = {}
     if stage.algorithm.uses_rollouts:
         sampled["rollout",] = stage.rollout

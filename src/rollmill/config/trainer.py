@@ -47,5 +47,9 @@ class TrainerConfig(Section):
     """`none`: every rank holds the whole model and optimizer. `fsdp`: its share of weights, gradients and optimizer
     states. `tensor`: its share of each layer's matrices, with which it works on every row. With both the first rank
     holds the whole weights, too, for rollouts."""
+    router_replay: bool | Literal["auto"] = "auto"
+    """Mixtures of experts: train each token through the experts that its rollout chose (R3, arXiv:2510.11370), so that
+    close scores of two experts do not make log-probs jump. `auto`: where the model has routers and engine `native`
+    rolls out; `true`: or the run is refused."""
     rank_deadline_s: float = Field(600.0, gt=0)
     """Longest wait of a rank for another one within a step."""

@@ -13,6 +13,8 @@ import numpy.typing as npt
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
 BoolArray = npt.NDArray[np.bool_]
+RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
+"""Experts chosen for tokens: uint8 or uint16 [tokens, routers, experts per token], see `rollmill.models.routing`."""
 
 ANOTHER_RUN = "imported_from"
 """Key of `Experience.info`: the run that made it, where that is another one; its versions are not this run's."""
@@ -87,6 +89,8 @@ class Completion:
     index: int  #: which of the request's samples this is
     top_ids: IntArray | None = None  #: [T, K], the tokens most probable in what was sampled from, where asked for
     top_probs: FloatArray | None = None  #: [T, K]; 0 where not known
+    routing: RoutingArray | None = None
+    """[prompt + T - 1, L, k], the experts chosen for every token but the last, where the engine recorded them."""
     submitted_at: float = 0.0
     started_at: float = 0.0
     finished_at: float = 0.0
@@ -132,6 +136,8 @@ class Experience:
     advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
     teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
     """What a teacher sees in place of the tokens before the first action; set before the experience is learned from."""
+    routing: RoutingArray | None = field(default=None, metadata={"stored": False})
+    """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None: not known."""
 
     @property
     def oldest_version(self) -> int:
@@ -183,6 +189,7 @@ def experience_from_completion(
             "queue": completion.started_at - completion.submitted_at,
             "generate": completion.finished_at - completion.started_at,
         },
+        routing=completion.routing,
     )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion, FloatArray, IntArray
+from rollmill.core.types import Completion, FloatArray, IntArray, RoutingArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -23,6 +23,7 @@ class Begun:
     versions: IntArray
     top_ids: IntArray | None = None
     top_probs: FloatArray | None = None
+    routing: RoutingArray | None = None  #: of that Completion, prompt included
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -23,7 +23,13 @@ def begun_with(experience: Experience) -> Begun:
     """What a completion goes on from: the tokens of an experience with one turn of the policy, with their log-probs."""
     mine = experience.action_mask
     logprobs = experience.logprobs[mine]  # truncation is in them already, so that its part is 0
-    return Begun(experience.token_ids[mine], logprobs, np.zeros_like(logprobs), experience.versions[mine])
+    return Begun(
+        experience.token_ids[mine],
+        logprobs,
+        np.zeros_like(logprobs),
+        experience.versions[mine],
+        routing=experience.routing,
+    )
 
 
 def with_earlier_times(experiences: Sequence[Experience], earlier: Sequence[Experience]) -> list[Experience]:

@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from rollmill.core.types import Completion, Experience, IntArray, StopReason, Turn
+from rollmill.core.types import Completion, Experience, IntArray, RoutingArray, StopReason, Turn
 
 Decode = Callable[[Sequence[int]], str]
 
@@ -167,7 +167,21 @@ class Recorder:
             reward=next((call.reward for call in reversed(calls) if call.reward is not None), None),
             timings=_timings([call.completion for call in calls]),
             info={REPEATS: True} if repeated else {},
+            routing=_routing([call.completion for call in calls]),
         )
+
+
+def _routing(completions: Sequence[Completion]) -> RoutingArray | None:
+    """Experts of a path's tokens: each token's from the first call that it was fed in, which is the one that the next
+    token's log-prob comes from; up to the first call of which none are known."""
+    known: list[RoutingArray] = []
+    covered = 0
+    for each in completions:
+        if each.routing is None:
+            break
+        known.append(each.routing[covered:])
+        covered = len(each.routing)
+    return np.concatenate(known) if known else None
 
 
 def _timings(completions: Sequence[Completion]) -> dict[str, float]:

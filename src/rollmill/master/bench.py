@@ -140,7 +140,7 @@ async def _evaluate(
     out: Path,
     marks: Mapping[str, str],
 ) -> list[SetResult]:
-    engine = make_engine(policy, stage, precision)
+    engine = make_engine(policy, stage, precision, trained_on=False)
     sync = make_publisher(policy, engine, precision)
     sync.publish(subject.step or 0)
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from rollmill.config.engine import NativeEngineConfig, VLLMEngineConfig
 from rollmill.config.engine_checks import generates
@@ -19,15 +20,19 @@ from rollmill.engines.vllm.engine import VLLMEngine
 from rollmill.engines.vllm.process import Launch, look_at, this_python
 from rollmill.models.load import Policy
 from rollmill.models.lora import merged_weights
+from rollmill.models.routing import routing_shape
 from rollmill.sync import InPlace, Publisher, SharedSender, WeightPublisher, shared_folder
 from rollmill.sync.checksum import CRC32, XXH3
 
 
-def make_engine(policy: Policy, config: StageConfig, precision: str, weights: Path | None = None) -> RolloutEngine:
+def make_engine(
+    policy: Policy, config: StageConfig, precision: str, weights: Path | None = None, *, trained_on: bool = True
+) -> RolloutEngine:
     """The engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
 
     Args:
         weights: where vLLM's process finds shared weights that somebody else sends; None: `make_publisher` sends them.
+        trained_on: somebody learns from what it generates.
 
     Raises:
         ConfigError: engine.python is no Python with vLLM; it shall sleep, and there is no GPU.
@@ -36,7 +41,25 @@ def make_engine(policy: Policy, config: StageConfig, precision: str, weights: Pa
     if isinstance(config.engine, VLLMEngineConfig) and generates(config):
         return vllm_engine(policy, config.engine, config.rollout, precision, weights)
     kept = isinstance(config.engine, NativeEngineConfig) and config.engine.after_update == "keep"
-    return native_engine(policy, config.rollout, precision, keep=kept)
+    replayed = trained_on and replays_routing(config, policy.model)
+    return native_engine(policy, config.rollout, precision, keep=kept, record_routing=replayed)
+
+
+def replays_routing(config: StageConfig, model: nn.Module) -> bool:
+    """Whether a stage trains tokens through the experts that their rollouts chose.
+
+    Raises:
+        ConfigError: it shall, and the model is no mixture of experts.
+    """
+    wanted, native = config.trainer.router_replay, isinstance(config.engine, NativeEngineConfig)
+    if not wanted or not native or not config.algorithm.uses_rollouts:
+        return False
+    if routing_shape(model) is None and wanted is True:
+        raise ConfigError(
+            f"stage {config.name}: trainer.router_replay: {type(model).__name__} has no routers that select experts by "
+            "topk; remove this key"
+        )
+    return routing_shape(model) is not None
 
 
 def make_publisher(policy: Policy, engine: RolloutEngine, precision: str) -> WeightPublisher:
@@ -53,7 +76,9 @@ def make_publisher(policy: Policy, engine: RolloutEngine, precision: str) -> Wei
     return Publisher(sender, weights, engine)
 
 
-def native_engine(policy: Policy, rollout: RolloutConfig, precision: str, *, keep: bool = False) -> NativeEngine:
+def native_engine(
+    policy: Policy, rollout: RolloutConfig, precision: str, *, keep: bool = False, record_routing: bool = False
+) -> NativeEngine:
     """The native engine, with the policy's own parameters."""
     return NativeEngine(
         policy.model,
@@ -64,6 +89,7 @@ def native_engine(policy: Policy, rollout: RolloutConfig, precision: str, *, kee
         max_sequences=rollout.max_sequences,
         prefill_tokens=rollout.prefill_tokens,
         keep=keep,
+        record_routing=record_routing,
     )
 
 

@@ -287,7 +287,7 @@ class Rollouts:
         waiting = self._at_boundary
         rewards = asyncio.gather(*(group.future for group in waiting))
         await within(rewards, self._rollout.deadline_s, "the checkpoint", f"the rewards of {len(waiting)} groups")
-        state.groups = [[encode_experience(each) for each in group.future.result()] for group in waiting]
+        state.groups = [[encode_experience(each, routing=True) for each in group.future.result()] for group in waiting]
         state.numbers = [group.number for group in waiting]
 
     def restore(self, state: StageState) -> None:

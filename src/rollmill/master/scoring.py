@@ -195,7 +195,7 @@ async def _roll_out(
     precision = stage.trainer.precision
     if precision == "auto":
         precision = choose_precision(policy.model, policy.device)
-    engine = make_engine(policy, stage, precision)
+    engine = make_engine(policy, stage, precision, trained_on=False)
     sync = make_publisher(policy, engine, precision)
     sync.publish(0)
     judge = build_judge(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))

@@ -25,6 +25,7 @@ from rollmill.core.user_files import read_mapping
 from rollmill.master.buffers import Buffers
 from rollmill.master.checkpoint import Checkpoints, unreadable
 from rollmill.master.context import RunContext
+from rollmill.master.engine import replays_routing
 from rollmill.master.residents import plan_of
 from rollmill.master.selection import StageTasks, select_tasks
 from rollmill.models.classifier import require_classifier
@@ -115,6 +116,7 @@ def set_up(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool =
     for stage in loaded.stages:
         if isinstance(stage.engine, NativeEngineConfig) and recurrent_layers(policy.model):
             _refuse_drafts(stage, type(policy.model).__name__)
+        replays_routing(stage, policy.model)  # refuses what cannot be replayed
     tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
     machine = _machine(run_dir, loaded, policy)
     if joined and config.threads != "auto":

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import numpy as np
 
-from rollmill.core.types import STORED_FIELDS, Experience, FloatArray, Source, StopReason, Turn
+from rollmill.core.types import STORED_FIELDS, Experience, FloatArray, RoutingArray, Source, StopReason, Turn
 from rollmill.monitor.files import plain
 
 
-def encode_experience(experience: Experience) -> dict[str, Any]:
+def encode_experience(experience: Experience, *, routing: bool = False) -> dict[str, Any]:
     """An experience as JSON can hold it.
 
     Arrays become lists; NaN and infinities become their names. Values of `info` that JSON has no notion of are stored
     as their `repr`.
+
+    Args:
+        routing: keep the experts of its tokens, too, which only a trainer can use.
     """
     row = {name: getattr(experience, name) for name in STORED_FIELDS}
+    if routing and experience.routing is not None:
+        row["routing"] = encode_routing(experience.routing)
     row["token_ids"] = experience.token_ids.tolist()
     row["action_mask"] = experience.action_mask.astype(np.int8).tolist()
     row["versions"] = experience.versions.tolist()
@@ -31,6 +37,7 @@ def encode_experience(experience: Experience) -> dict[str, Any]:
 def decode_experience(row: dict[str, Any]) -> Experience:
     """The experience that `encode_experience` made `row` from."""
     known = {name: row[name] for name in STORED_FIELDS}
+    known["routing"] = decode_routing(row.get("routing"))
     known["token_ids"] = np.array(row["token_ids"], np.int32)
     known["action_mask"] = np.array(row["action_mask"], np.bool_)
     known["versions"] = np.array(row["versions"], np.int32)
@@ -44,6 +51,24 @@ def decode_experience(row: dict[str, Any]) -> Experience:
     known["reward_parts"] = {name: _number(value) for name, value in row["reward_parts"].items()}
     known["timings"] = {name: float(value) for name, value in row["timings"].items()}
     return Experience(**known)
+
+
+def encode_routing(routing: RoutingArray | None) -> dict[str, Any] | None:
+    """Experts of tokens as JSON can hold them: little-endian bytes in base64."""
+    if routing is None:
+        return None
+    data = routing.astype(routing.dtype.newbyteorder("<")).tobytes()
+    return {"shape": list(routing.shape), "bytes": routing.itemsize, "data": base64.b64encode(data).decode()}
+
+
+def decode_routing(row: dict[str, Any] | None) -> RoutingArray | None:
+    """The experts that `encode_routing` made `row` from. Raises ValueError where their number does not fit."""
+    if row is None:
+        return None
+    kind: Any = {1: np.uint8, 2: np.uint16}[row["bytes"]]
+    flat = np.frombuffer(base64.b64decode(row["data"]), np.dtype(kind).newbyteorder("<"))
+    found: RoutingArray = flat.reshape(row["shape"]).astype(kind)
+    return found
 
 
 def _number(value: float | str | None) -> float | None:

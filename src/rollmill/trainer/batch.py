@@ -54,6 +54,8 @@ class MicroBatch:
     tokens: Tensor  #: int64 [M], index of each action token in the batch's TokenTable
     sequence: Tensor  #: int64 [M], which of `experiences` the token belongs to
     group: Tensor  #: int64 [M], which group of the row
+    routing: Tensor | None = None
+    """int16 [T, L, k]: the experts that the rollout chose for each token, -1 where it is not known; None: for none."""
 
     def of_source(self, source: Source, sources: Sequence[Source]) -> Tensor:
         """Indices of the tokens whose experience is of `source`; `sources` are those of the batch's experiences."""
@@ -97,6 +99,7 @@ def micro_batches(
     ranks: int = 1,
     rank: int = 0,
     even: bool = False,
+    routing: tuple[int, int] | None = None,
 ) -> list[MicroBatch]:
     """Pack the chosen experiences into rows of at most `budget` tokens (more only if one experience is longer).
 
@@ -109,6 +112,8 @@ def micro_batches(
         ranks: on how many ranks the rows are; all have equally many, some of which may be missing at the end.
         rank: whose rows are returned.
         even: rows of nothing in place of missing ones, since all ranks have to make equally many passes.
+        routing: routers of the model and experts per token, where the rollout's choice of experts shall be replayed.
+            That of another model, with other numbers, is left out.
     """
     atoms: dict[object, list[int]] = {}
     for i in chosen:
@@ -124,7 +129,7 @@ def micro_batches(
     rows = pack(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
     packed = [[i for unit in row for i in units[unit]] for row in rows if row or even]
     return [
-        _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device)
+        _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device, routing)
         if row
         else _nothing(device)
         for row in packed
@@ -191,7 +196,11 @@ class _Segment:
 
 
 def _micro_batch(
-    experiences: Sequence[Experience], table: TokenTable, families: list[list[int]], device: torch.device
+    experiences: Sequence[Experience],
+    table: TokenTable,
+    families: list[list[int]],
+    device: torch.device,
+    routing: tuple[int, int] | None,
 ) -> MicroBatch:
     roots: list[_Segment] = []
     children: list[_Segment] = []
@@ -230,7 +239,23 @@ def _micro_batch(
         group=tensor(
             [np.full(len(table.positions[i]), groups.setdefault(experiences[i].group, len(groups))) for i in homes]
         ),
+        routing=None if routing is None else _routing(experiences, segments, routing, device),
     )
+
+
+def _routing(
+    experiences: Sequence[Experience], segments: list[_Segment], shape: tuple[int, int], device: torch.device
+) -> Tensor | None:
+    """Experts of a row's tokens; those of a shared prefix are the ones of its first experience."""
+    found = np.full((sum(segment.length for segment in segments), *shape), -1, np.int16)
+    known = False
+    for segment in segments:
+        own = experiences[segment.experience].routing
+        if own is not None and own.shape[1:] == shape:
+            part = own[segment.first : segment.last]
+            found[segment.start : segment.start + len(part)] = part
+            known = known or len(part) > 0
+    return torch.from_numpy(found).to(device) if known else None
 
 
 def _rows(predictors: npt.NDArray[Any], root: _Segment, child: _Segment) -> npt.NDArray[Any]:

@@ -114,7 +114,7 @@ class Inference:
         for micro in self._passes.rows(experiences, table, judged):
             with torch.no_grad(), self._ready():
                 if model is not None:
-                    result[micro.tokens] = self._logprobs(model, micro, table, collision)
+                    result[micro.tokens] = self._logprobs(model, micro, table, collision, replay=True)
                 else:
                     assert self._reference is not None
                     with self._reference.active() as frozen:
@@ -125,8 +125,16 @@ class Inference:
         return self._passes.ranks.add(result)
 
     def _logprobs(
-        self, model: nn.Module, micro: MicroBatch, table: TokenTable, collision: Tensor | None = None
+        self,
+        model: nn.Module,
+        micro: MicroBatch,
+        table: TokenTable,
+        collision: Tensor | None = None,
+        *,
+        replay: bool = False,
     ) -> Tensor:
+        """`replay`: the model is the policy, which takes the experts of the rollout; others choose for themselves."""
+
         def predicted() -> Tensor:
             hidden_Td = self._passes.hidden(model, micro)
             if collision is not None:
@@ -135,7 +143,7 @@ class Inference:
                 collision[micro.tokens] = sums.collision.float()
             return self._passes.predict(model, micro, table, hidden_Td)[0].float()
 
-        with attending_to(model, micro):
+        with attending_to(model, micro, replay=replay):
             return inside(model, predicted)
 
 

@@ -5,7 +5,8 @@ Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V voca
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.nn.functional import linear
 
 from rollmill.models.attention import attending
 from rollmill.models.forward import body, forward_inputs
+from rollmill.models.routing import routing_replayed
 from rollmill.trainer.batch import MicroBatch, TokenTable
 
 CHUNK = 1 << 26  #: logits that exist at a time, unless a number of rows is given
@@ -73,9 +75,17 @@ def logits_of(model: Any, hidden_Cd: Tensor) -> Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
-def attending_to(model: Any, micro: MicroBatch) -> Any:
-    """Context in which `predict` and its backward pass must run."""
-    return attending(model, micro.attention)
+@contextmanager
+def attending_to(model: Any, micro: MicroBatch, *, replay: bool = False) -> Iterator[None]:
+    """Context in which `predict` and its backward pass must run.
+
+    Args:
+        replay: experts are those that the rollout chose, as far as they are known: for the policy itself.
+    """
+    routing = micro.routing if replay else None
+    replaying = nullcontext() if routing is None else routing_replayed(model, routing)
+    with attending(model, micro.attention), replaying:
+        yield
 
 
 def token_logprobs(

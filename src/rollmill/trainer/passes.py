@@ -25,6 +25,7 @@ class Passes:
     precision: str
     device: torch.device
     ranks: Ranks
+    routing: tuple[int, int] | None = None  #: routers and experts per token, where the rollout's choice is replayed
 
     def rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
         """This rank's share of the chosen experiences."""
@@ -38,6 +39,7 @@ class Passes:
             ranks=self.ranks.shares,
             rank=self.ranks.share,
             even=self.ranks.sharding == "fsdp",
+            routing=self.routing,
         )
 
     def hidden(self, model: nn.Module, micro: MicroBatch) -> Tensor:

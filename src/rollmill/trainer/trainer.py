@@ -16,6 +16,7 @@ from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core.types import ANOTHER_RUN, Experience, Source
 from rollmill.models.norms import Replacements, find_norms, replaced
+from rollmill.models.routing import routing_shape
 from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.critic import Critic, ValueModel, usual_experiences, value_metrics
 from rollmill.trainer.inference import Inference
@@ -76,7 +77,8 @@ class Trainer:
         precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
         self._ranks = ranks or Ranks.of_process()
-        self._passes = Passes(recipe, config, precision, self.device, self._ranks)
+        routing = routing_shape(self.model) if config.router_replay else None
+        self._passes = Passes(recipe, config, precision, self.device, self._ranks, routing)
         self._generator = torch.Generator().manual_seed(seed)
         checkpoint_activations(self.model, config.gradient_checkpointing)
         self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None

@@ -78,7 +78,7 @@ class Updates:
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
         totals, culprit = {"loss": 0.0}, None
         for micro in micros:
-            with attending_to(self._model, micro):
+            with attending_to(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, metrics, first_pass=first_pass)
                 loss.backward()
             totals["loss"] += loss.item()
@@ -134,7 +134,7 @@ class Updates:
 
     def _surveyed(self, micro: MicroBatch, table: TokenTable) -> Tensor:
         """Log-probs, entropies and expected discriminants (0 unless a mask uses them) of a micro-batch, [3, M]."""
-        with attending_to(self._model, micro):
+        with attending_to(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
             discriminant = torch.zeros_like(logprob)
@@ -148,7 +148,7 @@ class Updates:
         self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, entropies and divergences from the teacher, whose hidden states are given, of a micro-batch."""
-        with attending_to(self._model, micro):
+        with attending_to(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
         if self._teacher is None or taught_Md is None:
@@ -178,7 +178,7 @@ class Updates:
         """What is wrong with one of this rank's micro-batches, and its experiences."""
         for micro in micros:
             self._optimizer.zero_grad(set_to_none=True)
-            with attending_to(self._model, micro):
+            with attending_to(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, None, first_pass=False)
                 loss.backward()
             for name, parameter in self._model.named_parameters():

@@ -41,6 +41,7 @@ class NativeEngine:
         max_sequences: rows decoded at the same time.
         prefill_tokens: prompt tokens per step.
         keep: running completions keep the keys and values of older weights when new ones come.
+        record_routing: note the experts of every token, for Completion.routing; the model has routers.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class NativeEngine:
         max_sequences: int = 256,
         prefill_tokens: int = 2048,
         keep: bool = False,
+        record_routing: bool = False,
     ) -> None:
         self.version = 0
         self.tokens_generated = 0
@@ -66,7 +68,7 @@ class NativeEngine:
         model.eval()  # the trainer switches to training mode by itself, where it needs it
         self._weights = Weights(model, dtype)
         self._cache = Cache()
-        self._runner = Runner(self._weights.model, self._cache, prefill_tokens, context)
+        self._runner = Runner(self._weights.model, self._cache, prefill_tokens, context, record_routing)
         self.drafting = Drafting(self._runner)
         self._queue: deque[Group] = deque()  # not all of their completions have started
         self._rows: list[Row] = []

@@ -10,6 +10,8 @@ from torch import Tensor
 
 from rollmill.engines.native.decode import DecodeContext
 
+Output = tuple[Tensor, Tensor | None]
+"""Logits [B, V] and, where they are recorded, experts [B, L, k]."""
 WARM_UPS = 2  # libraries set up their workspaces outside the capture
 _capturing = threading.Lock()  # torch captures on one stream, and a judge's engine may run in another thread
 
@@ -22,7 +24,7 @@ class GraphedStep:
     warming up changes nothing.
     """
 
-    def __init__(self, forward: Callable[[DecodeContext, Tensor, Tensor, int], Tensor], context: DecodeContext) -> None:
+    def __init__(self, forward: Callable[[DecodeContext, Tensor, Tensor, int], Output], context: DecodeContext) -> None:
         assert not context.exact
         self._tokens = torch.zeros(1, len(context.positions_B), dtype=torch.int64, device=context.device)
         positions = context.positions_B[None]
@@ -36,10 +38,10 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
         context.forget_masks()
         with _capturing, torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
-            self._logits = forward(context, self._tokens, positions, 0)
+            self._output = forward(context, self._tokens, positions, 0)
 
-    def __call__(self, tokens_1B: Tensor) -> Tensor:
-        """Logits [B, V] of the step; overwritten by the next call."""
+    def __call__(self, tokens_1B: Tensor) -> Output:
+        """Logits and experts of the step; overwritten by the next call."""
         self._tokens.copy_(tokens_1B)
         self._graph.replay()
-        return self._logits
+        return self._output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.core.errors import EngineError
+from rollmill.core.types import RoutingArray
 from rollmill.engines.native.cache import Cache
 from rollmill.engines.native.decode import DecodeContext
 from rollmill.engines.native.graph import GraphedStep
@@ -23,6 +25,7 @@ from rollmill.models.attention import attending
 from rollmill.models.forward import forward_inputs
 from rollmill.models.norms import find_norms, is_fp32_on_cpu, replaced
 from rollmill.models.recurrent import recurrent_layers
+from rollmill.models.routing import routing_recorded
 
 log = logging.getLogger(__name__)
 
@@ -30,8 +33,10 @@ log = logging.getLogger(__name__)
 class Runner:
     """Runs the model over cache entries. Rows are kept in the order of the cache's buckets between changes."""
 
-    def __init__(self, model: nn.Module, cache: Cache, prefill_tokens: int, context: int) -> None:
-        self._model = model
+    def __init__(
+        self, model: nn.Module, cache: Cache, prefill_tokens: int, context: int, record_routing: bool = False
+    ) -> None:
+        self._model, self._record_routing = model, record_routing
         self._device = next(model.parameters()).device
         self._prefill_tokens = prefill_tokens
         self._last_position = context - 1
@@ -83,9 +88,10 @@ class Runner:
             budget -= take
         if not work:
             return
-        logits_SV = self._extend([segment for _, segment in work])
-        for (group, segment), logits_V in zip(work, logits_SV, strict=True):
+        logits_SV, routing = self._extend([segment for _, segment in work])
+        for (group, segment), logits_V, experts in zip(work, logits_SV, routing, strict=True):
             group.prefilled += len(segment.tokens)
+            group.routing.extend(experts)
             if group.prefilled == len(group.request.prompt_ids):
                 group.logits_V = logits_V
 
@@ -102,26 +108,34 @@ class Runner:
             parents.append(row.group.entry)
         for row, parent, entry in zip(rows, parents, self._cache.completions(parents), strict=True):
             row.entry, entry.states = entry, dict(parent.states)
+            if row.prompt_routing is None:
+                row.prompt_routing = row.group.routing
         self.changed()
 
     def restore(self, rows: list[Row]) -> None:
         """Compute keys and values of running rows anew: all their tokens but the last, which the next step feeds."""
         self.enter(rows)
-        pending: list[Segment] = []
+        pending: list[tuple[Row, Segment]] = []
         tokens = 0
+
+        def extend() -> None:
+            _, routing = self._extend([segment for _, segment in pending])
+            for (row, _), experts in zip(pending, routing, strict=True):
+                row.fed(0, experts)
+
         for row in rows:
             assert row.entry is not None
             cached = row.tokens[:-1]
             while row.entry.bucket.capacity < len(cached):
                 self._cache.grow([row.entry])
             if cached:
-                pending.append(Segment(row.entry, 0, cached))
+                pending.append((row, Segment(row.entry, 0, cached)))
                 tokens += len(cached)
             if pending and tokens >= self._prefill_tokens:
-                self._extend(pending)
+                extend()
                 pending, tokens = [], 0
         if pending:
-            self._extend(pending)
+            extend()
 
     def feed(self, rows: list[Row], tokens: list[list[int]]) -> Tensor:
         """Add tokens to the rows' entries; logits after every one of them, [P, V], row after row."""
@@ -131,13 +145,17 @@ class Runner:
             while row.entry.bucket.capacity < row.entry.length + len(own):
                 self._cache.grow([row.entry])
             segments.append(Segment(row.entry, row.entry.length, own))
-        return self._extend(segments, every=True)
+        logits, routing = self._extend(segments, every=True)
+        for row, segment, experts in zip(rows, segments, routing, strict=True):
+            row.fed(segment.start, experts)
+        return logits
 
     def cut(self, rows: list[Row]) -> None:
         """Cut entries back to the rows' tokens but the last; what lies behind is written over."""
         for row in rows:
             assert row.entry is not None
             row.entry.length = len(row.tokens) - 1
+            del row.routing[row.entry.length :]
         if self._context is not None:
             self._context.follow()
 
@@ -146,11 +164,14 @@ class Runner:
         """How many tokens `feed` should get in one pass: [P, V] stays below 256 MiB in float32."""
         return max(16, min(self._prefill_tokens, (1 << 26) // self._vocabulary))
 
-    def _extend(self, segments: list[Segment], every: bool = False) -> Tensor:
-        """Add tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token."""
+    def _extend(self, segments: list[Segment], every: bool = False) -> tuple[Tensor, list[RoutingArray]]:
+        """Add tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token.
+
+        Also each segment's experts, [tokens, L, k]; without recording empty.
+        """
         context = PrefillContext(segments)
         flat = [token for segment in segments for token in segment.tokens]
-        logits = self._forward(
+        logits, routing = self._forward(
             context,
             torch.tensor([flat], device=self._device),
             torch.tensor([context.positions()], device=self._device),
@@ -158,7 +179,8 @@ class Runner:
         )
         for segment in segments:
             segment.entry.length = segment.start + len(segment.tokens)
-        return logits
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        return logits, np.split(_on_host(routing), ends[:-1])
 
     # -- decoding ----------------------------------------------------------------------------------------------
 
@@ -169,10 +191,14 @@ class Runner:
             context = self._prepare(rows)
         tokens = torch.tensor([[row.tokens[-1] for row in rows]], device=self._device)
         if self._graph is not None:
-            logits = self._graph(tokens)
+            logits, routing = self._graph(tokens)
         else:
-            logits = self._forward(context, tokens, context.positions_B[None], 0)
+            logits, routing = self._forward(context, tokens, context.positions_B[None], 0)
         context.advance()
+        if routing is not None:
+            for row, experts in zip(rows, _on_host(routing)[:, None], strict=True):
+                assert row.entry is not None
+                row.fed(row.entry.length, experts)
         for row in rows:
             assert row.entry is not None
             row.entry.length += 1
@@ -229,14 +255,23 @@ class Runner:
 
     def _forward(
         self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
-    ) -> Tensor:
-        """Logits of the kept rows (0: all)."""
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] where they are recorded."""
         context.begin()
-        with attending(self._model, context), replaced(self._norms):
+        recording = routing_recorded(self._model) if self._record_routing else nullcontext()
+        with attending(self._model, context), replaced(self._norms), recording as recorded:
             inputs = forward_inputs(self._model, tokens, positions)
             output: Any = self._model(**inputs, logits_to_keep=keep)
-        logits: Tensor = output.logits[0]
-        return logits
+            routing = None if recorded is None else recorded.take()
+        return output.logits[0], routing
+
+
+def _on_host(routing: Tensor | None) -> RoutingArray:
+    """Experts as they are kept: uint8, or uint16 for more than 256 experts; empty where nothing was recorded."""
+    if routing is None:
+        return np.zeros((0, 0, 0), np.uint8)
+    array: RoutingArray = routing.cpu().numpy()
+    return array.view(np.uint16) if array.dtype == np.int16 else array
 
 
 def require_finite(rows: list[Row], logprobs_B: Tensor) -> None:

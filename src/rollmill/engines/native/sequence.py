@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from rollmill.config.rollout import NgramConfig
-from rollmill.core.types import Completion, FloatArray, IntArray, StopReason
+from rollmill.core.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
 from rollmill.engines.base import Begun, Request
 from rollmill.engines.native.cache import Entry
 from rollmill.engines.native.guessing import Guesser
@@ -39,6 +41,7 @@ class Group:
     older: list[Entry] = field(default_factory=list)  # of older weights, which running completions look at
     prefilled: int = 0
     logits_V: Tensor | None = None  # after the prompt's last token
+    routing: list[RoutingArray] = field(default_factory=list)  # of the prompt's tokens, where it is recorded
     waiting: deque[Row] = field(default_factory=deque)
     unfinished: int = 0
 
@@ -61,7 +64,7 @@ class Group:
         """Completions that are waiting shall begin with the newest weights; running ones keep the prompt they have."""
         if self.entry is not None:
             self.older.append(self.entry)
-        self.entry, self.prefilled, self.logits_V = None, 0, None
+        self.entry, self.prefilled, self.logits_V, self.routing = None, 0, None, []
 
     def prompts(self) -> list[Entry]:
         """Give up all that is cached of the prompt."""
@@ -93,6 +96,10 @@ class Row:
     guesser: Guesser | None = None
     proposal: Proposal | None = None
     top: list[Top | None] = field(default_factory=list)
+    prompt_routing: list[RoutingArray] | None = None
+    """Experts of the prompt's tokens in the pass that its first token was sampled after."""
+    routing: list[RoutingArray] = field(default_factory=list)
+    """Experts of its own tokens, each in the first pass that fed it: the one that the next token's log-prob is of."""
 
     def __post_init__(self) -> None:
         request = self.group.request
@@ -105,6 +112,9 @@ class Row:
     def begin(self, begun: Begun) -> bool:
         """Take over tokens that were sampled earlier, up to one that ends the completion; True if one does."""
         arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
+        if begun.routing is not None and len(begun.token_ids):
+            prompt = len(self.group.request.prompt_ids)
+            self.prompt_routing, self.routing = list(begun.routing[:prompt]), list(begun.routing[prompt:])
         top: list[Top | None] = [None] * len(begun.token_ids)
         if begun.top_ids is not None and begun.top_probs is not None:
             top = list(zip(begun.top_ids, begun.top_probs, strict=True))
@@ -146,6 +156,10 @@ class Row:
         if self.proposal is not None and self.proposal.left(len(self.tokens)) <= 0:
             self.proposal = None
 
+    def fed(self, start: int, routing: Iterable[RoutingArray]) -> None:
+        """Note the experts of its tokens from `start` on, unless an earlier pass has fed them."""
+        self.routing.extend(islice(routing, len(self.routing) - start, None))
+
     def append(self, token: int, logprob: float, kept: float, version: int, top: Top | None = None) -> bool:
         """Add a sampled token; True if the completion is now finished."""
         self.tokens.append(token)
@@ -182,6 +196,7 @@ class Row:
             index=self.index,
             top_ids=top_ids,
             top_probs=top_probs,
+            routing=self._routing(),
             submitted_at=group.submitted_at,
             started_at=now if self.started_at is None else self.started_at,
             finished_at=now,
@@ -197,6 +212,12 @@ class Row:
                 found = min(count, len(top[0]))
                 ids[at, :found], probs[at, :found] = top[0][:found], top[1][:found]
         return ids, probs
+
+    def _routing(self) -> RoutingArray | None:
+        """[prompt + tokens - 1, L, k]; None where nothing was recorded."""
+        if not self.prompt_routing:
+            return None
+        return np.stack([*self.prompt_routing, *self.routing])[: len(self.prompt_routing) + len(self.tokens) - 1]
 
     def _text(self) -> str:
         group = self.group

@@ -1,0 +1,240 @@
+"""Routing of mixture-of-experts models: the experts each token went to, recorded in one pass and replayed in another.
+
+Two passes over the same tokens with the same weights may choose different experts where the scores of two are close,
+because their roundings differ; a token's log-prob then jumps. Rollout routing replay (R3, arXiv:2510.11370) keeps the
+choice of the rollout and makes the trainer take the same experts. Only the choice is replayed: the experts' weights
+come from the trainer's own scores, so gradients flow into the router as before.
+
+A router is a module that scores all experts and selects some with `topk` (PhiMoE: with `max`, one after the other). No
+router is implemented here: inside the contexts below, the selecting call within the router's own forward pass is noted
+or given other indices.
+
+Shapes: T tokens of a flat row, L routers of the model in module order, k experts per token (the most of any router;
+unused places hold 0), E experts.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import pad
+from torch.overrides import TorchFunctionMode
+
+from rollmill.core.errors import ModelError
+
+_TOPK = (torch.topk, torch.Tensor.topk)
+_MAX = (torch.max, torch.Tensor.max)
+_SPARSEMIXER = "sparsemixer"
+"""PhiMoE's function that selects one expert after the other."""
+
+
+class Router(NamedTuple):
+    """A module that chooses experts."""
+
+    module: nn.Module
+    experts: int
+    k: int  #: experts per token
+    one_by_one: bool  #: selects with `max`, k times
+
+
+_found: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
+
+
+def find_routers(model: nn.Module) -> list[Router]:
+    """The routers of a transformers model, in module order; none for a dense model."""
+    if model not in _found:
+        routers = (_as_router(module) for module in model.modules())
+        _found[model] = [router for router in routers if router is not None]
+    return _found[model]
+
+
+def routing_shape(model: nn.Module) -> tuple[int, int] | None:
+    """L and k of a model; None for a dense one."""
+    routers = find_routers(model)
+    return (len(routers), max(router.k for router in routers)) if routers else None
+
+
+class RecordedRouting:
+    """The experts chosen in the forward passes inside `routing_recorded`."""
+
+    def __init__(self, routers: list[Router]) -> None:
+        self._routers = routers
+        self._width = max(router.experts for router in routers)
+        self._chosen: dict[int, Tensor] = {}  # by router, [T, k]
+
+    def take(self) -> Tensor:
+        """Experts of the last pass's tokens, [T, L, k], and forget them; uint8 for up to 256 experts, else int16.
+
+        Routers that did not run (those of an image encoder) have 0 everywhere.
+        """
+        chosen, self._chosen = self._chosen, {}
+        any_Tk = next(iter(chosen.values()))
+        most = max(router.k for router in self._routers)
+        columns = [chosen.get(number, any_Tk.new_zeros(len(any_Tk), 0)) for number in range(len(self._routers))]
+        routing_TLk = torch.stack([pad(each, (0, most - each.shape[1])) for each in columns], dim=1)
+        return routing_TLk.to(torch.uint8 if self._width <= 256 else torch.int16)
+
+    def _note(self, number: int, parts: list[tuple[Tensor, int]]) -> None:
+        if number in self._chosen or not parts:
+            what = "runs several times in one pass" if parts else "selects its experts in a way that is not known"
+            raise ModelError(
+                f"{type(self._routers[number].module).__name__} {what}, so its choice cannot be replayed; set "
+                "trainer.router_replay: false"
+            )
+        self._chosen[number] = torch.cat([indices for indices, _ in parts], dim=1)
+        self._width = max(self._width, *(width for _, width in parts))
+
+
+@contextmanager
+def routing_recorded(model: nn.Module) -> Iterator[RecordedRouting]:
+    """Note which experts are chosen in the passes inside; `take` what was noted after every pass."""
+    recorded = RecordedRouting(find_routers(model))
+
+    def record(number: int) -> _Selection:
+        return _Recording(recorded, number)
+
+    with _taken_over(model, record):
+        yield recorded
+
+
+@contextmanager
+def routing_replayed(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
+    """Make every router choose the given experts for the T tokens of the passes inside; -1: its own choice.
+
+    Backward passes that recompute activations must run inside as well. May be nested: the innermost one counts.
+    """
+    own = bool((routing_TLk < 0).any())
+
+    def replay(number: int) -> _Selection:
+        return _Replaying(routing_TLk[:, number].long(), own)
+
+    with _taken_over(model, replay):
+        yield
+
+
+class _Selection:
+    """The selecting calls of one forward pass of a router."""
+
+    def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Select k experts by scores [..., E], T in all but the last axis; `call` gives the router's own choice.
+
+        Returns:
+            scores and indices of what is selected, [..., k].
+        """
+        raise NotImplementedError
+
+    def end(self) -> None:
+        """The forward pass has ended."""
+
+
+class _Recording(_Selection):
+    def __init__(self, recorded: RecordedRouting, number: int) -> None:
+        self._recorded, self._number = recorded, number
+        self._parts: list[tuple[Tensor, int]] = []
+
+    def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See _Selection."""
+        values, indices = call()
+        self._parts.append((indices.detach().flatten(0, -2), scores.shape[-1]))
+        return values, indices
+
+    def end(self) -> None:
+        """See _Selection."""
+        self._recorded._note(self._number, self._parts)
+
+
+class _Replaying(_Selection):
+    def __init__(self, given_Tk: Tensor, own: bool) -> None:
+        self._given_Tk, self._own, self._at = given_Tk, own, 0
+
+    def select(self, call: Any, scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """See _Selection."""
+        indices = self._given_Tk[:, self._at : self._at + k].view(*scores.shape[:-1], k)
+        self._at += k
+        if self._own:
+            indices = torch.where(indices < 0, call()[1], indices)
+        return scores.gather(-1, indices), indices
+
+
+class _Routed:
+    """A router's forward pass whose selecting calls are somebody else's to answer."""
+
+    def __init__(self, router: Router, selection: Any) -> None:
+        forward = router.module.forward
+        self._own: Any = forward._own if isinstance(forward, _Routed) else forward
+        self._router, self._selection = router, selection
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        selection: _Selection = self._selection()
+        with _Selecting(self._router, selection):
+            output = self._own(*args, **kwargs)
+        selection.end()
+        return output
+
+
+class _Selecting(TorchFunctionMode):
+    """Hands the selecting calls to a _Selection, and all others to torch."""
+
+    def __init__(self, router: Router, selection: _Selection) -> None:
+        super().__init__()
+        self._router, self._selection = router, selection
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        k = self._selects(func, args, kwargs)
+        if not k:
+            return func(*args, **kwargs)
+        selected = self._selection.select(lambda: func(*args, **kwargs), args[0], k)
+        return (torch.return_types.max if self._router.one_by_one else torch.return_types.topk)(selected)
+
+    def _selects(self, func: Any, args: Any, kwargs: Any) -> int:
+        """How many experts a call selects; 0: it selects none. (Groups of experts are fewer than experts.)"""
+        if func not in (_MAX if self._router.one_by_one else _TOPK) or not args:
+            return 0
+        scores = args[0]
+        if scores.shape[-1] < self._router.experts:
+            return 0
+        if self._router.one_by_one:
+            return int(kwargs.get("dim") == -1 and kwargs.get("keepdim", False))
+        k = kwargs["k"] if "k" in kwargs else args[1]
+        return int(k) if k == self._router.k else 0
+
+
+@contextmanager
+def _taken_over(model: nn.Module, selection: Any) -> Iterator[None]:
+    """All routers of a model with their selecting calls answered by `selection(number)`, made anew for every pass."""
+    routers = find_routers(model)
+    before = [router.module.__dict__.get("forward") for router in routers]
+    for number, router in enumerate(routers):
+        router.module.forward = _Routed(router, lambda number=number: selection(number))
+    try:
+        yield
+    finally:
+        for router, forward in zip(routers, before, strict=True):
+            if forward is None:
+                del router.module.forward
+            else:
+                router.module.forward = forward
+
+
+def _as_router(module: nn.Module) -> Router | None:
+    names: set[str] = set()
+    for kind in type(module).__mro__:
+        for function in vars(kind).values() if not kind.__module__.startswith("torch.") else ():
+            code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+            names |= set() if code is None else set(code.co_names)
+    config = getattr(module, "config", None)
+    experts = getattr(module, "num_experts", None) or getattr(config, "num_experts", None)
+    k = getattr(module, "top_k", None) or getattr(config, "top_k_experts", None)
+    if not isinstance(experts, int) or not isinstance(k, int) or not names & {"topk", _SPARSEMIXER}:
+        return None
+    # Doge composes experts of pairs of keys, each chosen on its own; whole models have topk in their sampling code
+    if hasattr(module, "num_keys") or hasattr(module, "get_output_embeddings"):
+        return None
+    return Router(module, experts, k, _SPARSEMIXER in names)
