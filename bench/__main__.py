@@ -30,6 +30,7 @@ NAMES = (
     "ranks",
     "simulate",
     "plan",
+    "mutation",
     "gpu_check",
 )
 
