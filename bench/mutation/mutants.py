@@ -149,9 +149,9 @@ def _owners(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
         for each in body:
             if isinstance(each, ast.ClassDef):
                 yield from of(each.body, f"{cls}.{each.name}" if cls else each.name)
-            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef):
-                yield each, cls
-            elif isinstance(each, ast.Assign | ast.AnnAssign) and _is_data(each, cls):
+            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or (
+                isinstance(each, ast.Assign | ast.AnnAssign) and _is_data(each, cls)
+            ):
                 yield each, cls
 
     yield from of(tree.body, "")
@@ -217,9 +217,7 @@ class _Lister:
                 yield from self._expression(value, partial(setattr, node, field), here)
             elif isinstance(value, list):
                 for each in value:
-                    if isinstance(each, ast.ExceptHandler):
-                        yield from self._body(each.body, here)
-                    elif isinstance(each, ast.match_case):
+                    if isinstance(each, ast.ExceptHandler) or isinstance(each, ast.match_case):
                         yield from self._body(each.body, here)
                     elif isinstance(each, ast.withitem):
                         yield from self._expression(each.context_expr, partial(setattr, each, "context_expr"), here)
@@ -305,6 +303,8 @@ class _Lister:
                 yield from (("constant", ast.Constant(other)) for other in _other_constants(value))
             case ast.Subscript(value, index, ast.Load()):
                 yield "dropped index", value
+                if isinstance(index, ast.Constant) and index.value == 0:
+                    yield "constant", ast.Subscript(value, ast.Constant(-1), ast.Load())
                 if isinstance(index, ast.Slice):
                     for bound in ("lower", "upper"):
                         if getattr(index, bound) is not None:
@@ -399,7 +399,7 @@ def _other_constants(value: object) -> list[object]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
-        return [value + 1, value - 1]
+        return [value + 1, value - 1] if value else [1]  # -1 is the same dimension as 0 where there is one
     if isinstance(value, float):
         return [value + 1, -value] if value else [1.0]
     if isinstance(value, str):

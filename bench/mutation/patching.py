@@ -12,7 +12,6 @@ from typing import Any
 
 from bench.mutation.mutants import Mutant
 
-
 _REACHED = "__reached_by_test__"
 
 

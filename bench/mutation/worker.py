@@ -19,8 +19,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from functools import partial
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +54,8 @@ class Tested:
     """A test, how long it took, and the lines that it ran in each file."""
 
     item: pytest.Item
-    seconds: float
+    seconds: float  #: of the processor
+    wall_s: float
     lines: dict[str, set[int]]
 
 
@@ -117,12 +118,14 @@ class Mutating:
         for item, following in zip(items, [*items[1:], None], strict=True):
             for lines in reached.values():
                 lines.clear()
+            began = time.process_time(), time.monotonic()
             reports = runtestprotocol(item, log=False, nextitem=following)
+            seconds, wall_s = time.process_time() - began[0], time.monotonic() - began[1]
             if any(report.failed for report in reports):
                 failed.append(item.nodeid)
             own = {file: set(lines) for file, lines in reached.items() if lines}
             if own and not any(report.failed or report.skipped for report in reports):
-                self.tests.append(Tested(item, sum(report.duration for report in reports), own))
+                self.tests.append(Tested(item, seconds, wall_s, own))
         for each in modules:
             replace_code(each.tree, each.module, live[each.file])
         return failed
@@ -174,7 +177,7 @@ class Mutating:
 
     def _fork(self, mutant: Mutant, change: Callable[[], None], chosen: list[int]) -> Run:
         ours, theirs = os.pipe()
-        limit = 30 + sum(SLOWER * self.tests[n].seconds + MORE_S for n in chosen)
+        limit = 30 + sum(SLOWER * self.tests[n].wall_s + MORE_S for n in chosen)
         pid = os.fork()
         if pid:
             os.close(theirs)
@@ -201,7 +204,7 @@ class Mutating:
         for n, following in zip(chosen, [*chosen[1:], None], strict=True):
             test = self.tests[n]
             os.write(pipe, f"{n}\n".encode())
-            signal.setitimer(signal.ITIMER_REAL, SLOWER * test.seconds + MORE_S)
+            signal.setitimer(signal.ITIMER_REAL, SLOWER * test.wall_s + MORE_S)
             after = None if following is None else self.tests[following].item
             if any(report.failed for report in runtestprotocol(test.item, log=False, nextitem=after)):
                 return f"killed {n}\n"

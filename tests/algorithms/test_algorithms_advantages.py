@@ -82,16 +82,16 @@ BATCHES = st.lists(st.tuples(st.integers(-8, 8).map(lambda n: n / 4), st.integer
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        (opmd(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (asymre(ONE_HOT, GROUP, beta=0.1), [0.85, -0.15, -0.15, -0.15]),
-        (reinforce_plus_plus(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
-        (reinforce_plus_plus(ONE_HOT, GROUP, ddof=1, baseline="group"), [1.5, -0.5, -0.5, -0.5]),
-        (remax(ONE_HOT, torch.tensor([1.0, 1, 0, NAN])), [0.0, -1, 0, 0]),
-        (gdpo(ONE_HOT[:, None], GROUP), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: opmd(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: asymre(ONE_HOT, GROUP, beta=0.1), [0.85, -0.15, -0.15, -0.15]),
+        (lambda: reinforce_plus_plus(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        (lambda: reinforce_plus_plus(ONE_HOT, GROUP, ddof=1, baseline="group"), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: remax(ONE_HOT, torch.tensor([1.0, 1, 0, NAN])), [0.0, -1, 0, 0]),
+        (lambda: gdpo(ONE_HOT[:, None], GROUP), [1.5, -0.5, -0.5, -0.5]),
     ],
 )
-def test_golden_advantages(advantage: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(advantage, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+def test_golden_advantages(advantage: Callable[[], Tensor], expected: list[float]) -> None:
+    torch.testing.assert_close(advantage(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", COMPARED)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,17 +22,17 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        (a.dr_grpo(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (a.grpo(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
-        (a.grpo(ONE_HOT, GROUP, ddof=1), [1.5, -0.5, -0.5, -0.5]),
-        (a.rloo(ONE_HOT, GROUP), [1, -1 / 3, -1 / 3, -1 / 3]),
-        (a.reinforce(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (a.reinforce(ONE_HOT, GROUP, baseline="none"), [1.0, 0, 0, 0]),
-        (a.grpo(ONE_HOT, GROUP, scale="none"), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.dr_grpo(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.grpo(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        (lambda: a.grpo(ONE_HOT, GROUP, ddof=1), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: a.rloo(ONE_HOT, GROUP), [1, -1 / 3, -1 / 3, -1 / 3]),
+        (lambda: a.reinforce(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.reinforce(ONE_HOT, GROUP, baseline="none"), [1.0, 0, 0, 0]),
+        (lambda: a.grpo(ONE_HOT, GROUP, scale="none"), [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_golden_advantages(advantage: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(advantage, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+def test_golden_advantages(advantage: Callable[[], Tensor], expected: list[float]) -> None:
+    torch.testing.assert_close(advantage(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_batch_scale_divides_by_the_deviation_of_all_rewards() -> None:

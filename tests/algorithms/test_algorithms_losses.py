@@ -286,6 +286,19 @@ def test_dppo_measures_the_move_of_the_probability() -> None:
     assert dppo_masked(logprob, rollout, _f64(0, 0, 0)).tolist() == [False, True, False]
 
 
+def test_dppo_bounds_moves_up_where_the_advantage_is_positive_and_moves_down_elsewhere() -> None:
+    """pi - mu: .3, .1, -.1, -.3; a move of .3 is within one of the bounds, .2 and .4, and beyond the other."""
+    probability, rollout = _f64(0.8, 0.6, 0.4, 0.2), torch.full((4,), 0.5).double().log()
+    logprob, ratio = probability.log().requires_grad_(), probability / 0.5
+    for low, high, dropped in ((0.2, 0.4, "....  ...x"), (0.4, 0.2, "x...  ....")):
+        for sign, marks in zip((1.0, -1.0), dropped.split(), strict=True):
+            bounds, advantage = {"bound_low": low, "bound_high": high}, torch.full_like(probability, sign)
+            assert dppo_masked(logprob, rollout, advantage, **bounds).tolist() == [mark == "x" for mark in marks]
+            kept = _f64(*(mark == "." for mark in marks))
+            loss = dppo_tv(logprob, rollout, advantage, kl=0.0, **bounds)
+            torch.testing.assert_close(_gradient(loss, logprob), -kept * advantage * ratio)
+
+
 # Expert tokens
 
 

@@ -82,7 +82,9 @@ def losses(
     ],
 )
 @pytest.mark.parametrize("part", [[0, 1], [2, 3], [0, 1, 2, 3]])
-def test_denominators_are_those_of_the_part_that_is_learned_from(aggregation: str, weight: Any, part: list[int]) -> None:
+def test_denominators_are_those_of_the_part_that_is_learned_from(
+    aggregation: str, weight: Any, part: list[int]
+) -> None:
     """The gradient by a token's log-prob is -A times the token's weight: of its part's tokens and experiences alone."""
     batch = batch_of()
     found = losses(recipe_of("dr_grpo", aggregation=aggregation), batch, part)["policy"]
