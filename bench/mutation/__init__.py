@@ -57,14 +57,18 @@ def main(arguments: list[str], only_json: bool) -> int:
     parser.add_argument("--module", action="append", default=[], metavar="PATTERN", help="only these (repeatable)")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--budget-s", type=float, default=20, help="seconds of tests (unchanged) per mutant")
+    parser.add_argument("--again", action="store_true", help="only those that survived in the last result")
     parser.add_argument("--only", default="", metavar="TEXT", help="only mutants whose function and change has TEXT")
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where mutation.json is written")
     parser.add_argument("--log", type=Path, help="a line of JSON for every mutant")
     args = parser.parse_args(arguments)
     began, found = time.monotonic(), list[dict[str, Any]]()
+    earlier = _earlier(args.folder / "mutation.json")
+    left = [each["key"] for row in earlier.values() for each in row["survivors"]] if args.again else None
     for modules, tests in _areas(args.module):
         note(f"  {', '.join(modules)}")
-        spec = {"modules": modules, "tests": tests, "jobs": args.jobs, "budget_s": args.budget_s, "only": args.only}
+        spec = {"modules": modules, "tests": tests, "jobs": args.jobs, "budget_s": args.budget_s}
+        spec |= {"only": args.only, "again": left}
         for line in _worked(spec):
             if "tests" in line:
                 note(f"  {line['tests']} tests reach them ({line['seconds']:.0f} s)")
@@ -80,19 +84,24 @@ def main(arguments: list[str], only_json: bool) -> int:
     if not found:
         raise BenchError(f"no mutants of {', '.join(args.module) or 'any module'}")
     wrong = _judge(found)
-    record = _record(found, time.monotonic() - began)
+    rows = _rows(found, earlier if args.again else {})
+    record = {
+        "bench": "mutation",
+        "seconds": round(time.monotonic() - began, 1),
+        "machine": machine.describe(),
+        "versions": versions("torch", "pytest", "hypothesis"),
+        "modules": dict(sorted((earlier | rows).items())),
+    }
     if not args.only:
-        record = _merged(args.folder / "mutation.json", record)
         args.folder.mkdir(parents=True, exist_ok=True)
         (args.folder / "mutation.json").write_text(json.dumps(record, indent=1) + "\n")
     if not only_json:
-        print(_table(record["modules"]))
+        print(_table(rows))
     for each in wrong:
         note(f"  accepted.toml: {each}")
-    rows = record["modules"].values()
-    killed, counted = (sum(row[key] for row in rows) for key in ("killed", "counted"))
+    killed, counted = (sum(row[key] for row in rows.values()) for key in ("killed", "counted"))
     print(json.dumps({"bench": "mutation", "killed": killed, "of": counted, "share": round(killed / counted, 4)}))
-    return int(bool(wrong) or any(row["killed"] < TARGET * row["counted"] for row in rows))
+    return int(bool(wrong) or any(row["killed"] < TARGET * row["counted"] for row in rows.values()))
 
 
 def _areas(patterns: list[str]) -> Iterator[tuple[list[str], list[str]]]:
@@ -143,8 +152,8 @@ def _judge(found: list[dict[str, Any]]) -> list[str]:
         if module not in modules:
             continue
         for change in entry["changes"]:
-            key = (module, entry["function"], entry["line"], change)
-            same = [each for each in found if (each["module"], each["function"], each["code"], each["change"]) == key]
+            key = [module, entry["function"], entry["line"], change]
+            same = [each for each in found if _key(each) == key]
             left = [each for each in same if each["outcome"] == "survived"]
             for each in left:
                 each["reason"], each["equivalent"] = entry["reason"], entry.get("equivalent", False)
@@ -154,44 +163,43 @@ def _judge(found: list[dict[str, Any]]) -> list[str]:
     return wrong
 
 
-def _record(found: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
-    modules: dict[str, Any] = {}
+def _earlier(path: Path) -> dict[str, Any]:
+    """The last result of every module that is still there."""
+    modules = json.loads(path.read_text())["modules"] if path.exists() else {}
+    return {module: row for module, row in modules.items() if (ROOT / module).exists()}
+
+
+def _rows(found: list[dict[str, Any]], earlier: dict[str, Any]) -> dict[str, Any]:
+    """The result of each module; `earlier` has those of which only the survivors were tried again."""
+    rows: dict[str, Any] = {}
     for module in dict.fromkeys(each["module"] for each in found):
         own = [each for each in found if each["module"] == module]
         survived = [each for each in own if each["outcome"] == "survived"]
         equivalent = [each for each in survived if each.get("equivalent")]
-        modules[module] = {
-            "mutants": len(own),
+        killed = len(own) - len(survived) + earlier.get(module, {}).get("killed", 0)
+        rows[module] = {
+            "mutants": killed + len(survived),
             "equivalent": len(equivalent),
-            "counted": len(own) - len(equivalent),
-            "killed": len(own) - len(survived),
-            "by_time": sum(each["outcome"] == "timeout" for each in own),
+            "counted": killed + len(survived) - len(equivalent),
+            "killed": killed,
             "survived": len(survived) - len(equivalent),
             "survivors": [
                 {
                     "at": f"{module}:{each['line']}",
-                    "function": each["function"],
                     "change": each["change"],
                     "equivalent": bool(each.get("equivalent")),
                     "reason": each.get("reason", each["by"] or "no test notices it"),
+                    "key": _key(each),
                 }
                 for each in survived
             ],
         }
-    return {
-        "bench": "mutation",
-        "seconds": round(seconds, 1),
-        "machine": machine.describe(),
-        "versions": versions("torch", "pytest", "hypothesis"),
-        "modules": modules,
-    }
+    return rows
 
 
-def _merged(path: Path, record: dict[str, Any]) -> dict[str, Any]:
-    """With the modules of an earlier result that were left alone now and are still there."""
-    earlier = json.loads(path.read_text())["modules"] if path.exists() else {}
-    kept = {module: row for module, row in earlier.items() if (ROOT / module).exists()}
-    return {**record, "modules": dict(sorted((kept | record["modules"]).items()))}
+def _key(mutant: dict[str, Any]) -> list[str]:
+    """Stays the same when lines move."""
+    return [mutant[name] for name in ("module", "function", "code", "change")]
 
 
 def _table(modules: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import pairwise
 
 COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -149,16 +150,16 @@ def _owners(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:
         for each in body:
             if isinstance(each, ast.ClassDef):
                 yield from of(each.body, f"{cls}.{each.name}" if cls else each.name)
-            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or (
-                isinstance(each, ast.Assign | ast.AnnAssign) and _is_data(each, cls)
-            ):
+            elif isinstance(each, ast.FunctionDef | ast.AsyncFunctionDef) or _is_data(each, cls):
                 yield each, cls
 
     yield from of(tree.body, "")
 
 
-def _is_data(statement: ast.Assign | ast.AnnAssign, cls: str) -> bool:
-    """Whether the value is something that functions look at, rather than a type or a list of names to export."""
+def _is_data(statement: ast.stmt, cls: str) -> bool:
+    """Whether it names something that functions look at, rather than a type or a list of names to export."""
+    if not isinstance(statement, ast.Assign | ast.AnnAssign):
+        return False
     target = statement.targets[0] if isinstance(statement, ast.Assign) else statement.target
     named = isinstance(target, ast.Name) and target.id != "__all__"
     if cls:
@@ -217,7 +218,7 @@ class _Lister:
                 yield from self._expression(value, partial(setattr, node, field), here)
             elif isinstance(value, list):
                 for each in value:
-                    if isinstance(each, ast.ExceptHandler) or isinstance(each, ast.match_case):
+                    if isinstance(each, ast.ExceptHandler | ast.match_case):
                         yield from self._body(each.body, here)
                     elif isinstance(each, ast.withitem):
                         yield from self._expression(each.context_expr, partial(setattr, each, "context_expr"), here)
@@ -370,7 +371,7 @@ def _other_calls(node: ast.Call) -> Iterator[tuple[str, ast.expr]]:
         if keyword.arg in ("min", "max") and len(plain) == 1:
             other = ast.keyword("max" if keyword.arg == "min" else "min", keyword.value)
             yield "min/max", ast.Call(function, arguments, [other])
-    for one, two in zip(plain, plain[1:], strict=False):
+    for one, two in pairwise(plain):
         if ast.dump(one.value) != ast.dump(two.value):
             swapped = {id(one): ast.keyword(one.arg, two.value), id(two): ast.keyword(two.arg, one.value)}
             yield "swapped", ast.Call(function, arguments, [swapped.get(id(each), each) for each in keywords])

@@ -30,7 +30,7 @@ def live_objects(files: set[str]) -> dict[str, Live]:
     for each in gc.get_objects():
         cached = type(each).__name__ == "_lru_cache_wrapper"
         function = each.__wrapped__ if cached else each
-        if isinstance(function, FunctionType) and function.__code__.co_filename in found:
+        if type(function) is FunctionType and function.__code__.co_filename in found:
             live = found[function.__code__.co_filename]
             (live.caches if cached else live.functions).append(each)
     gc.freeze()  # forked processes share these pages

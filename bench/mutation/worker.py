@@ -83,7 +83,7 @@ class Mutating:
     def pytest_collection(self) -> None:
         """Same examples in every process, not too many, and no time spent on making failing ones shorter."""
         phases = (Phase.explicit, Phase.generate)
-        fixed: dict[str, Any] = {"derandomize": True, "database": None, "phases": phases, "max_examples": 40}
+        fixed: dict[str, Any] = {"derandomize": True, "database": None, "phases": phases, "max_examples": 20}
         settings.register_profile("mutation", settings.default, **fixed)
         settings.load_profile("mutation")
 
@@ -99,11 +99,16 @@ class Mutating:
         listed = []
         for each in modules:
             for mutant in mutants(each.tree, each.source, each.path):
-                if not self.spec["only"] or self.spec["only"] in f"{mutant.function} {mutant.change}":
+                if self._wanted(mutant):
                     change = partial(install, mutant, each.tree, each.module, live[each.file])
                     listed.append((mutant, each.file, change))
         self._run_all(listed)
         return True
+
+    def _wanted(self, mutant: Mutant) -> bool:
+        again = self.spec["again"]
+        left = again is None or [mutant.path, mutant.function, mutant.code, mutant.change] in again
+        return left and self.spec["only"] in f"{mutant.function} {mutant.change}"
 
     @staticmethod
     def _load(path: str) -> Source:

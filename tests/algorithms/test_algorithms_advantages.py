@@ -226,6 +226,69 @@ def test_whitening_does_not_hide_a_counted_nan() -> None:
     assert whiten(doubles(1, NAN, 2), torch.tensor([True, False, True])).isfinite().all()
 
 
+def test_a_weighted_value_counts_as_often_as_its_weight_says() -> None:
+    values, times = doubles(1, 0, 0.5, 9), ids(1, 4, 2, 3)
+    counted = torch.tensor([True, True, True, False])
+    for ddof in (0, 1):
+        repeated = whiten(values[:3].repeat_interleave(times[:3]), ddof=ddof, eps=0.5)
+        got = whiten(values, counted, weights=times, ddof=ddof, eps=0.5)
+        torch.testing.assert_close(got[:3].repeat_interleave(times[:3]), repeated)
+        assert got[3] == 0
+    exact = whiten(doubles(0, 1), weights=doubles(2**24, 1), ddof=0)  # as float32, 2^24 + 1 is 2^24
+    rounded = whiten(torch.tensor([0.0, 1]), weights=torch.tensor([2.0**24, 1]), ddof=0)
+    assert torch.equal(rounded, exact.float())
+
+
+def test_the_deviation_of_tiny_values_is_not_all_that_divides() -> None:
+    """Values 1 and 3 times 1e-8 deviate by 1e-8, and 1e-8 is added."""
+    torch.testing.assert_close(whiten(doubles(1e-8, 3e-8), ddof=0), doubles(-0.5, 0.5))
+    torch.testing.assert_close(whiten(doubles(1, 3), ddof=0, eps=1.0), doubles(-0.5, 0.5))
+
+
+def test_whitening_whole_numbers_gives_fractions() -> None:
+    torch.testing.assert_close(whiten(torch.tensor([1, 3]), ddof=0), torch.tensor([-1.0, 1.0]))
+    assert whiten(doubles(0.1, 0.1, 0.1)).tolist() == [0, 0, 0]  # although their sum is not 3 times .1
+
+
+def test_whitening_is_done_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = 1000 + torch.rand(1000, generator=generator)
+    torch.testing.assert_close(whiten(values), whiten(values.double()).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gdpo_gives_exactly_zero_where_every_part_is_uniform(seed: int) -> None:
+    """Although the mean over the batch, which whitening takes off, is 0 only up to rounding."""
+    parts = torch.rand(9, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    parts[6:] = doubles(0.1, 0.2, 0.7)
+    got = gdpo(parts, ids(0, 0, 0, 1, 1, 1, 2, 2, 2), weights=[0.3, 0.7, 1.1])
+    assert got[6:].tolist() == [0, 0, 0]
+    assert (got[:6] != 0).all()
+
+
+def test_gdpo_does_not_look_at_parts_without_weight() -> None:
+    """An experience with no other part is not judged."""
+    parts = doubles(1, 0, 0, 1, NAN, 7, 0.5, 3).reshape(4, 2)
+    got = gdpo(parts, GROUP, weights=[1, 0])
+    torch.testing.assert_close(got[[0, 1, 3]], gdpo(parts[[0, 1, 3], :1], GROUP[:3]))
+    assert got[2] == 0
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_gdpo_normalises_by_its_deviation_twice(ddof: int) -> None:
+    parts, groups = doubles(1, 0, 0, 3, 1, 1).reshape(6, 1), ids(0, 0, 0, 1, 1, 1)
+    apart = grpo(parts[:, 0], groups, ddof=ddof, eps=0.5)
+    torch.testing.assert_close(gdpo(parts, groups, ddof=ddof, eps=0.5, whitened=False), apart)
+    expected = apart / (apart.std(correction=ddof) + 0.5)
+    torch.testing.assert_close(gdpo(parts, groups, ddof=ddof, eps=0.5), expected)
+
+
+def test_gdpo_sums_in_float64() -> None:
+    parts = torch.rand(300, 2, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(300) // 10
+    assert torch.equal(gdpo(parts, groups), gdpo(parts.double(), groups).float())
+
+
 def test_gdpo_keeps_apart_what_a_sum_of_rewards_confuses() -> None:
     """The paper's example: two binary rewards, (0, 1) against (0, 2) in sum; GRPO cannot tell them apart."""
     groups = ids(0, 0, 1, 1)

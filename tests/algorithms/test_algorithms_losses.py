@@ -104,6 +104,42 @@ def test_advantage_zero_gives_no_gradient_unless_documented(name: str, batch: tu
     assert (_gradient(loss, logprob) == 0).all() == (name not in ("kimi_mirror", "sppo", "dppo_tv"))
 
 
+# PPO
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("advantage", [-2.0, -0.5, 0.5, 2.0])
+def test_ppos_value_and_gradient_by_hand(advantage: float, dual_clip: float | None) -> None:
+    """With the default bounds .8 and 1.2."""
+    ratio = _f64(0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.4, 1.6, 3.0)
+    old, a = torch.full_like(ratio, -0.7), torch.full_like(ratio, advantage)
+    logprob = (old + ratio.log()).requires_grad_()
+    if advantage > 0:
+        objective, kept = ratio.clamp(max=1.2) * a, ratio < 1.2
+    else:
+        most = math.inf if dual_clip is None else dual_clip
+        objective, kept = ratio.clamp(min=0.8, max=most) * a, (ratio > 0.8) & (ratio < most)
+    loss = ppo_clip(logprob, old, a, dual_clip=dual_clip)
+    torch.testing.assert_close(loss, -objective)
+    torch.testing.assert_close(_gradient(loss, logprob), -kept.double() * ratio * a)
+    assert torch.equal(clipped(logprob, old, a, dual_clip=dual_clip), ~kept)
+
+
+def test_tokens_at_a_bound_and_without_an_advantage_are_not_clipped() -> None:
+    same = _f64(-1.0)
+    for advantage in (-1.0, 1.0):
+        assert not clipped(same, same, _f64(advantage), clip_low=0.0, clip_high=0.0, dual_clip=1.0)
+    for other in (-3.0, 3.0):
+        assert not clipped(same, same + other, _f64(0.0), dual_clip=1.0)
+
+
+def test_sapo_takes_tau_by_the_sign_of_the_advantage() -> None:
+    ratio = _f64(1.5)
+    for advantage, tau in ((0.5, 1.0), (2.0, 1.0), (-0.5, 1.05)):
+        expected = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+        torch.testing.assert_close(sapo(ratio.log(), _f64(0.0), _f64(advantage)), expected)
+
+
 # GSPO
 
 
@@ -297,6 +333,18 @@ def test_dppo_bounds_moves_up_where_the_advantage_is_positive_and_moves_down_els
             kept = _f64(*(mark == "." for mark in marks))
             loss = dppo_tv(logprob, rollout, advantage, kl=0.0, **bounds)
             torch.testing.assert_close(_gradient(loss, logprob), -kept * advantage * ratio)
+
+
+@given(batches())
+def test_gspo_clips_where_its_gradient_is_gone(batch: tuple[Tensor, ...]) -> None:
+    """With the default bounds, and with wider ones that differ."""
+    logprob, old, advantage, sequence = batch
+    logprob.requires_grad_()
+    for bounds in ({}, {"clip_low": 0.05, "clip_high": 0.15}):
+        for loss in (gspo, gspo_token):
+            gradient = _gradient(loss(logprob, old, advantage, sequence, **bounds), logprob)
+            dropped = gspo_clipped(logprob, old, advantage, sequence, **bounds)
+            torch.testing.assert_close((gradient == 0)[advantage != 0], dropped[advantage != 0])
 
 
 # Expert tokens

@@ -65,7 +65,7 @@ def test_a_row_by_hand() -> None:
     ]
     [row] = micro_batches(batch, token_table(batch, CPU), [0, 1, 2], 100, CPU)
     # what the last action token would predict is not asked for
-    assert row.input_ids.tolist() == [[1, 2, 3, 4] + [1, 2, 3] + [6, 7, 8] + [4]]
+    assert row.input_ids.tolist() == [[*(1, 2, 3, 4), *(1, 2, 3), *(6, 7, 8), 4]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 3]]
     home = {batch[i].id: n for n, i in enumerate(row.experiences)}
     places = {}
