@@ -198,6 +198,36 @@ def test_reinforce_plus_plus_normalises_over_the_whole_batch() -> None:
     torch.testing.assert_close(got, doubles(*(c / statistics.stdev(centred) for c in centred)))
 
 
+def test_reinforce_plus_plus_takes_off_the_penalties_still_to_come() -> None:
+    rewards, groups, sequence = doubles(1, 0, NAN), ids(0, 0, 0), ids(0, 0, 1, 2)
+    penalty = torch.tensor([0.25, 0.5, 1.0, 8.0])
+    returns = doubles(1 - 0.75, 1 - 0.5, 0 - 1)
+    got = per_token(rewards, groups, sequence, penalty)
+    torch.testing.assert_close(got, torch.cat([(returns - returns.mean()) / returns.std(), doubles(0)]))
+    uniform = per_token(doubles(1, 1), ids(0, 0), sequence[:3], penalty[:3], baseline="group")
+    returns = doubles(-0.75, -0.5, -1)  # the penalties differ where the rewards do not
+    torch.testing.assert_close(uniform, (returns - returns.mean()) / returns.std())
+
+
+def test_the_groups_mean_of_reinforce_plus_plus_counts_an_episode_once() -> None:
+    rewards, groups, tokens = doubles(1, 1, 1, 0), ids(0, 0, 0, 0), torch.arange(4)
+    once = per_token(rewards, groups, tokens, episodes_S=ids(7, 7, 7, 2), baseline="group")
+    torch.testing.assert_close(once, whiten(doubles(0.5, 0.5, 0.5, -0.5)))
+    each = per_token(rewards, groups, tokens, baseline="group")
+    torch.testing.assert_close(each, whiten(doubles(0.25, 0.25, 0.25, -0.75)))
+
+
+def test_reinforce_plus_plus_is_computed_in_float64_and_bounded_by_eps() -> None:
+    rewards = 1000 + torch.rand(200, generator=torch.Generator().manual_seed(0))
+    groups, tokens = torch.arange(200) // 4, torch.arange(200)
+    for baseline in ("none", "group"):
+        exact = per_token(rewards.double(), groups, tokens, baseline=baseline)  # type: ignore[arg-type]
+        got = per_token(rewards, groups, tokens, baseline=baseline)  # type: ignore[arg-type]
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-6)
+    tiny = per_token(doubles(1e-8, 3e-8), ids(0, 0), ids(0, 1), ddof=0)
+    torch.testing.assert_close(tiny, doubles(-0.5, 0.5))
+
+
 def test_lengths_count_an_experience_once_per_token() -> None:
     rewards, lengths = doubles(1, 0, 0.5), ids(1, 4, 2)
     tokens = whiten(rewards.repeat_interleave(lengths), eps=1e-6)
@@ -399,6 +429,12 @@ def test_gae_of_a_long_sequence_in_float32() -> None:
     expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: 0.99})
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    lam = torch.tensor([0.999])
+    got = gae(values, rewards, sequence, gamma=0.999, lam=lam).advantages
+    expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: lam.item()})
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    exact = discounted_returns(rewards.double(), sequence, gamma=0.999)
+    assert torch.equal(discounted_returns(rewards, sequence, gamma=0.999), exact.float())
 
 
 def test_gae_of_a_sequence_without_a_reward_teaches_nothing() -> None:
@@ -511,6 +547,29 @@ def test_gigpo_tells_steps_of_one_episode_apart() -> None:
     rewards = doubles(0, 0, 1, 1)
     got = gigpo(rewards, ids(0, 0, 0, 0), ids(0, 0, 0, 1), ids(0, 1, 0, 0), gamma=0.5, scale="none")
     torch.testing.assert_close(got, doubles(0.25 - 0.75, 0, 0.25, 0.25))
+
+
+def test_gigpo_by_default_discounts_by_a_twentieth_and_divides_by_the_deviation() -> None:
+    """Of two episodes alike the first gets its reward a step later, so that its return in the shared state is less."""
+    rewards, episodes, states = doubles(0, 1, 1), ids(0, 0, 1), ids(0, 1, 0)
+    got = gigpo(rewards, ids(0, 0, 0), episodes, states, scale="none")
+    torch.testing.assert_close(got, doubles((0.95 - 1) / 2, 0, (1 - 0.95) / 2))
+    both = doubles(0.95, 1)
+    for options, divisor in (({}, both.std() + 1e-6), ({"ddof": 0, "eps": 0.5}, both.std(correction=0) + 0.5)):
+        got = gigpo(rewards, ids(0, 0, 0), episodes, states, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, doubles(-0.025, 0, 0.025) / divisor)
+
+
+def test_gigpo_gives_nothing_to_the_steps_behind_a_missing_reward() -> None:
+    rewards, episodes, states = doubles(NAN, 1, 0, 2), ids(0, 0, 1, 2), ids(0, 1, 1, 1)
+    got = gigpo(rewards, ids(0, 0, 0, 0), episodes, states, scale="none")
+    assert got.tolist() == [0, 0, -2, 2]
+
+
+def test_gigpo_is_computed_in_float64() -> None:
+    rewards = 100 + torch.rand(200, generator=torch.Generator().manual_seed(0))
+    where = (torch.arange(200) // 20, torch.arange(200) // 4, torch.arange(200) % 2)
+    torch.testing.assert_close(gigpo(rewards, *where).double(), gigpo(rewards.double(), *where), rtol=0, atol=2e-6)
 
 
 def test_gigpo_leaves_out_an_episode_with_a_missing_reward() -> None:

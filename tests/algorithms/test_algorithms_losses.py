@@ -297,6 +297,61 @@ def test_rec_drops_tokens_and_weighs_the_rest(clip: str, sign: int, dropped: lis
         torch.testing.assert_close(_gradient(loss, logprob), -advantage * weight * kept)
 
 
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize(
+    ("clip", "positive", "negative"),
+    [
+        ("one-side", ".....xx", "xxx...."),
+        ("two-side", "xxx..xx", "xxx..xx"),
+        ("ring", ".xx..xx", "xxx..x."),  # too far off on the side that A corrects is kept again
+    ],
+)
+def test_rec_takes_each_bound_on_its_own_side(clip: str, positive: str, negative: str, importance: bool) -> None:
+    """Bounds .9 and 1.3, and far ones .6 and 1.9."""
+    bounds = {"clip": clip, "clip_low": 0.1, "clip_high": 0.3, "far_low": 0.4, "far_high": 0.9}
+    ratio = _f64(0.5, 0.7, 0.85, 0.95, 1.2, 1.5, 2.2)
+    old = torch.full_like(ratio, -1.3)
+    logprob = (old + ratio.log()).requires_grad_()
+    for size in (0.5, 2.0):
+        for advantage, marks in ((size, positive), (-size, negative)):
+            a, dropped = torch.full_like(ratio, advantage), torch.tensor([mark == "x" for mark in marks])
+            found = rec_clipped(logprob, old, a, **bounds)  # type: ignore[arg-type]
+            assert torch.equal(found, dropped)
+            assert not found.requires_grad
+            loss = rec(logprob, old, a, importance=importance, **bounds)  # type: ignore[arg-type]
+            weight = ratio if importance else 1.0
+            torch.testing.assert_close(loss, torch.where(dropped, 0, -weight * a * logprob.detach()))
+            torch.testing.assert_close(_gradient(loss, logprob), torch.where(dropped, 0, -weight * a))
+            if clip == "one-side":
+                assert torch.equal(rec_clipped(logprob, old, a, clip_low=0.1, clip_high=0.3), dropped)
+    zero = torch.zeros_like(ratio)
+    if clip == "ring":  # nothing to correct
+        assert rec_clipped(logprob, old, zero, **bounds).tolist() == [True, True, True, False, False, True, True]  # type: ignore[arg-type]
+
+
+def test_rec_and_dppo_take_bounds_as_inside() -> None:
+    same, a = _f64(-1.0), _f64(1.0)
+    for clip in ("one-side", "two-side", "ring"):
+        assert not rec_clipped(same, same, a, clip=clip, clip_low=0.0, clip_high=0.0)  # type: ignore[arg-type]
+    assert not dppo_masked(same, same, a, bound_high=0.0)
+    assert not dppo_masked(same, same, -a, bound_low=0.0)
+    twice = same + math.log(2)  # far_high 1 and far_low 0 are reached exactly, and are far
+    assert math.exp(math.log(2)) == 2
+    assert not rec_clipped(twice - same, same - same, -a, clip="ring", far_high=1.0)
+    assert rec_clipped(twice - same, same - same, -a, clip="ring", far_high=1.1)
+    assert not rec_clipped(same, same, a, clip="ring", clip_low=-0.5, far_low=0.0)
+
+
+def test_dppo_by_default_bounds_moves_by_a_fifth_and_penalises_a_thousandth() -> None:
+    probability, rollout = _f64(0.45, 0.69, 0.71, 0.31, 0.29), torch.full((5,), 0.5).double().log()
+    for advantage, dropped in ((0.5, [2]), (-0.5, [4]), (2.0, [2])):
+        a, kept = torch.full_like(probability, advantage), torch.ones(5).double()
+        kept[dropped] = 0
+        ratio = probability / 0.5
+        expected = -kept * a * ratio + 1e-3 * ratio.log() ** 2
+        torch.testing.assert_close(dppo_tv(probability.log(), rollout, a), expected)
+
+
 @given(batches())
 def test_rec_one_side_with_importance_has_the_gradient_of_ppo(batch: tuple[Tensor, ...]) -> None:
     logprob, old, advantage, _ = batch
@@ -360,7 +415,7 @@ def test_chord_weighs_expert_tokens_by_p_times_one_minus_p() -> None:
 
 def test_chord_mu_rises_and_falls() -> None:
     options = {"warmup": 10, "decay": 40, "peak": 0.5, "valley": 0.1}
-    expected = {0: 0.0, 5: 0.25, 10: 0.5, 20: 0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2, 30: 0.3, 50: 0.1, 99: 0.1}
+    expected = {0: 0.0, 5: 0.25, 10: 0.5, 20: 0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2, 30: 0.3, 50: 0.1, 60: 0.1, 99: 0.1}
     assert {step: chord_mu(step, **options) for step in expected} == pytest.approx(expected)  # type: ignore[arg-type]
     assert chord_mu(0, warmup=0, decay=0, peak=0.9, valley=0.2) == 0.2
     assert chord_mu(0, warmup=0, decay=5, peak=0.9, valley=0.2) == pytest.approx(0.9)
