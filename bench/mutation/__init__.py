@@ -41,7 +41,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_trainer_critic.py",
         "tests/trainer/test_trainer_formulas.py",
     ),
-    "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_packing*.py", "tests/trainer/test_trainer_step.py"),
+    "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_batch.py", "tests/trainer/test_trainer_packing*.py"),
     "src/rollmill/explorer/recording.py": ("tests/explorer/test_explorer_recording.py",),
     "src/rollmill/buffer/queue.py": ("tests/buffer/test_buffer_queue.py",),
     "src/rollmill/master/pacing.py": ("tests/master/test_master_pacing.py",),
@@ -75,6 +75,8 @@ def main(arguments: list[str], only_json: bool) -> int:
                 if line["failed"]:
                     raise BenchError(f"tests that fail without any change: {', '.join(line['failed'])}")
                 continue
+            if line["outcome"] == "broken":
+                raise BenchError(f"{line['module']}:{line['line']} {line['change']} cannot be made: {line['by']}")
             found.append(line)
             if args.log:
                 with args.log.open("a") as log:
@@ -205,7 +207,7 @@ def _key(mutant: dict[str, Any]) -> list[str]:
 def _table(modules: dict[str, Any]) -> str:
     keys = ("mutants", "equivalent", "killed", "survived")
     total = {key: sum(row[key] for row in modules.values()) for key in (*keys, "counted")}
-    rows = [("module", *keys, "share killed")]
+    rows: list[tuple[str, ...]] = [("module", *keys, "share killed")]
     for name, row in [*modules.items(), ("all", total)]:
         share = f"{row['killed'] / row['counted']:.1%}" if row["counted"] else "-"
         rows.append((name.removeprefix("src/rollmill/"), *(str(row[key]) for key in keys), share))

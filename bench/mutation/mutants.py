@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
+from typing import Any
 
 COMPARED: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),
@@ -396,7 +397,7 @@ def _swapped(
         yield "swapped", make([*values[:at], two, one, *values[at + 2 :]])
 
 
-def _other_constants(value: object) -> list[object]:
+def _other_constants(value: object) -> list[Any]:
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
@@ -423,7 +424,7 @@ def _is_none(node: ast.expr) -> bool:
     return isinstance(node, ast.Constant) and node.value is None
 
 
-def _put(values: list[ast.expr], at: int, new: ast.expr) -> None:
+def _put(values: list[Any], at: int, new: ast.AST) -> None:
     values[at] = new
 
 

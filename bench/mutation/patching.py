@@ -12,6 +12,11 @@ from typing import Any
 
 from bench.mutation.mutants import Mutant
 
+
+class LoadError(Exception):
+    """A change with which the module could not be imported."""
+
+
 _REACHED = "__reached_by_test__"
 
 
@@ -105,7 +110,11 @@ def _reload(mutant: Mutant, module: ModuleType, functions: list[FunctionType]) -
     owner, namespace = mutant.owner, vars(module)
 
     def value(node: ast.expr) -> Any:
-        return eval(compile(ast.fix_missing_locations(ast.Expression(node)), str(module.__file__), "eval"), namespace)
+        code = compile(ast.fix_missing_locations(ast.Expression(node)), str(module.__file__), "eval")
+        try:
+            return eval(code, namespace)
+        except Exception as error:
+            raise LoadError(ast.unparse(node)) from error
 
     if isinstance(owner, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = owner.args
@@ -136,11 +145,12 @@ def _reload(mutant: Mutant, module: ModuleType, functions: list[FunctionType]) -
 
 def _set_field(cls: type, name: str, value: Any) -> None:
     """Change the default of a field of a data class or a named tuple, or an attribute of a class."""
-    maker: Any = cls.__new__ if issubclass(cls, tuple) else cls.__init__
-    code, defaults = maker.__code__, list(maker.__defaults__ or ())
-    names = code.co_varnames[: code.co_argcount]
-    if name in names:
-        defaults[names.index(name) - len(names)] = value
-        maker.__defaults__ = tuple(defaults)
+    maker = cls.__new__ if issubclass(cls, tuple) else vars(cls).get("__init__")
+    if isinstance(maker, FunctionType):
+        defaults = list(maker.__defaults__ or ())
+        names = maker.__code__.co_varnames[: maker.__code__.co_argcount]
+        if name in names:
+            defaults[names.index(name) - len(names)] = value
+            maker.__defaults__ = tuple(defaults)
     if "__slots__" not in vars(cls) and not issubclass(cls, tuple):
         setattr(cls, name, value)

@@ -30,7 +30,7 @@ from hypothesis import Phase, settings
 
 from bench.harness import ROOT
 from bench.mutation.mutants import Mutant, mutants
-from bench.mutation.patching import Live, install, live_objects, note_lines, replace_code
+from bench.mutation.patching import Live, LoadError, install, live_objects, note_lines, replace_code
 
 #: A test may take so many times as long as without a change, and so many seconds more.
 SLOWER, MORE_S = 10, 5
@@ -96,7 +96,7 @@ class Mutating:
         live = live_objects({each.file for each in modules})
         failed = self._cover(session.items, modules, live)
         self.say({"tests": len(self.tests), "failed": failed, "seconds": sum(each.seconds for each in self.tests)})
-        listed = []
+        listed: list[tuple[Mutant, str, Callable[[], None]]] = []
         for each in modules:
             for mutant in mutants(each.tree, each.source, each.path):
                 if self._wanted(mutant):
@@ -152,7 +152,7 @@ class Mutating:
             cases[name] += 1
         known = self.killers.get(f"{file} {mutant.function}", Counter())
         reaching.sort(key=lambda n: (-known[n] / (0.05 + self.tests[n].seconds), place[n], self.tests[n].seconds))
-        left, chosen = float(self.spec["budget_s"]), []
+        left, chosen = float(self.spec["budget_s"]), list[int]()
         for n in reaching:
             left -= self.tests[n].seconds
             if chosen and left < 0:
@@ -203,8 +203,10 @@ class Mutating:
         resource.setrlimit(resource.RLIMIT_AS, (allowed, resource.RLIM_INFINITY))
         try:
             change()
-        except Exception:
+        except LoadError:
             return f"killed {chosen[0]} at import\n"
+        except Exception as error:
+            return f"broken {error!r}\n"
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         for n, following in zip(chosen, [*chosen[1:], None], strict=True):
             test = self.tests[n]
@@ -223,7 +225,7 @@ class Mutating:
             if run.pipe in ready:
                 got = os.read(run.pipe, 65536)
                 run.said += got
-                if got and not run.said.endswith((b"survived\n",)) and b"killed" not in run.said:
+                if got and not any(word in run.said for word in (b"survived", b"killed", b"broken")):
                     continue
                 ended.append(run)
             elif time.monotonic() - run.began > run.limit_s:
@@ -240,8 +242,8 @@ class Mutating:
         os.waitpid(run.pid, 0)
         words = run.said.decode().splitlines()
         last = words[-1] if words else ""
-        if last == "survived":
-            self._report(run.mutant, "survived", "", seconds)
+        if last == "survived" or last.startswith("broken"):
+            self._report(run.mutant, last.partition(" ")[0], last.partition(" ")[2], seconds)
             return
         number = int(last.removeprefix("killed ").split()[0]) if last else -1
         file = str(ROOT / run.mutant.path)

@@ -25,7 +25,8 @@ def run(test: Callable[[GroupQueue, Futures], Coroutine[Any, Any, None]], number
     """Run a test on a queue with the given groups, put in this order; a wait that never ends fails."""
 
     async def prepared() -> None:
-        queue, futures = GroupQueue(), Futures()
+        queue, futures, unheard = GroupQueue(), Futures(), list[dict[str, Any]]()
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unheard.append(context))
         for number in map(int, numbers):
             futures[number] = asyncio.get_running_loop().create_future()
             queue.put(number, f"task {number}", futures[number], f"id {number}")
@@ -33,6 +34,8 @@ def run(test: Callable[[GroupQueue, Futures], Coroutine[Any, Any, None]], number
         for future in futures.values():
             if future.done() and not future.cancelled():
                 future.exception()
+        await asyncio.sleep(0)
+        assert not unheard
 
     asyncio.run(prepared())
 
@@ -273,10 +276,10 @@ def test_what_a_group_that_was_replaced_does_later_does_not_matter() -> None:
 def test_groups_of_a_checkpoint_are_there_at_once_in_their_order() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
         queue.restore({7: group("g7"), 5: group("g5"), 6: []})
-        assert [(each.number, each.name) for each in queue.all()] == [
-            (5, "task task-g5"),
-            (6, "a group that was rejected"),
-            (7, "task task-g7"),
+        assert [(each.number, each.name, each.task) for each in queue.all()] == [
+            (5, "task task-g5", ""),
+            (6, "a group that was rejected", ""),
+            (7, "task task-g7", ""),
         ]
         assert [[one.group for one in each] for each in await queue.get(3, 0.1)] == [["g5"], [], ["g7"]]
 

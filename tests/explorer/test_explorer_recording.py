@@ -85,6 +85,9 @@ def test_a_shared_turn_counts_in_the_first_branch_alone() -> None:
     assert second.action_mask.tolist() == [False, False, False, True]
     assert second.token_ids.tolist() == [1, 2, 9, 5]
     assert (first.id, second.id) == ("g/0", "g/0.1")
+    for one, call_ in ((first, "call 1"), (second, "call 2")):
+        assert [turn.text for turn in one.turns] == ["prompt 0", "call 0", str(one.token_ids[2]), call_]
+        assert (one.prompt, one.response) == ("prompt 0", call_)
     assert first.info["episode"] == second.info["episode"] == "g/0"
 
 
@@ -114,6 +117,7 @@ def test_what_is_not_learned_is_context() -> None:
     [one] = experiences(recorder)
     assert one.action_mask.tolist() == [False, False, True]
     assert one.versions.tolist() == [-1, -1, 1]
+    assert [turn.role for turn in one.turns] == ["prompt", "assistant", "assistant"]  # nothing came in between
 
 
 def test_who_never_asked_has_no_experience() -> None:
@@ -142,6 +146,12 @@ def test_greedy_calls_are_recorded_at_temperature_1() -> None:
     greedy = call(recorder, [1], [2], heat=0.0)
     assert greedy is recorder.calls[0]
     assert experiences(recorder)[0].temperature == 1.0
+
+
+def test_a_completion_is_learned_from_unless_said_otherwise() -> None:
+    recorder = Recorder()
+    recorder.add(call(Recorder(), [1], [2]).completion, "prompt", 1.0)
+    assert experiences(recorder)[0].action_mask.tolist() == [False, True]
 
 
 def test_a_branch_has_the_latest_reward_of_its_calls_and_is_then_a_rollout_of_its_own() -> None:
