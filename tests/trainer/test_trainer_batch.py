@@ -60,27 +60,20 @@ def test_a_row_by_hand() -> None:
     """Two completions of one prompt and one of another: prompts first, then what follows, the longest of each first."""
     batch = [
         made("a", "g", [1, 2, 3], [4, 5]),
-        made("b", "g", [1, 2, 3], [6, 7, 8, 9]),
+        made("b", "g", [1, 2, 3], [6, 7, 8, 9, 9, 9, 9]),
         made("c", "h", [1, 2], [3, 4, 5], "x.x"),
     ]
     [row] = micro_batches(batch, token_table(batch, CPU), [0, 1, 2], 100, CPU)
     # what the last action token would predict is not asked for
-    assert row.input_ids.tolist() == [[*(1, 2, 3, 4), *(1, 2, 3), *(6, 7, 8), 4]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 3]]
+    assert row.input_ids.tolist() == [[*(1, 2, 3, 4), *(1, 2, 3), *(6, 7, 8, 9, 9, 9), 4]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 3]]
     home = {batch[i].id: n for n, i in enumerate(row.experiences)}
     places = {}
     for place, token, sequence in zip(row.rows.tolist(), row.tokens.tolist(), row.sequence.tolist(), strict=True):
         places[token] = (place, sequence)
-    assert places == {
-        0: (6, home["a"]),
-        1: (10, home["a"]),
-        2: (6, home["b"]),
-        3: (7, home["b"]),
-        4: (8, home["b"]),
-        5: (9, home["b"]),
-        6: (1, home["c"]),
-        7: (3, home["c"]),
-    }
+    a, b, c = (home[name] for name in "abc")
+    own = {2 + n: (place, b) for n, place in enumerate([6, 7, 8, 9, 10, 11, 12])}
+    assert places == {0: (6, a), 1: (13, a), **own, 9: (1, c), 10: (3, c)}
     of = dict(zip(row.sequence.tolist(), row.group.tolist(), strict=True))
     assert of[home["a"]] == of[home["b"]] != of[home["c"]]
     assert set(row.group.tolist()) == {0, 1}
@@ -91,11 +84,12 @@ def test_tokens_of_a_source_are_those_of_its_experiences() -> None:
         made("a", "g", [1], [4, 5]),
         made("x", "x", [2], [6, 7, 8], source=Source.EXPERT),
         made("b", "h", [3], [9]),
+        made("c", "g", [1], [4]),
     ]
     sources = [each.source for each in batch]
-    [row] = micro_batches(batch, token_table(batch, CPU), [0, 1, 2], 100, CPU)
+    [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
     found = {source: sorted(row.tokens[row.of_source(source, sources)].tolist()) for source in Source}
-    assert found == {Source.USUAL: [0, 1, 5], Source.EXPERT: [2, 3, 4], Source.PREFERENCE: []}
+    assert found == {Source.USUAL: [0, 1, 5, 6], Source.EXPERT: [2, 3, 4], Source.PREFERENCE: []}
 
 
 @st.composite
@@ -187,6 +181,10 @@ def test_rows_on_a_cpu_hold_2048_tokens_where_no_family_is_cut() -> None:
     assert sizes(micro_batches(family, token_table(family, CPU), range(4), 10_000, CPU)) == [2 + 4 * 699]
     exactly = [made(str(n), str(n), [n, 1], [5] * 1023) for n in range(2)]
     assert sizes(micro_batches(exactly, token_table(exactly, CPU), range(2), 10_000, CPU)) == [2048]
+    more = [made(str(n), str(n), [n, 1], [5] * (1023 + n)) for n in range(2)]
+    assert sorted(sizes(micro_batches(more, token_table(more, CPU), range(2), 10_000, CPU))) == [1024, 1025]
+    alone = micro_batches(family, token_table(family, CPU), range(4), 10_000, CPU, share_prefixes=False)
+    assert sorted(sizes(alone)) == [1402, 1402]
 
 
 def test_ranks_make_equally_many_passes() -> None:
