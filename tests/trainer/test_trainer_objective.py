@@ -206,6 +206,37 @@ def test_a_step_without_a_reward_of_its_own_has_the_rollouts() -> None:
     assert advantages(batch) == [[1.0], [-1.0]]  # of the episodes, and of the steps in the prompt's state
 
 
+def test_rewards_that_float32_cannot_tell_apart_are_compared() -> None:
+    near = 1 - 2.0**-30
+    batch = batch_of((1, 1), (1.0, near))
+    judge(batch, token_table(batch, CPU), recipe_of("dr_grpo"))
+    assert advantages(batch) == [[2.0**-31], [-(2.0**-31)]]
+    batch[0].info["greedy_reward"] = near
+    judge(batch, token_table(batch, CPU), recipe_of("remax"))
+    assert advantages(batch) == [[2.0**-30], [0.0]]
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "reinforce_plus_plus"])
+def test_the_overlong_penalty_looks_at_each_completions_own_length(name: str) -> None:
+    """At most 10 tokens, the last 4 of which cost 1/4 each; the demonstration in front is none of them."""
+    batch = [made("x", "x", 9, None, Source.EXPERT), *batch_of((8, 6, 10, 2), (1.0,) * 4)]
+    judge(batch, token_table(batch, CPU), recipe_of(name, overlong_buffer=4, kl=0.0))
+    shaped = torch.tensor([0.5, 1.0, 0.0, 1.0])
+    if name == "dr_grpo":
+        expected = [-0.25, 0.25, -0.5, 0.5]
+    else:
+        tokens = shaped.repeat_interleave(torch.tensor([8, 6, 10, 2]))
+        expected = ((shaped - tokens.mean()) / tokens.std()).tolist()
+    assert [each[0] for each in advantages(batch)[1:]] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_bare_reward_is_less_by_the_penalty_and_nothing_else() -> None:
+    batch = batch_of((2, 1), (1.0, 0.5))
+    recipe = recipe_of("reinforce", advantage={"baseline": "none"}, **KL)
+    judge(batch, token_table(batch, CPU), recipe, scored(batch), kl_coefficient=1.0)
+    assert advantages(batch) == [[0.25, 0.25], [-0.25]]
+
+
 KL = {"kl": {"coefficient": 0.5, "where": "reward", "estimator": "k1"}}
 
 
@@ -287,6 +318,7 @@ def test_experiences_without_a_gradient_are_left_out_of_the_forward_pass() -> No
     batch = batch_of((1, 1, 1, 1, 1, 1), (1.0, 0.0, 0.5, 0.5, 1.0, None))
     assert objective(recipe_of("grpo"), batch).learned == [0, 1]
     assert objective(recipe_of("raft"), batch).learned == [0, 2, 3, 4]
+    assert objective(recipe_of("raft"), batch_of((1, 1), (1.0, -1.0))).learned == [0]
     assert objective(recipe_of("kimi"), batch).learned == [0, 1, 2, 3, 4]  # its term is not 0 where A is
     with_kl = recipe_of("grpo", kl=0.1)
     assert objective(with_kl, batch, kl_coefficient=0.1).learned == [0, 1, 2, 3, 4]
@@ -304,7 +336,12 @@ def test_weights_are_those_of_the_step_and_of_the_coefficient() -> None:
         found = objective(recipe, batch, step=step, kl_coefficient=0.5)
         weights = dict(zip([term.name for term in recipe.terms], found.weights, strict=True))
         assert weights == {"policy": 1 - share, "kl": 0.5 * (1 - share), "sft": share}
-    assert objective(recipe, batch, step=0).learned == [0, 1, 2, 3]  # nothing of the demonstration yet
+    first = objective(recipe, batch, step=0)
+    assert first.learned == [0, 1, 2, 3]  # nothing of the demonstration yet
+    assert objective(recipe, batch).weights == objective(recipe, batch, step=0).weights
+    [micro] = micro_batches(batch, token_table(batch, CPU), range(5), 100, CPU)
+    inputs, tokens = first.inputs(micro, torch.zeros(11), torch.zeros(11), Source.EXPERT)
+    assert first.terms(inputs, tokens, Source.EXPERT) == {}  # what has no weight is not computed
 
 
 def test_a_term_sees_each_tokens_own_numbers() -> None:
@@ -352,6 +389,8 @@ def test_tokens_are_as_stale_as_updates_came_since_and_never_newer_than_the_poli
     inputs, tokens = whole.inputs(micro, torch.zeros(5), torch.zeros(5), Source.USUAL)
     stale = dict(zip(tokens.tolist(), inputs.staleness.tolist(), strict=True))
     assert stale == {0: 2, 1: 1, 2: 0, 3: 0, 4: 2}
+    for each in batch:
+        each.versions = np.zeros_like(each.versions)
     fresh = objective(recipe, batch)
     assert not fresh.inputs(micro, torch.zeros(5), torch.zeros(5), Source.USUAL)[0].staleness.any()
 
