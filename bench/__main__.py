@@ -32,6 +32,7 @@ NAMES = (
     "simulate",
     "plan",
     "architectures",
+    "mutation",
     "gpu_check",
 )
 

@@ -82,16 +82,16 @@ BATCHES = st.lists(st.tuples(st.integers(-8, 8).map(lambda n: n / 4), st.integer
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        (opmd(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (asymre(ONE_HOT, GROUP, beta=0.1), [0.85, -0.15, -0.15, -0.15]),
-        (reinforce_plus_plus(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
-        (reinforce_plus_plus(ONE_HOT, GROUP, ddof=1, baseline="group"), [1.5, -0.5, -0.5, -0.5]),
-        (remax(ONE_HOT, torch.tensor([1.0, 1, 0, NAN])), [0.0, -1, 0, 0]),
-        (gdpo(ONE_HOT[:, None], GROUP), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: opmd(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: asymre(ONE_HOT, GROUP, beta=0.1), [0.85, -0.15, -0.15, -0.15]),
+        (lambda: reinforce_plus_plus(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        (lambda: reinforce_plus_plus(ONE_HOT, GROUP, ddof=1, baseline="group"), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: remax(ONE_HOT, torch.tensor([1.0, 1, 0, NAN])), [0.0, -1, 0, 0]),
+        (lambda: gdpo(ONE_HOT[:, None], GROUP), [1.5, -0.5, -0.5, -0.5]),
     ],
 )
-def test_golden_advantages(advantage: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(advantage, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+def test_golden_advantages(advantage: Callable[[], Tensor], expected: list[float]) -> None:
+    torch.testing.assert_close(advantage(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("function", COMPARED)
@@ -198,6 +198,36 @@ def test_reinforce_plus_plus_normalises_over_the_whole_batch() -> None:
     torch.testing.assert_close(got, doubles(*(c / statistics.stdev(centred) for c in centred)))
 
 
+def test_reinforce_plus_plus_takes_off_the_penalties_still_to_come() -> None:
+    rewards, groups, sequence = doubles(1, 0, NAN), ids(0, 0, 0), ids(0, 0, 1, 2)
+    penalty = torch.tensor([0.25, 0.5, 1.0, 8.0])
+    returns = doubles(1 - 0.75, 1 - 0.5, 0 - 1)
+    got = per_token(rewards, groups, sequence, penalty)
+    torch.testing.assert_close(got, torch.cat([(returns - returns.mean()) / returns.std(), doubles(0)]))
+    uniform = per_token(doubles(1, 1), ids(0, 0), sequence[:3], penalty[:3], baseline="group")
+    returns = doubles(-0.75, -0.5, -1)  # the penalties differ where the rewards do not
+    torch.testing.assert_close(uniform, (returns - returns.mean()) / returns.std())
+
+
+def test_the_groups_mean_of_reinforce_plus_plus_counts_an_episode_once() -> None:
+    rewards, groups, tokens = doubles(1, 1, 1, 0), ids(0, 0, 0, 0), torch.arange(4)
+    once = per_token(rewards, groups, tokens, episodes_S=ids(7, 7, 7, 2), baseline="group")
+    torch.testing.assert_close(once, whiten(doubles(0.5, 0.5, 0.5, -0.5)))
+    each = per_token(rewards, groups, tokens, baseline="group")
+    torch.testing.assert_close(each, whiten(doubles(0.25, 0.25, 0.25, -0.75)))
+
+
+def test_reinforce_plus_plus_is_computed_in_float64_and_bounded_by_eps() -> None:
+    rewards = 1000 + torch.rand(200, generator=torch.Generator().manual_seed(0))
+    groups, tokens = torch.arange(200) // 4, torch.arange(200)
+    for baseline in ("none", "group"):
+        exact = per_token(rewards.double(), groups, tokens, baseline=baseline)  # type: ignore[arg-type]
+        got = per_token(rewards, groups, tokens, baseline=baseline)  # type: ignore[arg-type]
+        torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-6)
+    tiny = per_token(doubles(1e-8, 3e-8), ids(0, 0), ids(0, 1), ddof=0)
+    torch.testing.assert_close(tiny, doubles(-0.5, 0.5))
+
+
 def test_lengths_count_an_experience_once_per_token() -> None:
     rewards, lengths = doubles(1, 0, 0.5), ids(1, 4, 2)
     tokens = whiten(rewards.repeat_interleave(lengths), eps=1e-6)
@@ -224,6 +254,69 @@ def test_whitened_values_have_mean_0_and_deviation_1(pairs: list[tuple[int, bool
 def test_whitening_does_not_hide_a_counted_nan() -> None:
     assert whiten(doubles(1, NAN, 2)).isnan().all()
     assert whiten(doubles(1, NAN, 2), torch.tensor([True, False, True])).isfinite().all()
+
+
+def test_a_weighted_value_counts_as_often_as_its_weight_says() -> None:
+    values, times = doubles(1, 0, 0.5, 9), ids(1, 4, 2, 3)
+    counted = torch.tensor([True, True, True, False])
+    for ddof in (0, 1):
+        repeated = whiten(values[:3].repeat_interleave(times[:3]), ddof=ddof, eps=0.5)
+        got = whiten(values, counted, weights=times, ddof=ddof, eps=0.5)
+        torch.testing.assert_close(got[:3].repeat_interleave(times[:3]), repeated)
+        assert got[3] == 0
+    exact = whiten(doubles(0, 1), weights=doubles(2**24, 1), ddof=0)  # as float32, 2^24 + 1 is 2^24
+    rounded = whiten(torch.tensor([0.0, 1]), weights=torch.tensor([2.0**24, 1]), ddof=0)
+    assert torch.equal(rounded, exact.float())
+
+
+def test_the_deviation_of_tiny_values_is_not_all_that_divides() -> None:
+    """Values 1 and 3 times 1e-8 deviate by 1e-8, and 1e-8 is added."""
+    torch.testing.assert_close(whiten(doubles(1e-8, 3e-8), ddof=0), doubles(-0.5, 0.5))
+    torch.testing.assert_close(whiten(doubles(1, 3), ddof=0, eps=1.0), doubles(-0.5, 0.5))
+
+
+def test_whitening_whole_numbers_gives_fractions() -> None:
+    torch.testing.assert_close(whiten(torch.tensor([1, 3]), ddof=0), torch.tensor([-1.0, 1.0]))
+    assert whiten(doubles(0.1, 0.1, 0.1)).tolist() == [0, 0, 0]  # although their sum is not 3 times .1
+
+
+def test_whitening_is_done_in_float64() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = 1000 + torch.rand(1000, generator=generator)
+    torch.testing.assert_close(whiten(values), whiten(values.double()).float(), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_gdpo_gives_exactly_zero_where_every_part_is_uniform(seed: int) -> None:
+    """Although the mean over the batch, which whitening takes off, is 0 only up to rounding."""
+    parts = torch.rand(9, 3, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    parts[6:] = doubles(0.1, 0.2, 0.7)
+    got = gdpo(parts, ids(0, 0, 0, 1, 1, 1, 2, 2, 2), weights=[0.3, 0.7, 1.1])
+    assert got[6:].tolist() == [0, 0, 0]
+    assert (got[:6] != 0).all()
+
+
+def test_gdpo_does_not_look_at_parts_without_weight() -> None:
+    """An experience with no other part is not judged."""
+    parts = doubles(1, 0, 0, 1, NAN, 7, 0.5, 3).reshape(4, 2)
+    got = gdpo(parts, GROUP, weights=[1, 0])
+    torch.testing.assert_close(got[[0, 1, 3]], gdpo(parts[[0, 1, 3], :1], GROUP[:3]))
+    assert got[2] == 0
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_gdpo_normalises_by_its_deviation_twice(ddof: int) -> None:
+    parts, groups = doubles(1, 0, 0, 3, 1, 1).reshape(6, 1), ids(0, 0, 0, 1, 1, 1)
+    apart = grpo(parts[:, 0], groups, ddof=ddof, eps=0.5)
+    torch.testing.assert_close(gdpo(parts, groups, ddof=ddof, eps=0.5, whitened=False), apart)
+    expected = apart / (apart.std(correction=ddof) + 0.5)
+    torch.testing.assert_close(gdpo(parts, groups, ddof=ddof, eps=0.5), expected)
+
+
+def test_gdpo_sums_in_float64() -> None:
+    parts = torch.rand(300, 2, generator=torch.Generator().manual_seed(0))
+    groups = torch.arange(300) // 10
+    assert torch.equal(gdpo(parts, groups), gdpo(parts.double(), groups).float())
 
 
 def test_gdpo_keeps_apart_what_a_sum_of_rewards_confuses() -> None:
@@ -336,6 +429,12 @@ def test_gae_of_a_long_sequence_in_float32() -> None:
     expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: 0.99})
     assert got.dtype == torch.float32
     torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    lam = torch.tensor([0.999])
+    got = gae(values, rewards, sequence, gamma=0.999, lam=lam).advantages
+    expected = loop_gae(values.tolist(), rewards.tolist(), [0] * 2000, 0.999, {0: lam.item()})
+    torch.testing.assert_close(got, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+    exact = discounted_returns(rewards.double(), sequence, gamma=0.999)
+    assert torch.equal(discounted_returns(rewards, sequence, gamma=0.999), exact.float())
 
 
 def test_gae_of_a_sequence_without_a_reward_teaches_nothing() -> None:
@@ -448,6 +547,29 @@ def test_gigpo_tells_steps_of_one_episode_apart() -> None:
     rewards = doubles(0, 0, 1, 1)
     got = gigpo(rewards, ids(0, 0, 0, 0), ids(0, 0, 0, 1), ids(0, 1, 0, 0), gamma=0.5, scale="none")
     torch.testing.assert_close(got, doubles(0.25 - 0.75, 0, 0.25, 0.25))
+
+
+def test_gigpo_by_default_discounts_by_a_twentieth_and_divides_by_the_deviation() -> None:
+    """Of two episodes alike the first gets its reward a step later, so that its return in the shared state is less."""
+    rewards, episodes, states = doubles(0, 1, 1), ids(0, 0, 1), ids(0, 1, 0)
+    got = gigpo(rewards, ids(0, 0, 0), episodes, states, scale="none")
+    torch.testing.assert_close(got, doubles((0.95 - 1) / 2, 0, (1 - 0.95) / 2))
+    both = doubles(0.95, 1)
+    for options, divisor in (({}, both.std() + 1e-6), ({"ddof": 0, "eps": 0.5}, both.std(correction=0) + 0.5)):
+        got = gigpo(rewards, ids(0, 0, 0), episodes, states, **options)  # type: ignore[arg-type]
+        torch.testing.assert_close(got, doubles(-0.025, 0, 0.025) / divisor)
+
+
+def test_gigpo_gives_nothing_to_the_steps_behind_a_missing_reward() -> None:
+    rewards, episodes, states = doubles(NAN, 1, 0, 2), ids(0, 0, 1, 2), ids(0, 1, 1, 1)
+    got = gigpo(rewards, ids(0, 0, 0, 0), episodes, states, scale="none")
+    assert got.tolist() == [0, 0, -2, 2]
+
+
+def test_gigpo_is_computed_in_float64() -> None:
+    rewards = 100 + torch.rand(200, generator=torch.Generator().manual_seed(0))
+    where = (torch.arange(200) // 20, torch.arange(200) // 4, torch.arange(200) % 2)
+    torch.testing.assert_close(gigpo(rewards, *where).double(), gigpo(rewards.double(), *where), rtol=0, atol=2e-6)
 
 
 def test_gigpo_leaves_out_an_episode_with_a_missing_reward() -> None:

@@ -32,6 +32,36 @@ def _f64(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float64)
 
 
+def test_bounds_are_inclusive() -> None:
+    """Of log-ratios of 0 everything that is taken off or compared is exact."""
+    same, alone = _f64(-1.0), torch.tensor([0])
+    for low, high in ((1.0, 2.0), (0.5, 1.0)):
+        assert masked_importance(same, same, low=low, high=high).item() == 1
+        assert sequence_masked_importance(same, same, alone, low=low, high=high).item() == 1
+        assert geometric_rejection(same, same, alone, low=low, high=high).item() == 1
+    assert k3_rejection(same, same, alone, bound=0.0).item() == 1
+    assert off_policy_sequence_mask(same, same + 0.5, _f64(-1.0), alone, delta=0.5).item() == 1
+
+
+def test_only_sequences_of_negative_advantage_are_masked_for_being_far_off() -> None:
+    alone = torch.tensor([0])
+    for advantage, kept in ((-0.5, 0), (0.0, 1), (0.5, 1)):
+        assert off_policy_sequence_mask(_f64(-2.0), _f64(-1.0), _f64(advantage), alone).item() == kept
+
+
+def test_default_bounds_are_those_of_the_papers() -> None:
+    """IcePop: .5 to 5; the geometric mean as in verl: .999 to 1.001; AReaL: 5 at most, or nothing."""
+    ratio = _f64(0.45, 0.55, 4.9, 5.5)
+    old, zero = ratio.log(), torch.zeros(4).double()
+    torch.testing.assert_close(masked_importance(old, zero), _f64(0, 0.55, 4.9, 0))
+    torch.testing.assert_close(sequence_masked_importance(old, zero, torch.arange(4)), _f64(0, 0.55, 4.9, 0))
+    near = _f64(0.9985, 0.9995, 1.0005, 1.0015)
+    assert geometric_rejection(near.log(), zero, torch.arange(4)).tolist() == [0, 1, 1, 0]
+    torch.testing.assert_close(decoupled_importance(old, zero), _f64(0.45, 0.55, 4.9, 0))
+    torch.testing.assert_close(decoupled_importance(old, zero, cap=2.0), _f64(0.45, 0.55, 0, 0))
+    torch.testing.assert_close(decoupled_importance(old, zero, cap=2.0, beyond="cap"), _f64(0.45, 0.55, 2, 2))
+
+
 def test_asymmetric_bounds_are_not_inverted() -> None:
     """Bounds .5 and 1.5 keep .6 and reject 1.8, tokens and sequences alike."""
     ratio = _f64(0.4, 0.6, 1.4, 1.8)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -21,23 +22,67 @@ NAN = float("nan")
 @pytest.mark.parametrize(
     ("advantage", "expected"),
     [
-        (a.dr_grpo(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (a.grpo(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
-        (a.grpo(ONE_HOT, GROUP, ddof=1), [1.5, -0.5, -0.5, -0.5]),
-        (a.rloo(ONE_HOT, GROUP), [1, -1 / 3, -1 / 3, -1 / 3]),
-        (a.reinforce(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
-        (a.reinforce(ONE_HOT, GROUP, baseline="none"), [1.0, 0, 0, 0]),
-        (a.grpo(ONE_HOT, GROUP, scale="none"), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.dr_grpo(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.grpo(ONE_HOT, GROUP, ddof=0), [1.7320508, -0.5773503, -0.5773503, -0.5773503]),
+        (lambda: a.grpo(ONE_HOT, GROUP, ddof=1), [1.5, -0.5, -0.5, -0.5]),
+        (lambda: a.rloo(ONE_HOT, GROUP), [1, -1 / 3, -1 / 3, -1 / 3]),
+        (lambda: a.reinforce(ONE_HOT, GROUP), [0.75, -0.25, -0.25, -0.25]),
+        (lambda: a.reinforce(ONE_HOT, GROUP, baseline="none"), [1.0, 0, 0, 0]),
+        (lambda: a.grpo(ONE_HOT, GROUP, scale="none"), [0.75, -0.25, -0.25, -0.25]),
     ],
 )
-def test_golden_advantages(advantage: Tensor, expected: list[float]) -> None:
-    torch.testing.assert_close(advantage, torch.tensor(expected), rtol=1e-5, atol=1e-6)
+def test_golden_advantages(advantage: Callable[[], Tensor], expected: list[float]) -> None:
+    torch.testing.assert_close(advantage(), torch.tensor(expected), rtol=1e-5, atol=1e-6)
 
 
 def test_batch_scale_divides_by_the_deviation_of_all_rewards() -> None:
     rewards, groups = torch.tensor([1.0, 0, 4, 2]), torch.tensor([0, 0, 1, 1])
     expected = torch.tensor([0.5, -0.5, 1, -1]) / rewards.std()
     torch.testing.assert_close(a.grpo(rewards, groups, scale="batch"), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_batch_scale_takes_the_deviation_of_the_rewards_that_are_there(ddof: int) -> None:
+    rewards, groups = torch.tensor([1.0, NAN, 0, 4, 2, NAN]), torch.tensor([0, 0, 0, 1, 1, 2])
+    deviation = torch.tensor([1.0, 0, 4, 2]).std(correction=ddof) + 0.25
+    expected = torch.tensor([0.5, 0, -0.5, 1, -1, 0]) / deviation
+    torch.testing.assert_close(a.grpo(rewards, groups, scale="batch", ddof=ddof, eps=0.25), expected)
+
+
+@pytest.mark.parametrize("ddof", [0, 1])
+def test_eps_is_added_to_the_groups_deviation(ddof: int) -> None:
+    rewards, groups = torch.tensor([3.0, 0, 0, 5]), torch.tensor([0, 0, 0, 1])
+    expected = torch.tensor([2.0, -1, -1, 0]) / (rewards[:3].std(correction=ddof) + 0.5)
+    torch.testing.assert_close(a.grpo(rewards, groups, ddof=ddof, eps=0.5), expected)
+
+
+def test_defaults_are_those_of_the_papers() -> None:
+    """Without an option: OPMD's mean, AsymRE's baseline .1 lower, REINFORCE's baseline over the batch."""
+    rewards, groups = torch.tensor([1.0, 0, 4, 2]), torch.tensor([0, 0, 1, 1])
+    torch.testing.assert_close(a.opmd(rewards, groups), torch.tensor([0.5, -0.5, 1, -1]))
+    sharp = a.opmd(rewards, groups, baseline="logavgexp")
+    torch.testing.assert_close(sharp, a.opmd(rewards, groups, baseline="logavgexp", tau=1.0))
+    torch.testing.assert_close(a.asymre(rewards, groups), torch.tensor([0.6, -0.4, 1.1, -0.9]))
+    torch.testing.assert_close(a.reinforce(rewards, groups), rewards - 1.75)
+
+
+def test_bare_rewards_are_numbers_where_they_are_missing_or_whole() -> None:
+    got = a.reinforce(torch.tensor([2.0, NAN, float("inf")]), torch.zeros(3), baseline="none")
+    assert got.tolist()[:2] == [2, 0]
+    whole = a.reinforce(torch.tensor([2, 1]), torch.zeros(2), baseline="none")
+    assert whole.dtype == torch.float32
+
+
+def test_whole_rewards_give_fractions() -> None:
+    assert a.dr_grpo(torch.tensor([1, 0]), torch.tensor([0, 0])).tolist() == [0.5, -0.5]
+
+
+def test_denominators_of_many_tokens_are_exact() -> None:
+    """2^24 + 1 is no number in float32."""
+    many = torch.tensor([2**24 + 1])
+    expected = torch.tensor([1 / (2**24 + 1)], dtype=torch.float64).float()
+    assert torch.equal(a.token_mean(many), expected)
+    assert torch.equal(a.sequence_mean(many), expected)
 
 
 ADVANTAGES = [a.grpo, a.dr_grpo, a.rloo]

@@ -92,6 +92,7 @@ def test_adaptive_coefficient_follows_ziegler() -> None:
     assert AdaptiveKL(0.2, target=6.0, horizon=10000).update(60.0, 256) == pytest.approx(0.2 * (1 + 0.2 * 0.0256))
     assert AdaptiveKL(0.2, target=6.0, horizon=10000).update(0.0, 256) == pytest.approx(0.2 * (1 - 0.2 * 0.0256))
     assert AdaptiveKL(0.2, target=6.0, horizon=10000).update(6.0, 256) == 0.2
+    assert AdaptiveKL(0.2, target=6.0, horizon=100).update(60.0, 150) == pytest.approx(0.2 * 1.2)  # a horizon at most
 
 
 @given(st.lists(st.tuples(st.floats(-1, 100), st.integers(1, 10**7)), max_size=30))

@@ -104,6 +104,42 @@ def test_advantage_zero_gives_no_gradient_unless_documented(name: str, batch: tu
     assert (_gradient(loss, logprob) == 0).all() == (name not in ("kimi_mirror", "sppo", "dppo_tv"))
 
 
+# PPO
+
+
+@pytest.mark.parametrize("dual_clip", [None, 1.5])
+@pytest.mark.parametrize("advantage", [-2.0, -0.5, 0.5, 2.0])
+def test_ppos_value_and_gradient_by_hand(advantage: float, dual_clip: float | None) -> None:
+    """With the default bounds .8 and 1.2."""
+    ratio = _f64(0.5, 0.79, 0.81, 1.0, 1.19, 1.21, 1.4, 1.6, 3.0)
+    old, a = torch.full_like(ratio, -0.7), torch.full_like(ratio, advantage)
+    logprob = (old + ratio.log()).requires_grad_()
+    if advantage > 0:
+        objective, kept = ratio.clamp(max=1.2) * a, ratio < 1.2
+    else:
+        most = math.inf if dual_clip is None else dual_clip
+        objective, kept = ratio.clamp(min=0.8, max=most) * a, (ratio > 0.8) & (ratio < most)
+    loss = ppo_clip(logprob, old, a, dual_clip=dual_clip)
+    torch.testing.assert_close(loss, -objective)
+    torch.testing.assert_close(_gradient(loss, logprob), -kept.double() * ratio * a)
+    assert torch.equal(clipped(logprob, old, a, dual_clip=dual_clip), ~kept)
+
+
+def test_tokens_at_a_bound_and_without_an_advantage_are_not_clipped() -> None:
+    same = _f64(-1.0)
+    for advantage in (-1.0, 1.0):
+        assert not clipped(same, same, _f64(advantage), clip_low=0.0, clip_high=0.0, dual_clip=1.0)
+    for other in (-3.0, 3.0):
+        assert not clipped(same, same + other, _f64(0.0), dual_clip=1.0)
+
+
+def test_sapo_takes_tau_by_the_sign_of_the_advantage() -> None:
+    ratio = _f64(1.5)
+    for advantage, tau in ((0.5, 1.0), (2.0, 1.0), (-0.5, 1.05)):
+        expected = -4 / tau * torch.sigmoid(tau * (ratio - 1)) * advantage
+        torch.testing.assert_close(sapo(ratio.log(), _f64(0.0), _f64(advantage)), expected)
+
+
 # GSPO
 
 
@@ -261,6 +297,61 @@ def test_rec_drops_tokens_and_weighs_the_rest(clip: str, sign: int, dropped: lis
         torch.testing.assert_close(_gradient(loss, logprob), -advantage * weight * kept)
 
 
+@pytest.mark.parametrize("importance", [False, True])
+@pytest.mark.parametrize(
+    ("clip", "positive", "negative"),
+    [
+        ("one-side", ".....xx", "xxx...."),
+        ("two-side", "xxx..xx", "xxx..xx"),
+        ("ring", ".xx..xx", "xxx..x."),  # too far off on the side that A corrects is kept again
+    ],
+)
+def test_rec_takes_each_bound_on_its_own_side(clip: str, positive: str, negative: str, importance: bool) -> None:
+    """Bounds .9 and 1.3, and far ones .6 and 1.9."""
+    bounds = {"clip": clip, "clip_low": 0.1, "clip_high": 0.3, "far_low": 0.4, "far_high": 0.9}
+    ratio = _f64(0.5, 0.7, 0.85, 0.95, 1.2, 1.5, 2.2)
+    old = torch.full_like(ratio, -1.3)
+    logprob = (old + ratio.log()).requires_grad_()
+    for size in (0.5, 2.0):
+        for advantage, marks in ((size, positive), (-size, negative)):
+            a, dropped = torch.full_like(ratio, advantage), torch.tensor([mark == "x" for mark in marks])
+            found = rec_clipped(logprob, old, a, **bounds)  # type: ignore[arg-type]
+            assert torch.equal(found, dropped)
+            assert not found.requires_grad
+            loss = rec(logprob, old, a, importance=importance, **bounds)  # type: ignore[arg-type]
+            weight = ratio if importance else 1.0
+            torch.testing.assert_close(loss, torch.where(dropped, 0, -weight * a * logprob.detach()))
+            torch.testing.assert_close(_gradient(loss, logprob), torch.where(dropped, 0, -weight * a))
+            if clip == "one-side":
+                assert torch.equal(rec_clipped(logprob, old, a, clip_low=0.1, clip_high=0.3), dropped)
+    zero = torch.zeros_like(ratio)
+    if clip == "ring":  # nothing to correct
+        assert rec_clipped(logprob, old, zero, **bounds).tolist() == [True, True, True, False, False, True, True]  # type: ignore[arg-type]
+
+
+def test_rec_and_dppo_take_bounds_as_inside() -> None:
+    same, a = _f64(-1.0), _f64(1.0)
+    for clip in ("one-side", "two-side", "ring"):
+        assert not rec_clipped(same, same, a, clip=clip, clip_low=0.0, clip_high=0.0)  # type: ignore[arg-type]
+    assert not dppo_masked(same, same, a, bound_high=0.0)
+    assert not dppo_masked(same, same, -a, bound_low=0.0)
+    twice = same + math.log(2)  # far_high 1 and far_low 0 are reached exactly, and are far
+    assert math.exp(math.log(2)) == 2
+    assert not rec_clipped(twice - same, same - same, -a, clip="ring", far_high=1.0)
+    assert rec_clipped(twice - same, same - same, -a, clip="ring", far_high=1.1)
+    assert not rec_clipped(same, same, a, clip="ring", clip_low=-0.5, far_low=0.0)
+
+
+def test_dppo_by_default_bounds_moves_by_a_fifth_and_penalises_a_thousandth() -> None:
+    probability, rollout = _f64(0.45, 0.69, 0.71, 0.31, 0.29), torch.full((5,), 0.5).double().log()
+    for advantage, dropped in ((0.5, [2]), (-0.5, [4]), (2.0, [2])):
+        a, kept = torch.full_like(probability, advantage), torch.ones(5).double()
+        kept[dropped] = 0
+        ratio = probability / 0.5
+        expected = -kept * a * ratio + 1e-3 * ratio.log() ** 2
+        torch.testing.assert_close(dppo_tv(probability.log(), rollout, a), expected)
+
+
 @given(batches())
 def test_rec_one_side_with_importance_has_the_gradient_of_ppo(batch: tuple[Tensor, ...]) -> None:
     logprob, old, advantage, _ = batch
@@ -284,6 +375,31 @@ def test_dppo_measures_the_move_of_the_probability() -> None:
         torch.testing.assert_close(loss, -kept * advantage * ratio + 1e-3 * ratio.log() ** 2)
         torch.testing.assert_close(_gradient(loss, logprob), -kept * advantage * ratio + 2e-3 * ratio.log())
     assert dppo_masked(logprob, rollout, _f64(0, 0, 0)).tolist() == [False, True, False]
+
+
+def test_dppo_bounds_moves_up_where_the_advantage_is_positive_and_moves_down_elsewhere() -> None:
+    """pi - mu: .3, .1, -.1, -.3; a move of .3 is within one of the bounds, .2 and .4, and beyond the other."""
+    probability, rollout = _f64(0.8, 0.6, 0.4, 0.2), torch.full((4,), 0.5).double().log()
+    logprob, ratio = probability.log().requires_grad_(), probability / 0.5
+    for low, high, dropped in ((0.2, 0.4, "....  ...x"), (0.4, 0.2, "x...  ....")):
+        for sign, marks in zip((1.0, -1.0), dropped.split(), strict=True):
+            bounds, advantage = {"bound_low": low, "bound_high": high}, torch.full_like(probability, sign)
+            assert dppo_masked(logprob, rollout, advantage, **bounds).tolist() == [mark == "x" for mark in marks]
+            kept = _f64(*(mark == "." for mark in marks))
+            loss = dppo_tv(logprob, rollout, advantage, kl=0.0, **bounds)
+            torch.testing.assert_close(_gradient(loss, logprob), -kept * advantage * ratio)
+
+
+@given(batches())
+def test_gspo_clips_where_its_gradient_is_gone(batch: tuple[Tensor, ...]) -> None:
+    """With the default bounds, and with wider ones that differ."""
+    logprob, old, advantage, sequence = batch
+    logprob.requires_grad_()
+    for bounds in ({}, {"clip_low": 0.05, "clip_high": 0.15}):
+        for loss in (gspo, gspo_token):
+            gradient = _gradient(loss(logprob, old, advantage, sequence, **bounds), logprob)
+            dropped = gspo_clipped(logprob, old, advantage, sequence, **bounds)
+            torch.testing.assert_close((gradient == 0)[advantage != 0], dropped[advantage != 0])
 
 
 # Expert tokens
@@ -319,7 +435,7 @@ def test_chord_sft_has_no_gradient_beyond_the_cutoff() -> None:
 
 def test_chord_mu_rises_and_falls() -> None:
     options = {"warmup": 10, "decay": 40, "peak": 0.5, "valley": 0.1}
-    expected = {0: 0.0, 5: 0.25, 10: 0.5, 20: 0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2, 30: 0.3, 50: 0.1, 99: 0.1}
+    expected = {0: 0.0, 5: 0.25, 10: 0.5, 20: 0.1 + 0.4 * (1 + math.sqrt(0.5)) / 2, 30: 0.3, 50: 0.1, 60: 0.1, 99: 0.1}
     assert {step: chord_mu(step, **options) for step in expected} == pytest.approx(expected)  # type: ignore[arg-type]
     assert chord_mu(0, warmup=0, decay=0, peak=0.9, valley=0.2) == 0.2
     assert chord_mu(0, warmup=0, decay=5, peak=0.9, valley=0.2) == pytest.approx(0.9)

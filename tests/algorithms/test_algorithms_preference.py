@@ -35,6 +35,16 @@ def test_pairs_are_formed_by_id() -> None:
     assert gradient.tolist() == [0.5, 1, 0.5, -1, -1]
 
 
+def test_both_completions_of_a_pair_are_found_in_any_order() -> None:
+    pair, chosen = torch.tensor([1, 0, 1, 0]), torch.tensor([False, True, True, False])
+    sums = pair_logprobs(_f64(-1, -2, -4, -8), torch.arange(4), pair, chosen)
+    assert [x.tolist() for x in sums] == [[-2, -4], [-8, -1]]
+
+
+def test_ipo_by_default_aims_at_a_difference_of_5() -> None:
+    assert ipo(_f64(3), _f64(-2), _f64(0), _f64(0)).item() == pytest.approx(0)
+
+
 def test_a_completion_without_tokens_has_log_prob_zero() -> None:
     last_is_empty = pair_logprobs(_f64(-3.0), torch.tensor([0]), torch.tensor([0, 0]), torch.tensor([True, False]))
     assert [x.tolist() for x in last_is_empty] == [[-3], [0]]
@@ -93,6 +103,7 @@ def test_bradley_terry_takes_a_margin_per_pair() -> None:
     loss = bradley_terry(zero, zero, margin=_f64(0, 1))
     assert loss.tolist() == pytest.approx([math.log(2), math.log(1 + math.e)])
     assert bradley_terry(_f64(9e3), _f64(-9e3)).item() == 0
+    assert bradley_terry(_f64(3), _f64(1)).item() == pytest.approx(math.log(1 + math.exp(-2)))  # no margin, no centring
 
 
 @given(st.floats(-6, -0.01), st.floats(-6, -0.01))

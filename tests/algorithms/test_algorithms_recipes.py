@@ -6,7 +6,7 @@ import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rollmill.algorithms import RewardInputs, TermInputs, TokenScores, build_recipe
+from rollmill.algorithms import LossTerm, Recipe, RewardInputs, TermInputs, TokenScores, build_recipe, token_mean
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
 from rollmill.recipes import AlgorithmConfig, known_algorithms
@@ -214,6 +214,29 @@ def test_raft_learns_from_what_was_accepted_alone() -> None:
     assert term.fn(inputs).tolist() == [1, 0, 0]
     assert term.uses_advantage
     assert term.only_positive
+
+
+@pytest.mark.parametrize(
+    ("kl", "in_reward", "reference"),
+    [
+        ({"coefficient": 0.5, "where": "reward"}, True, True),
+        ({"coefficient": 0.0, "where": "reward"}, False, False),
+        ({"coefficient": 0.5, "where": "loss"}, False, True),
+        ({"coefficient": 0.0, "where": "loss"}, False, False),
+    ],
+)
+def test_a_reference_is_needed_where_a_kl_is_on(kl: dict[str, object], in_reward: bool, reference: bool) -> None:
+    recipe = _recipe(name="dr_grpo", kl=kl)
+    assert (recipe.kl_in_reward, recipe.uses_reference) == (in_reward, reference)
+
+
+def test_a_recipe_of_one_term_is_as_plain_as_can_be() -> None:
+    term = LossTerm("mine", lambda inputs: inputs.logprob, token_mean)
+    recipe = Recipe("mine", (term,))
+    assert (term.source, term.weight_at(7)) == (Source.USUAL, 1.0)
+    assert not any((term.uses_advantage, term.only_positive, term.uses_reference, term.uses_entropy, term.is_kl))
+    assert recipe.proximal == "rollout"
+    assert not any((recipe.keeps_groups, recipe.reset_optimizer, recipe.uses_reference, recipe.uses_entropy))
 
 
 def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:

@@ -16,8 +16,10 @@ from rollmill.config.algorithm import KLOptions
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.core import Source, TrainingError
+from rollmill.core.types import experience_from_completion
 from rollmill.engines.base import Request
 from rollmill.engines.native import NativeEngine
+from rollmill.explorer.recording import Recorder
 from rollmill.recipes import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
 from rollmill.trainer import Trainer
 from rollmill.trainer import update as update_module
@@ -316,6 +318,30 @@ def test_an_engine_in_another_thread_changes_nothing(toy: Any, make_batch: Any) 
         done.set()
         thread.join()
     assert all(each == generated[0] for each in generated)
+
+
+@pytest.mark.parametrize("recorded", ["by the explorer", "by a workflow"])
+@pytest.mark.parametrize("truncation", [{"top_p": 0.6}, {"top_k": 3}, {"min_p": 0.4}], ids=str)
+def test_the_trainer_agrees_with_an_engine_that_leaves_tokens_out(
+    toy: Any, recorded: str, truncation: dict[str, Any]
+) -> None:
+    """Both take log-probs over the whole vocabulary, so that the first ratio is 1 whatever was left out in sampling."""
+    sampling = SamplingConfig(temperature=0.8, max_new_tokens=12, **truncation)
+    request, batch = Request([5, 9, 2], sampling, n=4), []
+    for n, each in enumerate(asyncio.run(NativeEngine(toy("qwen3"), context=64).generate(request))):
+        assert (each.kept_logmass < -0.01).any()
+        name, recorder = f"g/{n}", Recorder()
+        recorder.add(each, "", sampling.temperature)
+        if recorded == "by a workflow":
+            batch += recorder.experiences(id=name, task_id="t", group="g", decode=str)
+        else:
+            one = {"id": name, "task_id": "t", "group": "g", "prompt": "", "temperature": sampling.temperature}
+            batch.append(experience_from_completion(each, **one))
+        batch[-1].reward = float(n)
+    metrics = _trainer(toy("qwen3"), GRPO(proximal="rollout")).step(batch, 0)
+    assert metrics["tokens"] == sum(each.action_tokens for each in batch) > 12
+    assert metrics["logprob_gap/max"] < 1e-4
+    assert metrics["ratio/mean"] == pytest.approx(1.0, abs=1e-4)
 
 
 def test_reference_copy_only_when_needed(toy: Any) -> None:

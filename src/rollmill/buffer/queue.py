@@ -20,7 +20,7 @@ class Waiting:
     number: int
     name: str
     future: asyncio.Future[list[Experience]]
-    task: str = ""  #: its id
+    task: str  #: its id
     unjudged: list[Experience] | None = None  #: its tokens, while rewards are awaited
     arrived: int | None = None  #: how many groups had their tokens before it
 

@@ -28,9 +28,9 @@ class Call:
     completion: Completion
     prompt: str  #: as text
     temperature: float
-    learned: bool = True  #: counts in the loss
+    learned: bool  #: counts in the loss
+    step: int  #: of a rollout whose steps are rewarded one by one
     reward: float | None = None  #: of the branches that go through it, in place of the rollout's
-    step: int = 0  #: of a rollout whose steps are rewarded one by one
     token_ids: IntArray = field(init=False)  #: prompt and completion
 
     def __post_init__(self) -> None:
@@ -55,7 +55,7 @@ class Recorder:
 
     def add(self, completion: Completion, prompt: str, temperature: float, *, learned: bool = True) -> Call:
         """Note a completion."""
-        call = Call(completion, prompt, temperature or 1.0, learned, step=len(self.steps))
+        call = Call(completion, prompt, temperature or 1.0, learned, len(self.steps))
         self.calls.append(call)
         return call
 
