@@ -9,8 +9,8 @@ from itertools import combinations
 from typing import Any
 
 from rollmill.core.errors import RewardError
-from rollmill.rewards.k12.finding import Found
-from rollmill.rewards.k12.text import folded, key, number_of
+from rollmill.rewards.answers.final import FinalAnswer
+from rollmill.rewards.answers.writing import folded, key, number_of
 
 _ARROW = re.compile(
     r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
@@ -34,7 +34,7 @@ def sequence(answer: Any) -> list[str]:
     return labels
 
 
-def ordered(found: Found, gold: Sequence[str], options: Mapping[str, str]) -> list[str] | None:
+def ordered(found: FinalAnswer, gold: Sequence[str], options: Mapping[str, str]) -> list[str] | None:
     """The labels of `gold` in the order of the answer; None where it is no arrangement of all of them.
 
     The texts of the options stand for their letters.
@@ -88,7 +88,7 @@ def pairs(answer: Any) -> dict[str, str]:
     return {_label(left): _label(right) for left, right in found.items()}
 
 
-def matched(found: Found, gold: Mapping[str, str]) -> dict[str, str]:
+def matched(found: FinalAnswer, gold: Mapping[str, str]) -> dict[str, str]:
     """The pairs that an answer makes, left to right, as far as they stand.
 
     A left side that is given two right ones has none; so has every left side whose right one is used more often than in

@@ -1,0 +1,108 @@
+"""What takes a candidate back: negations, retractions, questions, conditions and hedges, in English and Chinese."""
+
+from __future__ import annotations
+
+import re
+
+from rollmill.rewards.answers.numerals import HAN
+from rollmill.rewards.answers.writing import CJK
+
+NOT = re.compile(
+    r"(?:\s|[*:_])*(?:(?:is|are|be|was)\s+)?(?:(?:definitely|certainly|clearly|simply|probably|actually|just|likely) )?"
+    r"(?:(?:not|never|neither|n't|nor)\b|不(?!等式|变|动|存在)|并非|没有?(?!错)|错误?的?$|(?:wrong|incorrect|unclear|unknown)\b)",
+    re.IGNORECASE,
+)
+"""What denies the answer directly behind a marker, as in `the answer is not 12`."""
+_DENIED_BEFORE = re.compile(
+    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt|\bdisagree|\bfalse|\bwrong|\bincorrect|\bno way|\bnot sure|\bunsure"
+    r"|\bunlikely|不(?!难|妨|管|仅)|别|勿|没有|并非|未必|难道|错误地|误)"
+    r"[^.!?;。；\n]{0,40}$",
+    re.IGNORECASE,
+)
+_SUPPOSED = re.compile(
+    r"(?:\b(?:if|suppose|assume|assuming|whether|unless|would be|imagine|(?:some|many|one|you|people|students)(?: people)?"
+    r" (?:may|might|could|would)?\s?(?:think|say|believe|argue|guess)|guess(?:ed)?(?: that| was)?|thought(?: that| was)?"
+    r"|claims?(?: that)?|initially|at first)\b|如果|假设|假如|若|是否|有人|误以为|以为)[^.!?;。；\n]{0,60}$",
+    re.IGNORECASE,
+)
+_WRONG = (
+    r"(?:wrong|incorrect|not (?:correct|right|true|the (?:right |correct )?answer|valid|possible)|(?:a )?mistaken?|false|invalid"
+    r"|impossible)\b|错误?的?(?=[\s,，.。;；!！]|$)|不(?:正确|对|符合)|有误|搞错|算错"
+)
+_RETRACTED = re.compile(
+    rf"[\s*$)\]}}_.,，。\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer|这|那|这个答案|上述答案)\s*)?"
+    rf"(?:(?:is|was|are|seems?|looks?|must be|would be|is clearly|isn't|是)\s*)?(?:{_WRONG})"
+    r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉|更正)[,.!。:—])",
+    re.IGNORECASE,
+)
+_OTHER = (
+    r"(?=[\s*$:(`\"“'‘]*(?:\\\(|\\\[|\\boxed|\\frac|\\sqrt)?[\s{]*(?:the answer (?:is|could be) )?"
+    rf"(?P<value>[-+]?\$?\\?[\d√π][^\s,;，；。!?]*|\(?[A-Z]\)?(?![A-Za-z'’])|\$[^$]+\$|\\\(.{{1,60}}?\\\)|[{HAN}]{{1,8}}(?![{CJK}]{{2}})"
+    r"|(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty)\b))"
+)
+_HEDGED = re.compile(
+    r"(?:\b(?:might|may|could|can|would)(?: also| even| well| equally| instead| alternatively| just as well| possibly| maybe){0,3}"
+    r" be(?: also)?|\bor (?:maybe|perhaps|possibly|even|alternatively|else|it(?:'s| is| could be| might be))"
+    r"|\b(?:maybe|perhaps|possibly|alternatively),?(?: (?:it is|it's|the answer is))?|\bor(?: just)?"
+    r"|(?:another|a second|an alternative|the other) (?:possible |valid )?(?:answer|option|possibility|solution|value)"
+    r"(?: (?:is|could be|would be|might be))?"
+    r"|(?:也|还|又|亦)?(?:可能|也许|或许|或者|可以|说不定)(?:也|还)?(?:是|为|选)?|或者?是?|要么|也(?:是|选))"
+    rf"{_OTHER}",
+    re.IGNORECASE,
+)
+_CORRECTED = re.compile(
+    r"(?:\b(?:should|must|ought to)(?: actually| really| instead| rather)? (?:have been|be)(?: actually)?"
+    r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's|it should be|the answer is|is))?"
+    r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
+    r"|应(?:该|当)?(?:是|为)|而是|更正为|改为|其实是|实际上是)"
+    rf"{_OTHER}",
+    re.IGNORECASE,
+)
+MIGHT = re.compile(
+    r"(?:\b(?:might|may|could)(?: \w+){0,2} be|\bor (?:maybe|perhaps|possibly)|也?可能(?:也|还)?是|或许是|也许是)\s*$",
+    re.IGNORECASE,
+)
+"""What makes the value behind it a second guess."""
+_CLAUSES = re.compile(r"[.!?;。；！？\n]")
+_BEHIND = 400
+"""Characters behind a candidate that are searched for doubts."""
+
+
+def is_denied(before: str, tail: str, *, asked: bool) -> bool:
+    """Whether a candidate is no claim.
+
+    Args:
+        before: what stands before it, or before its marker, in its sentence.
+        tail: what follows its marker.
+        asked: its sentence is a question.
+    """
+    clause = _CLAUSES.split(before[-120:])[-1]
+    return (
+        asked
+        or NOT.match(tail) is not None
+        or any(each.search(clause) is not None for each in (_DENIED_BEFORE, _SUPPOSED))
+    )
+
+
+def is_retracted(behind: str) -> bool:
+    """Whether what follows a candidate calls it wrong, as in `12 is wrong`."""
+    return _RETRACTED.match(behind[:_BEHIND]) is not None
+
+
+def correction(behind: str) -> int | None:
+    """Where the value begins that takes a candidate's place, as in `12, no: it should be 13`; None without one."""
+    found = _CORRECTED.search(behind[:_BEHIND])
+    return None if found is None else found.end()
+
+
+def hedges(answer: str, behind: str) -> bool:
+    """Whether what follows an answer offers another one beside it, as in `9. But it might also be 10`."""
+    plain, behind = _plain(answer), behind[:_BEHIND]
+    return any(
+        _plain(found["value"]) not in plain and not _DENIED_BEFORE.search(behind, 0, found.start())
+        for found in _HEDGED.finditer(behind)
+    )
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"[\s$*`\\(){}.]|boxed", "", text)
