@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rollmill.rewards.answers.doubts import MIGHT, NOT, correction, is_denied, is_retracted
+from rollmill.rewards.answers.doubts import MIGHT, NOT, correction, is_denied, is_disbelieved, is_retracted
 from rollmill.rewards.answers.passage import Passage
 from rollmill.rewards.answers.phrase import has_value, tidy, value_of
 from rollmill.rewards.answers.writing import CJK
@@ -53,7 +53,7 @@ _SAID = re.compile(
 _UNSAID = re.compile(
     r"[\s*:]*(?:obtained|found|given(?! by [\d$\\])|derived|calculated|computed|determined|as follows|shown|based|because|correct\b|right\b"
     r"|wrong\b|incorrect\b|all correct|both correct|all right|in the form|not affected|reached|verified|consistent|reasonable|clear\b|explained"
-    r"|below|above|choices?|options?|required|needed|expected to|supposed to|rounded(?! is)|expressed|written|supported|unique"
+    r"|below|above|required|needed|expected to|supposed to|rounded(?! is)|expressed|written|supported|unique"
     r"|正确的?[。,]|错误的?[。,]|如下|合理|唯一)",
     re.IGNORECASE,
 )
@@ -222,7 +222,7 @@ def concluding(passage: Passage) -> Candidate | None:
             continue
         if (
             _NEGATIVE.search(before)
-            or is_denied(before, "", asked=False)
+            or is_disbelieved(before)
             or is_retracted(sentence[at + len(value) :] + text[end : end + 100])
         ):
             return None

@@ -58,12 +58,17 @@ _CORRECTED = re.compile(
     rf"{_OTHER}",
     re.IGNORECASE,
 )
+_DISBELIEVED = re.compile(
+    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean|that)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    re.IGNORECASE,
+)
 MIGHT = re.compile(
     r"(?:\b(?:might|may|could)(?: \w+){0,2} be|\bor (?:maybe|perhaps|possibly)|也?可能(?:也|还)?是|或许是|也许是)\s*$",
     re.IGNORECASE,
 )
 """What makes the value behind it a second guess."""
-_CLAUSES = re.compile(r"[.!?;。；！？\n]")
+_CLAUSES = re.compile(r"[.!?;:。；！？：\n]")
+_IS_LETTER = re.compile(r"[A-Ja-j]|")
 _BEHIND = 400
 """Characters behind a candidate that are searched for doubts."""
 
@@ -84,6 +89,11 @@ def is_denied(before: str, tail: str, *, asked: bool) -> bool:
     )
 
 
+def is_disbelieved(before: str) -> bool:
+    """Whether the words before a value in its sentence deny or suppose it, as in `I don't think it is 12`."""
+    return any(each.search(before) is not None for each in (_DISBELIEVED, _SUPPOSED))
+
+
 def is_retracted(behind: str) -> bool:
     """Whether what follows a candidate calls it wrong, as in `12 is wrong`."""
     return _RETRACTED.match(behind[:_BEHIND]) is not None
@@ -99,7 +109,9 @@ def hedges(answer: str, behind: str) -> bool:
     """Whether what follows an answer offers another one beside it, as in `9. But it might also be 10`."""
     plain, behind = _plain(answer), behind[:_BEHIND]
     return any(
-        _plain(found["value"]) not in plain and not _DENIED_BEFORE.search(behind, 0, found.start())
+        _plain(found["value"]) not in plain
+        and (_IS_LETTER.fullmatch(plain) is None) == (_IS_LETTER.fullmatch(_plain(found["value"])) is None)
+        and not _DENIED_BEFORE.search(behind, 0, found.start())
         for found in _HEDGED.finditer(behind)
     )
 

@@ -43,8 +43,7 @@ _WRONG = (
 )
 _STATED = re.compile(
     rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option|clearly|therefore|only)"
-    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>{_WRONG})|(?P<right>{_RIGHT}))(?!吗)",
-    re.IGNORECASE,
+    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗)"
 )
 _JUDGED_LINE = re.compile(
     rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+ ?(?P<text>[^\n]{{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})|(?P<right>{_RIGHT}))[。.;!]?\s*$",
@@ -59,7 +58,7 @@ _ONLY = re.compile(
 _BUT_NOT = re.compile(
     r",? ?(?:(?:but|and) )?(?:not|neither|rather than|instead of)\b ?(?:(?:options?|the) )?"
     rf"(?={_ANY}).*$|,? ?(?:而)?(?:不是|不选|非) ?(?={_ANY}).*$",
-    re.IGNORECASE | re.DOTALL,
+    re.DOTALL,
 )
 _WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{2,200})\)")
 _OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")

@@ -22,7 +22,7 @@ _COMMAND = re.compile(
     re.DOTALL,
 )
 _NUMBER = re.compile(
-    r"[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?![\w]))?(?: \d{1,9}/\d{1,9}(?![\d/]))?|\.\d+"
+    r"\d{1,30}分之\d{1,30}|[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d,]|\.\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?![\w]))?(?: \d{1,9}/\d{1,9}(?![\d/]))?|\.\d+"
 )
 _WORD = re.compile(
     rf"\d+(?:st|nd|rd|th)\b(?! root)|\d+-[A-Za-z]{{2,}}[A-Za-z-]*|[A-Za-z]-[A-Za-z]{{2,}}[A-Za-z-]*"
@@ -145,11 +145,11 @@ _UNIT_STOP = frozenset(
 )
 _UNIT = re.compile(
     rf"\s?(?:\\?%|°[CF]?|[€£¥])|[\s-]?(?P<word>[A-Za-zµΩ]+(?:[-/][A-Za-z]+)*\.?)(?:\^\{{?-?\d\}}?|[²³]|(?<=m)\d(?!\d))?"
-    rf"|\s?(?P<chinese>(?![{HAN}]*[是的和与或即且,、])[{CJK}])"
+    rf"|\s?[/每]?(?P<chinese>(?![是的和与或即且没不就才都也还在了吗呢吧共可能那而但所因只有到至又零])[{CJK}])"
 )
 _MOST_UNITS = 5
 _JOINER = re.compile(
-    r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|及|且)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
+    r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
     r"(?:also |even |maybe |perhaps |possibly |either |是 ?|为 ?)?",
     re.IGNORECASE,
 )
@@ -176,6 +176,7 @@ _BOUND_BEFORE = re.compile(
     r"\s*(?:or equal to\s*)?$",
     re.IGNORECASE,
 )
+_NEGATIVE = re.compile(r"(?:负|零下)$")
 _BOUND_BEHIND = re.compile(
     rf"\s*[{CJK}]?\s*(?:以上|以下|以内|左右|之间|多(?=[{CJK}]))|\s*(?:[a-z]+\s+)?or (?:more|less|fewer|greater|higher|lower|above|below|so)\b|\+(?!\d)",
     re.IGNORECASE,
@@ -238,7 +239,9 @@ def _written(text: str, group: Value) -> str:
     """The group as it is written, with what makes it a bound, as in `less than 9` and `9页以上`."""
     before = _BOUND_BEFORE.search(text, max(0, group.start - 40), group.start)
     behind = _BOUND_BEHIND.match(text, group.end) or _BOUND_BEHIND.match(text, group.unit_end)
-    written = text[before.start() if before else group.start : behind.end() if behind else group.unit_end].strip()
+    negative = _NEGATIVE.search(text, 0, group.start)
+    start = (before or negative).start() if before or negative else group.start  # type: ignore[union-attr]
+    written = text[start : behind.end() if behind else group.unit_end].strip().strip("_")
     return written.replace(" (or ", " or ") if written.count("(") > written.count(")") else written
 
 
@@ -257,7 +260,8 @@ def _groups(text: str, found: list[Value]) -> list[Value]:
     groups: list[Value] = []
     for value in found:
         between = text[groups[-1].unit_end : value.start] if groups else ""
-        if groups and (_JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start])):
+        goes_on = bool(groups) and groups[-1].unit_end > groups[-1].end and between in ("", " ", "又", "零")
+        if groups and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start])):
             groups[-1] = Value(groups[-1].start, value.end, value.unit_end)
         else:
             groups.append(value)

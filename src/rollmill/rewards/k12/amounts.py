@@ -26,7 +26,7 @@ _AMOUNT = (
 _FOUND = re.compile(_AMOUNT.replace("{number}", _ARABIC))
 _WHOLE = re.compile(_AMOUNT.replace("{number}", CHINESE))
 _LINK = re.compile(r" ?(?:又|零|and|,)? ?")
-_COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,3}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
+_COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,5}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
 _NO_COUNTER = re.compile(
     r"\b(?:or|and|to|maybe|perhaps|not|about|between|is|wrong|incorrect)\b|[或和与到至不非错以]", re.IGNORECASE
 )

@@ -40,7 +40,7 @@ class Chart:
             return Verdict(0.0, NO_ANSWER)
         if found.hedged:
             return Verdict(0.0, HEDGED)
-        if found.kind in ("sentence", "bold", "line") and len(text) > _LONGEST and not found.value:
+        if found.kind == "line" and len(text) > _LONGEST:
             return Verdict(0.0, "too_long")
         whole = found.text if found.kind in ("boxed", "hash", "said", "corrected") else tidy(text)
         if len(whole) > _LONGEST:

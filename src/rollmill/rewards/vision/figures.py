@@ -48,7 +48,7 @@ def stated(text: str) -> Figure | None:
     if found is not None or len(text) > _LONGEST:
         return found
     amount = quantity(normalised(text))
-    return None if amount is None else Figure(float(amount.value), amount.percent)
+    return None if amount is None or abs(amount.value) > 1e300 else Figure(float(amount.value), amount.percent)
 
 
 def close(gold: float, value: float, tolerance: float) -> bool:
