@@ -5,6 +5,7 @@ math-verify runs in a grader process, which is killed when it takes too long.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -41,6 +42,8 @@ class Math:
         plain = normalised(gold)
         in_words = letter_of(plain) is not None or is_words(plain)
         found = final_answer(completion.text, config.extract, values=not in_words)
+        if in_words and (found is None or found.kind == "line"):
+            found = _formula_answer(completion.text) or found
         if found is None or not (answer := found.text if in_words else found.value):
             return Verdict(0.0, NO_ANSWER)
         if found.hedged:
@@ -77,9 +80,17 @@ def reference(answer: object) -> str:
     return reference_text(text)
 
 
+def _formula_answer(text: str) -> FinalAnswer | None:
+    """The answer where the last sentence names a letter or words as a formula, as in `so we get $D$`."""
+    found = final_answer(text)
+    return found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
+
+
 def _in_words(gold: str, found: FinalAnswer, options: dict[str, str]) -> str:
     """The letter or the words that an answer to a question for such names."""
     if letter_of(gold) is None:
+        return found.value
+    if letter_of(normalised(found.value)) is not None:
         return found.value
     letters = chosen_letters(found, options, several=False)
     if letters is None or chosen(normalised(found.text)) is not None:

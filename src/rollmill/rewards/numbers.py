@@ -150,6 +150,8 @@ def split_unit(text: str) -> tuple[str, Unit | str | None]:
     if money is not None:
         behind, also = split_unit(money[1] + text[money.end() :])
         symbol = measured(money[2])
+        if isinstance(also, Unit) and symbol is not None and re.search(r"\bper |/", text):
+            also = symbol  # `$16 per week`
         return (behind, symbol) if also is None or also == symbol else (text, None)
     for match in _BEFORE_UNIT.finditer(text):
         words = text[match.end() :]

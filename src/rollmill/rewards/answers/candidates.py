@@ -6,7 +6,16 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rollmill.rewards.answers.doubts import MIGHT, NOT, correction, is_denied, is_disbelieved, is_retracted
+from rollmill.rewards.answers.doubts import (
+    MIGHT,
+    NOT,
+    correction,
+    is_denied,
+    is_disbelieved,
+    is_possible,
+    is_retracted,
+    replaced,
+)
 from rollmill.rewards.answers.passage import Passage
 from rollmill.rewards.answers.phrase import has_value, tidy, value_of
 from rollmill.rewards.answers.writing import CJK
@@ -37,7 +46,7 @@ _NOUN = (
 _VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|has to|can only|turns out to|comes out to)(?: therefore)?(?: be)?)\b"
 _SAID = re.compile(
     r"\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
-    rf"(?:\s*[*_]*\s*[:=]+|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
+    rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
     rf"|\b(?:correct|right|best|final|desired|required|appropriate)\s+(?:[a-z]+\s+)?{_NOUN}\s*(?:{_VERB}\s*:?|[*_]*:)+"
     r"|\b(?:ans|result|final result|final value|conclusion)\s*[*_]*\s*[:=]"
     r"|\b(?:order|sequence)\s*(?:is|:)+"
@@ -47,7 +56,7 @@ _SAID = re.compile(
     r"|正确的?(?:选项|顺序|说法|排序|答案|图象|图像|结论)?\s*(?:应该|应)?\s*(?:是|为|有|:)+|(?:符合|满足)[^,。;\n]{0,16}的(?:选项|说法)?(?:是|为|有)"
     r"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*"
     r"|(?<![备可挑精])选(?:择|项)?\s*(?:是|为|:)*\s*(?=[(\[]?[A-J]{1,10}(?![A-Za-z]))"
-    r"|(?<![解问回])答\s*:|[故应]?填\s*[:是为]?\s*(?=\S)",
+    r"|(?<![解问回])答\s*:|(?:[故应]|所以|因此|应该)填\s*[:是为]?\s*(?=\S)|(?:排序|顺序)(?:是|为)?\s*:",
     re.IGNORECASE,
 )
 _UNSAID = re.compile(
@@ -166,9 +175,10 @@ def corrected(passage: Passage, candidate: Candidate, value: str) -> Candidate |
         else candidate.end
     )
     behind = text[at : at + 500]
-    if not is_retracted(behind):
-        return candidate
-    return _correction(passage, at, at)
+    if is_retracted(behind):
+        return _correction(passage, at, at)
+    place = replaced(value, behind)
+    return candidate if place is None else _correction(passage, at, at)
 
 
 def bare(text: str) -> Candidate | None:
@@ -218,7 +228,7 @@ def concluding(passage: Passage) -> Candidate | None:
             continue
         at = sentence.rfind(value)
         before = sentence[: max(at, 0)]
-        if MIGHT.search(before):
+        if MIGHT.search(before) or is_possible(sentence[max(at, 0) + len(value) :]):
             continue
         if (
             _NEGATIVE.search(before)

@@ -67,6 +67,16 @@ MIGHT = re.compile(
     re.IGNORECASE,
 )
 """What makes the value behind it a second guess."""
+_POSSIBLE = (
+    r"(?:is|are|was|would be|could be|might be|may be|seems?|works?|fits?)(?: also| equally| still| just as)?"
+    r"(?: (?:possible|plausible|correct|valid|right|acceptable|fine|ok))?(?: too| as well|(?<=possible)|(?<=plausible))|也(?:可以|行|对|有可能|正确)"
+)
+_IS_POSSIBLE = re.compile(rf"[\s*$)}}\]\\]*(?:{_POSSIBLE})", re.IGNORECASE)
+_CORRECTING = re.compile(
+    r"[^\d\n]{0,60}?(?:\b(?:should|must)(?: actually| really| instead)? (?:have been|be)\b|\bactually,? (?:it is|it's)\b|\bcorrection\b"
+    r"|\bmake (?:it|that)\b|\bi meant?\b|更正为|应(?:该|当)?(?:是|为)|改为|其实是|实际上是)",
+    re.IGNORECASE,
+)
 _CLAUSES = re.compile(r"[.!?;:。；！？：\n]")
 _IS_LETTER = re.compile(r"[A-Ja-j]|")
 _BEHIND = 400
@@ -92,6 +102,18 @@ def is_denied(before: str, tail: str, *, asked: bool) -> bool:
 def is_disbelieved(before: str) -> bool:
     """Whether the words before a value in its sentence deny or suppose it, as in `I don't think it is 12`."""
     return any(each.search(before) is not None for each in (_DISBELIEVED, _SUPPOSED))
+
+
+def is_possible(behind: str) -> bool:
+    """Whether a value is only called possible, as in `though 10 is possible too`."""
+    return _IS_POSSIBLE.match(behind) is not None
+
+
+def replaced(answer: str, behind: str) -> int | None:
+    """Where another value is put in the place of an answer, as in `12. Hmm, actually it should be 13`; else None."""
+    found = _CORRECTING.match(behind[:_BEHIND])
+    other = None if found is None else re.compile(_OTHER, re.IGNORECASE).match(behind, found.end())
+    return None if other is None or _plain(other["value"]) in _plain(answer) else other.start()
 
 
 def is_retracted(behind: str) -> bool:

@@ -60,7 +60,12 @@ _BUT_NOT = re.compile(
     rf"(?={_ANY}).*$|,? ?(?:而)?(?:不是|不选|非) ?(?={_ANY}).*$",
     re.DOTALL,
 )
-_WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{2,200})\)")
+_WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
+_NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_])")
+_ARTICLE_A = re.compile(
+    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<![A-Za-z'])A [a-z]", re.IGNORECASE
+)
+_NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许", re.IGNORECASE)
 _OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
 _LABEL = re.compile(r"(?<![A-Za-z])[A-J][.)、:]")
 _PIECES = re.compile(r"\s*(?:;|,|、|\n|\band\b|和)\s*")
@@ -91,7 +96,17 @@ def chosen(found: FinalAnswer, options: dict[str, str], *, several: bool) -> fro
         if letters is not None:
             return letters
     stated = _stated(found, options, known)
+    if stated is None and not several and found.kind == "line":
+        stated = _sole(_plain(found.text), known)
     return stated if stated is not None and (several or len(stated) == 1) else None
+
+
+def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
+    """The only option that a last sentence names, as in `we are left with C`; None where it denies it."""
+    letters = {each[1] for each in _NAMED.finditer(sentence) if each[1] != "A" or not _ARTICLE_A.search(sentence)}
+    if len(letters) != 1 or not letters <= known or sentence.endswith("?") or _NEGATION.search(sentence):
+        return None
+    return frozenset(letters)
 
 
 def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:

@@ -137,6 +137,9 @@ _UNIT_STOP = frozenset(
         "may",
         "might",
         "must",
+        *("get", "gets", "got", "cost", "costs", "need", "needs", "show", "shows", "make", "buy", "sell", "sold", "walked"),
+        *("bought", "eat", "earn", "earns", "take", "takes", "pay", "pays", "gives", "give", "weigh", "weighs", "yields"),
+        *("exactly", "about", "approximately", "possible", "works", "apiece"),
         "equals",
         "equal",
         "makes",
@@ -160,14 +163,19 @@ _TRAILING = re.compile(
     re.IGNORECASE,
 )
 _ASIDE = re.compile(
-    r"\s*[(（](?=[^()（）]*(?:[A-Za-z]{3,}|[\u4e00-\u9fff]{2,}|[A-Za-z]{1,2}\s*=))([^()（）]{1,300})[)）]"
+    r"(?<!\\)\s*[(（](?=[^()（）]*(?:[A-Za-z]{3,}|[\u4e00-\u9fff]{2,}|[A-Za-z]{1,2}\s*=))([^()（）\\$]{1,300})[)）]"
 )
 _PREPOSITION = re.compile(
     r"(?:\b(?:in|on|at|when|for|if|where|with|after|from|by|than|per|during|within|between|until|since|over|modulo|mod"
     r"|given|into|every|each|out of|instead of|not|of the|because|as|assuming|divided|multiplied|times|using|nearest"
     r"|except|excluding|without|minus|plus|to|other|another|first|last|next|previous|initial|original|all|these|those"
-    r"|both)|除以|乘以|的第|在|当|若|如果|比|从|每|把|将|向|(?<![A-Za-z])n't|不是|不为|不等于)"
+    r"|both)|除以|乘以|比[^,，。]{0,12}|的第|在|当|若|如果|比|从|每|把|将|向|(?<![A-Za-z])n't|不是|不为|不等于)"
     r"\s*(?:the|a|an|x\s*=|[a-z]\s*=|year|years|day|days)?\s*$",
+    re.IGNORECASE,
+)
+_RESULTING = re.compile(
+    r"(?:\b(?:left|leav\w+|ends? up|ended up|start over|find|remain\w*)(?: \w+)? with|\b(?:com\w+(?: out)?|amounts?|adds? up|equals?|equal|simplif\w+"
+    r"|reduc\w+|evaluat\w+|round\w*|converg\w+|work\w* out|boil\w* down|sums?|totals?|corresponds?|equates?) to|\barriv\w+ at|\bresult\w* in)\s*$",
     re.IGNORECASE,
 )
 _BOUND_BEFORE = re.compile(
@@ -189,6 +197,9 @@ _LEAD = re.compile(
 )
 
 
+_WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|mbox)\s*\{([^{}]*)\}")
+
+
 @dataclass(frozen=True, slots=True)
 class Value:
     """One value of a phrase: where it stands, and where the unit behind it ends."""
@@ -200,6 +211,8 @@ class Value:
 
 def tidy(text: str) -> str:
     """The phrase without bold marks, quotes, code marks and punctuation around it."""
+    wrapped = _WRAPPED.fullmatch(text.strip(" \t\n*$.").removeprefix("\\(").removesuffix("\\)").strip())
+    text = wrapped[1] if wrapped is not None else text
     text = re.sub(r"\*\*|__(?=\S)|(?<=\S)__", "", text).strip().strip("`").strip(" \t\n*:,，;；。")
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
@@ -229,10 +242,16 @@ def value_of(phrase: str, *, leads: bool) -> str:
     lead = _LEAD.match(text)
     if leads and lead is not None and groups[0].start <= lead.end() + 1:
         return _written(text, groups[0])
-    for group in reversed(groups):
-        if not _PREPOSITION.search(text, max(0, group.start - 40), group.start):
-            return _written(text, group)
-    return _written(text, groups[-1]) if leads else ""
+    chosen = next((group for group in reversed(groups) if not _is_circumstance(text, group)), groups[-1])
+    return _written(text, chosen)
+
+
+def _is_circumstance(text: str, group: Value) -> bool:
+    """Whether a value only says when or where, as in "in 2019" or "for n = 4"."""
+    before = max(0, group.start - 40)
+    if _RESULTING.search(text, before, group.start) or text.startswith(("$$", "\\["), group.start):
+        return False
+    return _PREPOSITION.search(text, before, group.start) is not None
 
 
 def _written(text: str, group: Value) -> str:
@@ -260,7 +279,8 @@ def _groups(text: str, found: list[Value]) -> list[Value]:
     groups: list[Value] = []
     for value in found:
         between = text[groups[-1].unit_end : value.start] if groups else ""
-        goes_on = bool(groups) and groups[-1].unit_end > groups[-1].end and between in ("", " ", "又", "零")
+        unit = text[groups[-1].end : groups[-1].unit_end].strip() if groups else ""
+        goes_on = unit != "" and " " not in unit and value.unit_end > value.end and between in ("", " ", "又", "零")
         if groups and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start])):
             groups[-1] = Value(groups[-1].start, value.end, value.unit_end)
         else:

@@ -19,20 +19,23 @@ _LABEL = re.compile(
 _ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
 _HAN = "一二三四五六七八九十"
 _STRONG = re.compile(r"\s*[;；、\n]\s*")
+_ORDINAL = re.compile(r"\b(?:second|blank 2)\b|第[二2]", re.IGNORECASE)
 _LEADING = re.compile(r"(?:so|thus|therefore|hence|所以|因此|,|:|\s)*", re.IGNORECASE)
 _OUTER = " \t\n,;，；。、"
 
 
-def filled(found: FinalAnswer, count: int) -> list[tuple[str, str]] | None:
+def filled(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
     """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
 
-    Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
+    `paragraph` is the last one of the completion, where labels such as "the second blank" stand. Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
     """
-    texts = _texts(found, count)
+    texts = _texts(found, paragraph, count)
     return None if texts is None else [(text, value_of(text, leads=True)) for text in texts]
 
 
-def _texts(found: FinalAnswer, count: int) -> list[str] | None:
+def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
+    if not found.boxes and _ORDINAL.search(paragraph) and (numbered := _numbered(paragraph, count)) is not None:
+        return numbered
     for contents in (found.boxes[len(found.boxes) - found.joined :], found.boxes):
         if len(contents) == count:
             return list(contents)
@@ -42,7 +45,8 @@ def _texts(found: FinalAnswer, count: int) -> list[str] | None:
         if (numbered := _numbered(text, count)) is not None:
             return numbered
     plain = normalised(found.text)
-    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False)):
+    value = normalised(value_of(found.text, leads=found.marked))
+    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False), split_list(value)):
         if pieces is not None and len(pieces) == count:
             return [piece.strip(_OUTER) for piece in pieces]
     rest = _parted(found.text)

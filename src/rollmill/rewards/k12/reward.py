@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from rollmill.config.rewards import K12Reward
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import FinalAnswer, final_answer
+from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
 from rollmill.rewards.answers.letters import chosen, is_labelled
 from rollmill.rewards.answers.writing import folded, has_cjk, key
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Verdict
@@ -84,7 +84,7 @@ class K12:
             case "matching":
                 return self._matching(asked, found)
             case _:
-                return await self._blanks(asked, found)
+                return await self._blanks(asked, found, folded(answer_part(text)).rstrip().rpartition("\n\n")[2][-2000:])
 
     async def _choice(self, asked: Question, right: frozenset[str], found: FinalAnswer | None) -> Verdict:
         if found is None:
@@ -108,7 +108,7 @@ class K12:
             return self._verdict(await compared(option, text, EXACT, self._graders, self._config.time_limit_s))
         return Verdict(0.0, "unreadable")
 
-    async def _blanks(self, asked: Question, found: FinalAnswer | None) -> Verdict:
+    async def _blanks(self, asked: Question, found: FinalAnswer | None, paragraph: str) -> Verdict:
         golds = _golds(asked)
         count = len(golds)
         points = asked.points(count, "blanks")
@@ -119,7 +119,7 @@ class K12:
             raise RewardError("`k12.points` cannot go with `k12.unordered`; leave out one of them")
         if found is None:
             return Verdict(0.0, NO_ANSWER)
-        texts = [(found.text, found.value)] if count == 1 else filled(found, count)
+        texts = [(found.text, found.value)] if count == 1 else filled(found, paragraph, count)
         if texts is None:
             return Verdict(0.0, "unreadable")
         if asked.column.unordered and count > 1:

@@ -14,7 +14,7 @@ from rollmill.rewards.answers.writing import folded, key, number_of
 
 _ARROW = re.compile(
     r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
-    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally)\b|再|然后|最后)+\s*",
+    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally|first|next|last|lastly)\b|首先|先|再|然后|接着|最后)+\s*",
     re.IGNORECASE,
 )
 _WRAPPING = re.compile(r"[()\[\]{}$\"'“”‘’`.。]|\\(?:text|mathrm)\s*\{")
@@ -43,7 +43,7 @@ def ordered(found: FinalAnswer, gold: Sequence[str], options: Mapping[str, str])
     for each in (found.text, _NUMBERED.sub("", found.tail)):
         text = re.sub(r"[^\S\n]+", " ", each)
         for pieces in (_ARROW.split(text.strip()), _labels_of(text)):
-            said = [piece for piece in pieces if piece.strip()]
+            said = [piece for piece in pieces if piece.strip(" .。")]
             if len(said) != len(gold):
                 continue
             labels = [names.get(_label(piece)) or names.get(key(piece)) for piece in said]

@@ -6,7 +6,7 @@ import re
 
 from rollmill.config.rewards import ChartReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import final_answer
+from rollmill.rewards.answers.final import answer_part, final_answer
 from rollmill.rewards.answers.phrase import tidy
 from rollmill.rewards.answers.writing import half_width
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
@@ -42,7 +42,7 @@ class Chart:
             return Verdict(0.0, HEDGED)
         if found.kind == "line" and len(text) > _LONGEST:
             return Verdict(0.0, "too_long")
-        whole = found.text if found.kind in ("boxed", "hash", "said", "corrected") else tidy(text)
+        whole = tidy(found.text) if found.kind in ("boxed", "hash", "said", "corrected") else tidy(answer_part(text))
         if len(whole) > _LONGEST:
             whole = found.text
         if not isinstance(task.answer, list | tuple):

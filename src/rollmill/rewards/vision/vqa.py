@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from rollmill.config.rewards import VQAReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import final_answer
+from rollmill.rewards.answers.final import answer_part, final_answer
 from rollmill.rewards.answers.numerals import NUMBER_WORDS
 from rollmill.rewards.answers.phrase import tidy
 from rollmill.rewards.answers.writing import half_width
@@ -47,7 +47,7 @@ class VQA:
         if found.hedged:
             return Verdict(0.0, HEDGED)
         is_said = found.kind in ("boxed", "hash", "said", "corrected")
-        answers = [found.text, found.value] if is_said else [tidy(text)]
+        answers = [tidy(found.text), found.value] if is_said else [tidy(answer_part(text))]
         if len(answers[0]) > _LONGEST:
             return Verdict(0.0, "too_long")
         return Verdict(max(accuracy(answer, golds) for answer in answers))
