@@ -99,7 +99,7 @@ def normalised(text: str) -> str:
     text = _WRAPPED.sub(r" \1 ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|º", "°", text).replace("\\%", "%")
-    text = re.sub(r"(?<!\\)\\[()](?!\\)|(?<!\\)\\[\[\]]", " ", text)
+    text = re.sub(r"(?<!\\)\\[()]|(?<!\\)\\[\[\]]", " ", text)
     if text.count("$") - text.count("\\$") != 1 or not re.search(r"(?<!\\)\$ ?[\d.]", text):
         text = re.sub(r"(?<!\\)\$", " ", text)
     text = " ".join(text.replace("\\$", "$").split()).rstrip(" .,;:").lstrip(" ,;:")

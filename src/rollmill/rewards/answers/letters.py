@@ -46,7 +46,7 @@ _STATED = re.compile(
     rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗)"
 )
 _JUDGED_LINE = re.compile(
-    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+ ?(?P<text>[^\n]{{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})|(?P<right>{_RIGHT}))[。.;!]?\s*$",
+    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+ ?(?P<text>(?:(?!(?<![A-Za-z])[A-J](?![A-Za-z]))[^\n]){{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})|(?P<right>{_RIGHT}))[。.;!]?\s*$",
     re.MULTILINE,
 )
 _CONCLUDED = re.compile(

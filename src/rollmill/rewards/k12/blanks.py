@@ -55,8 +55,10 @@ def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
 
 def _numbered(text: str, count: int) -> list[str] | None:
     """What stands behind the labels 1 to `count`, each of which occurs once, the first at the start."""
-    labels = list(_LABEL.finditer(text))
-    if [_number(label) for label in labels] != list(range(1, count + 1)) or _LEADING.sub("", text[: labels[0].start()]):
+    found = list(_LABEL.finditer(text))
+    kinds = [[label for label in found if label[kind]] for kind in "abcdef"]
+    labels = next((each for each in (found, *kinds) if [_number(label) for label in each] == list(range(1, count + 1))), None)
+    if not labels or _LEADING.sub("", text[: labels[0].start()]):
         return None
     ends = [*(label.start() for label in labels[1:]), len(text)]
     pieces = [text[label.end() : end].strip(_OUTER) for label, end in zip(labels, ends, strict=True)]
