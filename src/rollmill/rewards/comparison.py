@@ -91,6 +91,8 @@ def _settle(gold: str, answer: str, rules: Rules) -> bool | list[Question]:
     if golds is not None and answers is not None:
         return _settle_collections(golds, answers, rules)
     if _SIGNS.search(gold) or RELATION.search(gold):
+        if answers is None and not any(each.search(answer) for each in (_VARIABLE, _SIGNS, RELATION)):
+            return False  # a constant is no equation
         return other is None and [Question((gold,), (answer,))]
     if golds is not None:
         return golds.kind in ("ordered", "list") and bool(RELATION.search(answer)) and [Question((gold,), (answer,))]

@@ -13,10 +13,11 @@ from rollmill.config.rewards import MathReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.answers.final import FinalAnswer, final_answer, reference_text
 from rollmill.rewards.answers.letters import chosen as chosen_letters
+from rollmill.rewards.answers.limits import too_much
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, Verdict
 from rollmill.rewards.choices import chosen, known_options, letter_of
 from rollmill.rewards.comparison import Rules, is_words, settle
-from rollmill.rewards.formulas import compared, too_much
+from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import GraderPool
 from rollmill.rewards.numbers import normalised, squeezed
 
@@ -61,6 +62,8 @@ class Math:
 
     async def _compared(self, gold: str, answer: str, rules: Rules) -> Verdict:
         reply = await compared(gold, answer, rules, self._graders, self._config.time_limit_s)
+        if reply.outcome == "too_costly":
+            return Verdict(0.0, reply.outcome)
         if reply.outcome != OK:
             return Verdict(self._config.timeout_reward, reply.outcome, reply.queued, reply.worked)
         return Verdict(float(reply.value), OK, reply.queued, reply.worked)

@@ -13,10 +13,11 @@ from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
 from rollmill.rewards.answers.letters import chosen, is_labelled
+from rollmill.rewards.answers.limits import too_much
 from rollmill.rewards.answers.writing import folded, has_cjk, key
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Verdict
 from rollmill.rewards.comparison import EXACT
-from rollmill.rewards.formulas import compared, too_much
+from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import Reply
 from rollmill.rewards.k12.blanks import assigned, filled
 from rollmill.rewards.k12.question import Question, question, right_options

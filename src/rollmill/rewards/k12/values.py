@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rollmill.core.errors import RewardError
+from rollmill.rewards.answers.limits import too_much
 from rollmill.rewards.answers.writing import has_cjk, key, number_of
 from rollmill.rewards.base import OK
 from rollmill.rewards.comparison import Rules
-from rollmill.rewards.formulas import compared, too_much
+from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import GraderPool, Reply
 from rollmill.rewards.k12.amounts import Amount, amount, same, word_of
 from rollmill.rewards.k12.unit_words import units, warm
