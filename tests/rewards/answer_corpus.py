@@ -1,7 +1,7 @@
 """Labelled answers as models write them: references of published tasks in many phrasings, right and wrong.
 
-Everything is made from the data and a fixed seed. `phrasings` names one of two banks of sentences: `first`, and `second`,
-which was written for a check on sentences that nobody had looked at.
+Everything is made from the data and a fixed seed. `phrasings` names one of three banks of sentences: `first`, `second`,
+`third`.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from answer_phrasings import FIRST, SECOND, Bank
+from answer_phrasings import FIRST, SECOND, THIRD, Bank
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "date palm"}
 WORDS = ["red", "a dog", "tennis", "skateboard", "kitchen", "pizza", "umbrella", "blue and white", "wood", "snow"]
@@ -35,7 +35,7 @@ class Labelled:
 
 def corpus(data: Path, phrasings: str = "first") -> list[Labelled]:
     """All labelled answers of one bank of phrasings."""
-    bank = {"first": FIRST, "second": SECOND}[phrasings]
+    bank = {"first": FIRST, "second": SECOND, "third": THIRD}[phrasings]
     rng = random.Random(phrasings)
     made = [*_formulas(data, bank, rng), *_numbers(data, bank, rng), *_chinese(data, bank, rng)]
     made += [*_choices(data, bank, rng), *_own(bank, rng), *_pictures(data, bank, rng)]
@@ -195,5 +195,3 @@ def _pictures(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
     for gold, other in _pairs(WORDS * 4, rng):
         yield from _written("vqa", "vqa", gold, gold, other, bank.questions, rng)
 
-
-Judging = Callable[[Labelled], bool]

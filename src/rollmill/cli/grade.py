@@ -62,12 +62,15 @@ def command(
     with build_judge(configs, judging) as judge, _opened(output) as file:
         judged, failure = asyncio.run(_judge_all(judge, rows, tasks))
         counted = judge.counters()
-        if output is not None and output.is_file() and judged:
-            file.truncate(0)  # what the file held is kept until there is something to write
-        file.writelines(_line(rows[number], judgement) for number, judgement in judged.items())
-        if failure is not None:
+        is_input = output is not None and output.samefile(input)
+        if not (failure and is_input):  # lines of the input that were not judged are kept
+            if output is not None and output.is_file() and judged:
+                file.truncate(0)  # what the file held is kept until there is something to write
+            file.writelines(_line(rows[number], judgement) for number, judgement in judged.items())
             file.flush()
-            print(f"{len(judged)} of {len(rows)} lines were judged and written", file=sys.stderr)
+        if failure is not None:
+            done = "judged, and none written over the input" if is_input else "judged and written"
+            print(f"{len(judged)} of {len(rows)} lines were {done}", file=sys.stderr)
             raise failure
     judgements = list(judged.values())
     summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
