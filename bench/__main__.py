@@ -21,6 +21,7 @@ NAMES = (
     "overlap",
     "tail",
     "grade",
+    "corpus",
     "sandbox",
     "buffer",
     "spec",

@@ -29,8 +29,7 @@ from rollmill.rewards.vision.vqa import accuracy, normalised
         (3, "-3", 0.0, 0.0),
         (5, "3-5", 0.0, 0.0),
         (3, "3 or 4 or 5", 0.0, 0.0),  # naming many does not help
-        (5, "3 or 4 or 5", 0.0, 0.0)
-        (3, "1e400", 0.0, 0.0),
+        (5, "3 or 4 or 5", 0.0, 0.0)(3, "1e400", 0.0, 0.0),
         (3, "9" * 5000, 0.0, 0.0),
         (3, "²", 0.0, 0.0),
         (3, "_3_ or **3**", 1.0, 1.0),
@@ -139,8 +138,7 @@ def test_ocr_keys() -> None:
         ("Italy", " italy.", True),
         ("Italy", "Italia", False),
         ("Yes", "No", False),
-        ("14", "The answer is 14", True)
-        ("14", "14 15", False),
+        ("14", "The answer is 14", True)("14", "14 15", False),
         ("14", "nan", False),
         ("14", "inf", False),
         ("14", "1e999", False),

@@ -86,7 +86,9 @@ def reference(answer: object) -> str:
 def _formula_answer(text: str) -> FinalAnswer | None:
     """The answer where the last sentence names a letter or words as a formula, as in `so we get $D$`."""
     found = final_answer(text)
-    return found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
+    return (
+        found if found is not None and re.fullmatch(r"\$\W*[A-Za-z]\W*\$|\\\(\W*[A-Za-z]\W*\\\)", found.value) else None
+    )
 
 
 def _in_words(gold: str, found: FinalAnswer, options: dict[str, str]) -> str:

@@ -9,6 +9,7 @@ from typing import Literal
 from rollmill.rewards.answers.doubts import (
     MIGHT,
     NOT,
+    OTHER_ANSWER,
     correction,
     is_denied,
     is_disbelieved,
@@ -17,7 +18,7 @@ from rollmill.rewards.answers.doubts import (
     replaced,
 )
 from rollmill.rewards.answers.passage import Passage
-from rollmill.rewards.answers.phrase import has_value, tidy, value_of
+from rollmill.rewards.answers.phrase import has_conclusion, has_value, tidy, value_of
 from rollmill.rewards.answers.writing import CJK
 
 Kind = Literal["boxed", "hash", "said", "corrected", "bare", "bold", "sentence", "line"]
@@ -43,7 +44,7 @@ _NOUN = (
     r"(?:answer|solution|result|option|choice|statement|value|graph|equation|expression|number|total|order|sequence"
     r"|probability|sum|response|letter|match|pairs?|blank)s?"
 )
-_VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|has to|can only|turns out to|comes out to)(?: therefore)?(?: be)?)\b"
+_VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|could|might|may|has to|can only|turns out to|comes out to)(?: therefore)?(?: be)?)\b"
 _SAID = re.compile(
     r"\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
     rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
@@ -79,7 +80,7 @@ _CONCLUDES = re.compile(
 )
 _REMARK = re.compile(
     r"[\s*#>_(-]*(?:(?:let's |let us |to |we can |you can |now,? )?(?:double-?)?(?:check|verif\w+|confirm)\w*\b|i hope|hope (?:this|that)|let me know|feel free|if you|please|note(?: that)?\b|this (?:makes sense|matches|is consistent|agrees|confirms)"
-    r"|which (?:confirms|matches)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference|do you|would you|is there|great|good luck|remember|~|-[A-Za-z]|检验|验证|验算|注意?[:：]?|希望|如有|如果您|备注|解释|解析|理由)",
+    r"|which (?!leaves|gives|means|leads|yields|makes|is\b|equals)|where\b|as (?:required|desired|expected|claimed)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference|do you|would you|is there|great|good luck|remember|~|-[A-Za-z]|检验|验证|验算|注意?[:：]?|希望|如有|如果您|备注|解释|解析|理由)",
     re.IGNORECASE,
 )
 _MARKED = re.compile(
@@ -135,7 +136,12 @@ def said(passage: Passage) -> list[Candidate]:
         phrase = text[start:end].strip()
         sentence = text[max(text.rfind("\n", 0, mark.start()), 0) : mark.start()]
         heading = mark[0].rstrip(" *_")[-1:] in ":=\n"
-        if not phrase or _UNSAID.match(text, mark.end()) or (heading and _is_working(passage, phrase, end)):
+        if (
+            not phrase
+            or OTHER_ANSWER.search(sentence)
+            or _UNSAID.match(text, mark.end())
+            or (heading and _is_working(passage, phrase, end))
+        ):
             continue
         if is_denied(sentence, text[mark.end() : end], asked=text[end : end + 1] in ("?", "？")):
             if NOT.match(text[mark.end() : end]) and (instead := _correction(passage, start, end)) is not None:
@@ -215,7 +221,7 @@ def concluding(passage: Passage) -> Candidate | None:
         and not any(_CONCLUDES.search(text[start:end]) for start, end in spans[checks[0] + 1 :])
     ):
         spans = spans[: checks[0]]
-    for start, end in reversed(spans):
+    for start, end in [*_conclusive(text, spans), *reversed(spans)]:
         sentence = text[start:end]
         if _REMARK.match(sentence) or text[end : end + 1] in ("?", "？"):
             continue
@@ -226,6 +232,9 @@ def concluding(passage: Passage) -> Candidate | None:
         value = value_of(sentence, leads=False)
         if not value or not has_value(value):
             continue
+        marks = _SAID.finditer(sentence)
+        if any(is_denied(sentence[: mark.start()], sentence[mark.end() :], asked=False) for mark in marks):
+            return None
         at = sentence.rfind(value)
         before = sentence[: max(at, 0)]
         if MIGHT.search(before) or is_possible(sentence[max(at, 0) + len(value) :]):
@@ -238,6 +247,11 @@ def concluding(passage: Passage) -> Candidate | None:
             return None
         return Candidate("sentence", sentence.strip(), start, end)
     return None
+
+
+def _conclusive(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The sentences from the last one on that name a value which is no mere circumstance."""
+    return [span for span in reversed(spans) if has_conclusion(text[slice(*span)])]
 
 
 def _is_value(marked: re.Match[str]) -> bool:

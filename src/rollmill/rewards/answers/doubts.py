@@ -44,7 +44,7 @@ _HEDGED = re.compile(
     r"(?:\b(?:might|may|could|can|would)(?: also| even| well| equally| instead| alternatively| just as well| possibly| maybe){0,3}"
     r" be(?: also)?|\bor (?:maybe|perhaps|possibly|even|alternatively|else|it(?:'s| is| could be| might be))"
     r"|\b(?:maybe|perhaps|possibly|alternatively),?(?: (?:it is|it's|the answer is))?|\bor(?: just)?"
-    r"|(?:another|a second|an alternative|the other) (?:possible |valid )?(?:answer|option|possibility|solution|value)"
+    r"|(?P<beside>another|a second|an alternative|the other) (?:possible |valid )?(?:answer|option|possibility|solution|value)"
     r"(?: (?:is|could be|would be|might be))?"
     r"|(?:也|还|又|亦)?(?:可能|也许|或许|或者|可以|说不定)(?:也|还)?(?:是|为|选)?|或者?是?|要么|也(?:是|选))"
     rf"{_OTHER}",
@@ -59,9 +59,13 @@ _CORRECTED = re.compile(
     re.IGNORECASE,
 )
 _DISBELIEVED = re.compile(
-    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean|that)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
     re.IGNORECASE,
 )
+OTHER_ANSWER = re.compile(
+    r"\b(?:another|other|alternative|alternate|second|also)(?: (?:possible|valid|plausible|good))?\s*$", re.IGNORECASE
+)
+"""What makes the answer that is named next one beside the answer."""
 MIGHT = re.compile(
     r"(?:\b(?:might|may|could)(?: \w+){0,2} be|\bor (?:maybe|perhaps|possibly)|也?可能(?:也|还)?是|或许是|也许是)\s*$",
     re.IGNORECASE,
@@ -132,10 +136,14 @@ def hedges(answer: str, behind: str) -> bool:
     plain, behind = _plain(answer), behind[:_BEHIND]
     return any(
         _plain(found["value"]) not in plain
-        and (_IS_LETTER.fullmatch(plain) is None) == (_IS_LETTER.fullmatch(_plain(found["value"])) is None)
+        and (found["beside"] or _is_letter(plain) == _is_letter(_plain(found["value"])))
         and not _DENIED_BEFORE.search(behind, 0, found.start())
         for found in _HEDGED.finditer(behind)
     )
+
+
+def _is_letter(plain: str) -> bool:
+    return _IS_LETTER.fullmatch(plain) is not None
 
 
 def _plain(text: str) -> str:

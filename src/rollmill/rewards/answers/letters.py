@@ -63,9 +63,15 @@ _BUT_NOT = re.compile(
 _WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
 _NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_])")
 _ARTICLE_A = re.compile(
-    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<![A-Za-z'])A [a-z]", re.IGNORECASE
+    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or )(?<!, )(?<![A-Za-z'])A "
+    r"(?!(?:is|was|are|and|or|fits?|works?|looks?|seems?|match(?:es)?|must|can|does|would|should|has)\b)[a-z]",
+    re.IGNORECASE,
 )
-_NEGATION = re.compile(r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许", re.IGNORECASE)
+_ENDS_IN = re.compile(rf"(?:\b(?:is|are|be|has|have|with)|[:是为有])[ :]*(?P<list>{_LIST})$")
+_NEGATION = re.compile(
+    r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许",
+    re.IGNORECASE,
+)
 _OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
 _LABEL = re.compile(r"(?<![A-Za-z])[A-J][.)、:]")
 _PIECES = re.compile(r"\s*(?:;|,|、|\n|\band\b|和)\s*")
@@ -127,6 +133,8 @@ def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) 
         right = set(re.findall("[A-Z]", concluded["list"]))
     elif only:
         right = only[-1]
+    elif not right and not wrong and (ending := _ENDS_IN.search(text.rstrip(" .。!*"))) is not None:
+        right = set() if _NEGATION.search(text.rpartition("\n")[2]) else set(re.findall("[A-Z]", ending["list"]))
     return frozenset(right) if right and right <= known and not right & wrong else None
 
 
@@ -218,6 +226,8 @@ def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset
     if found is None or found["letter"] not in known:
         return None
     letter, rest = found["letter"], found["rest"].strip()
+    if not found["open"] and not found["mark"].strip(",、") and re.match(r"[,、;\s]*[$\d\\(]", rest):
+        return None
     own = options.get(letter, "")
     if own and key(rest) == key(own):
         return frozenset(letter)

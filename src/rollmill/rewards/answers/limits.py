@@ -102,14 +102,14 @@ def _depth(text: str) -> int:
 def _nesting(text: str) -> int:
     """How many roots, fractions and functions are inside each other."""
     open_brackets: list[bool] = []
-    deepest = 0
+    deepest, ended = 0, -1  # where an argument ended: a second one may follow
     for token in _NESTING.finditer(text):
         if token[0] in "})":
-            if open_brackets:
-                open_brackets.pop()
+            if open_brackets and open_brackets.pop():
+                ended = token.end()
             continue
-        open_brackets.append(token["open"] is not None)
-        deepest = max(deepest, sum(open_brackets)) if token["open"] else deepest
+        open_brackets.append(token["open"] is not None or token.start() == ended)
+        deepest = max(deepest, sum(open_brackets)) if open_brackets[-1] else deepest
         if len(open_brackets) > _LONGEST_FORMULA:
             break
     return deepest
@@ -117,12 +117,18 @@ def _nesting(text: str) -> int:
 
 def _has_large_numbers(text: str) -> bool:
     """Whether it has powers, factorials, binomials or digits beyond what is written as an answer."""
-    if _SCIENTIFIC.search(text) or _LONG_ROOT.search(text) or any(len(found) > _MOST_DIGITS for found in _DIGITS.findall(text)):
+    if (
+        _SCIENTIFIC.search(text)
+        or _LONG_ROOT.search(text)
+        or any(len(found) > _MOST_DIGITS for found in _DIGITS.findall(text))
+    ):
         return True
     for factorial in _FACTORIAL.finditer(text):
         if factorial["number"] is None or int(factorial["number"][:9]) > _LARGEST_FACTORIAL:
             return factorial["group"] is None or bool(re.search(r"\d{3,}|!|\^", text[: factorial.start()]))
-    if _BINOMIAL.search(text) and any(int(found.replace(",", "")[:9]) > _LARGEST_BINOMIAL for found in _DIGITS.findall(text)):
+    if _BINOMIAL.search(text) and any(
+        int(found.replace(",", "")[:9]) > _LARGEST_BINOMIAL for found in _DIGITS.findall(text)
+    ):
         return True
     return _has_large_powers(text)
 
@@ -157,7 +163,9 @@ def _group(text: str, at: int) -> str:
     for place in range(at, min(len(text), at + _LONGEST_FORMULA)):
         depth += (text[place] in "{(") - (text[place] in "})")
         if depth == 0:
-            return text[at : place + 1] + (text[place + 1 : place + 3] if text[place + 1 : place + 2] in ("^", "!") else "")
+            return text[at : place + 1] + (
+                text[place + 1 : place + 3] if text[place + 1 : place + 2] in ("^", "!") else ""
+            )
     return text[at:]
 
 

@@ -137,8 +137,50 @@ _UNIT_STOP = frozenset(
         "may",
         "might",
         "must",
-        *("get", "gets", "got", "cost", "costs", "need", "needs", "show", "shows", "make", "buy", "sell", "sold", "walked"),
-        *("bought", "eat", "earn", "earns", "take", "takes", "pay", "pays", "gives", "give", "weigh", "weighs", "yields"),
+        *(
+            "get",
+            "gets",
+            "got",
+            "cost",
+            "costs",
+            "need",
+            "needs",
+            "show",
+            "shows",
+            "make",
+            "buy",
+            "sell",
+            "sold",
+            "walked",
+        ),
+        *(
+            "bought",
+            "eat",
+            "earn",
+            "earns",
+            "take",
+            "takes",
+            "pay",
+            "pays",
+            "gives",
+            "give",
+            "weigh",
+            "weighs",
+            "yields",
+        ),
+        *(
+            "remains",
+            "remain",
+            "satisfies",
+            "satisfy",
+            "holds",
+            "hold",
+            "matches",
+            "follows",
+            "sitting",
+            "standing",
+            "visible",
+        ),
         *("exactly", "about", "approximately", "possible", "works", "apiece"),
         "equals",
         "equal",
@@ -160,6 +202,10 @@ _TRAILING = re.compile(
     r"[,，;；:]?\s*(?:\b(?:because|since|so that|so|which|where|when|whenever|if|as|given|after|with|while|but|although|though"
     r"|assuming|provided|after|making|meaning|giving|leaving|obtained|using|by|due|for)\b|因为|由于|所以|也就是|其中|即可)"
     r"|\s[-–—]+\s|—",
+    re.IGNORECASE,
+)
+_REASON = re.compile(
+    r"\b(?:because|since|due to|of which|of whom|where|as (?:he|she|it|they|we|there|each|the|this|that|calculated|shown))\b|因为|由于|其中",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(
@@ -239,11 +285,19 @@ def value_of(phrase: str, *, leads: bool) -> str:
     groups = _groups(text, values(text))
     if not groups:
         return _without_reason(text)
+    reason = _REASON.search(text, groups[0].end)
+    groups = [group for group in groups if reason is None or group.start < reason.start()]
     lead = _LEAD.match(text)
     if leads and lead is not None and groups[0].start <= lead.end() + 1:
         return _written(text, groups[0])
     chosen = next((group for group in reversed(groups) if not _is_circumstance(text, group)), groups[-1])
     return _written(text, chosen)
+
+
+def has_conclusion(sentence: str) -> bool:
+    """Whether a sentence names a value that does not only say when or where."""
+    text = tidy(without_asides(sentence[:LONGEST_PHRASE]))
+    return any(not _is_circumstance(text, group) for group in _groups(text, values(text)))
 
 
 def _is_circumstance(text: str, group: Value) -> bool:
@@ -300,10 +354,13 @@ def values(text: str) -> list[Value]:
             continue
         start, end = run
         if _counts(text, start, end, passage):
-            found.append(Value(start, end, _unit_end(text, end)))
+            found.append(Value(start, end, _unit_end(text, start, end)))
         at = max(end, at + 1)
     if not found:
-        found = [Value(each.start(), each.end(), _unit_end(text, each.end())) for each in _CHINESE_VALUE.finditer(text)]
+        found = [
+            Value(each.start(), each.end(), _unit_end(text, each.start(), each.end()))
+            for each in _CHINESE_VALUE.finditer(text)
+        ]
     return found
 
 
@@ -412,9 +469,10 @@ def _counts(text: str, start: int, end: int, passage: Passage) -> bool:
     return not (re.match(r"[#(]?\d", run) and _LABELLED.search(text, max(0, start - 14), start))
 
 
-def _unit_end(text: str, end: int) -> int:
-    """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`."""
-    for _ in range(_MOST_UNITS):
+def _unit_end(text: str, start: int, end: int) -> int:
+    """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`; equations have none."""
+    is_relation = re.search(r"[A-Za-z]\)?\s*[=<>]|\\\{|[<>]", text[start:end]) is not None
+    for _ in range(0 if is_relation else _MOST_UNITS):
         found = _UNIT.match(text, end)
         if found is None or found.end() == end:
             break

@@ -13,14 +13,14 @@ from rollmill.rewards.structure import split_list
 
 _LABEL = re.compile(
     r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
-    r"|(?i:(?:blank|answer|part)) ?(?P<e>\d{1,2}) ?(?:(?i:is|should be)\b|:)?"
+    r"|(?:(?i:blank|answer|part)|空) ?\(?(?P<e>\d{1,2})\)? ?(?:(?i:is|should be)\b|:)?"
     r"|(?i:\b(?:the )?(?P<f>first|second|third|fourth|fifth|sixth)(?: (?:blank|answer|one|space|value|part))?(?: (?:is|should be)\b|:))|(?P<d>[①-⑳]))[ :：.、]*"
 )
 _ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
 _HAN = "一二三四五六七八九十"
 _STRONG = re.compile(r"\s*[;；、\n]\s*")
-_ORDINAL = re.compile(r"\b(?:second|blank 2)\b|第[二2]", re.IGNORECASE)
-_LEADING = re.compile(r"(?:so|thus|therefore|hence|所以|因此|,|:|\s)*", re.IGNORECASE)
+_ORDINAL = re.compile(r"\b(?:second|blank \(?2)\b|第[二2]|空2", re.IGNORECASE)
+_LEADING = re.compile(r"(?:so|thus|therefore|hence|the answers? (?:to|for|in|of)|所以|因此|,|:|\s)*", re.IGNORECASE)
 _OUTER = " \t\n,;，；。、"
 
 
@@ -57,12 +57,16 @@ def _numbered(text: str, count: int) -> list[str] | None:
     """What stands behind the labels 1 to `count`, each of which occurs once, the first at the start."""
     found = list(_LABEL.finditer(text))
     kinds = [[label for label in found if label[kind]] for kind in "abcdef"]
-    labels = next((each for each in (found, *kinds) if [_number(label) for label in each] == list(range(1, count + 1))), None)
+    labels = next(
+        (each for each in (found, *kinds) if [_number(label) for label in each] == list(range(1, count + 1))), None
+    )
     if not labels or _LEADING.sub("", text[: labels[0].start()]):
         return None
     ends = [*(label.start() for label in labels[1:]), len(text)]
     pieces = [text[label.end() : end].strip(_OUTER) for label, end in zip(labels, ends, strict=True)]
-    return [re.sub(r"\s*(?:,?\s*(?:\band|和|而|,))$", "", piece) for piece in pieces]
+    return [
+        re.sub(r"\s*(?:,?\s*(?:\band|和|而|,))?(?:,?\s*the answers? (?:to|for|in|of))?$", "", piece) for piece in pieces
+    ]
 
 
 def _number(label: re.Match[str]) -> int | None:

@@ -85,7 +85,9 @@ class K12:
             case "matching":
                 return self._matching(asked, found)
             case _:
-                return await self._blanks(asked, found, folded(answer_part(text)).rstrip().rpartition("\n\n")[2][-2000:])
+                return await self._blanks(
+                    asked, found, folded(answer_part(text)).rstrip().rpartition("\n\n")[2][-2000:]
+                )
 
     async def _choice(self, asked: Question, right: frozenset[str], found: FinalAnswer | None) -> Verdict:
         if found is None:

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from answer_phrasings import FIRST, SECOND, THIRD, Bank
+from bench.answer_phrasings import FIRST, SECOND, THIRD, Bank
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "date palm"}
 WORDS = ["red", "a dog", "tennis", "skateboard", "kitchen", "pizza", "umbrella", "blue and white", "wood", "snow"]
@@ -87,7 +87,9 @@ def _filled(template: str, own: str, other: str, more: dict[str, str]) -> str:
 def _formulas(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
     rows = _rows(data / "math/gaokao2023en.jsonl")
     answers = [row["answer"].strip().strip("$").strip() for row in rows]
-    golds = [each for each in answers if each and "$" not in each and not re.search(r"[\u4e00-\u9fff]|[A-Za-z]{4,} ", each)]
+    golds = [
+        each for each in answers if each and "$" not in each and not re.search(r"[\u4e00-\u9fff]|[A-Za-z]{4,} ", each)
+    ]
     for gold, other in _pairs(rng.sample(golds, 130), rng):
         yield from _written("math formulas", "math", gold, gold, other, bank.formulas, rng)
 
@@ -120,7 +122,15 @@ def _chinese(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
     for _ in range(25):
         first, second, other = (str(each) for each in rng.sample(range(2, 99), 3))
         yield from _written(
-            "k12 blanks", "k12", [first, second], first, other, bank.blanks, rng, {"k12": {"type": "blank"}}, **{"@2": second}
+            "k12 blanks",
+            "k12",
+            [first, second],
+            first,
+            other,
+            bank.blanks,
+            rng,
+            {"k12": {"type": "blank"}},
+            **{"@2": second},
         )
 
 
@@ -139,13 +149,18 @@ def _choices(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
 
 
 def _choice(
-    group: str, letter: str, options: dict[str, str], bank: tuple[list[str], list[str]], rng: random.Random, reward: str = "k12"
+    group: str,
+    letter: str,
+    options: dict[str, str],
+    bank: tuple[list[str], list[str]],
+    rng: random.Random,
+    reward: str = "k12",
 ) -> Iterator[Labelled]:
     other = rng.choice([each for each in "ABCD" if each != letter])
-    keys: dict[str, Any] = {"k12": {"type": "single", **({"options": options} if options else {})}} if reward == "k12" else {}
-    right, wrong = (
-        [each for each in part if options or "@t" not in each and "@x" not in each] for part in bank
+    keys: dict[str, Any] = (
+        {"k12": {"type": "single", **({"options": options} if options else {})}} if reward == "k12" else {}
     )
+    right, wrong = ([each for each in part if options or "@t" not in each and "@x" not in each] for part in bank)
     texts = {"@t": options.get(letter, ""), "@x": options.get(other, "")}
     yield from _written(group, reward, letter, letter, other, (right, wrong), rng, keys, **texts)
 
@@ -194,4 +209,3 @@ def _pictures(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
         yield from _written("chart", "chart", value, value, other, bank.charts, rng)
     for gold, other in _pairs(WORDS * 4, rng):
         yield from _written("vqa", "vqa", gold, gold, other, bank.questions, rng)
-

@@ -179,10 +179,22 @@ FIRST = Bank(
         ],
         ["@o@2@w", "The answer is @w.", "不选@o@2", "The answer is @o or @2 or @w."],
     ),
-    truths=["True", "The statement is true.", "对", "这个说法是正确的。", "**True**", "Answer: True, because 2 is even."],
+    truths=[
+        "True",
+        "The statement is true.",
+        "对",
+        "这个说法是正确的。",
+        "**True**",
+        "Answer: True, because 2 is even.",
+    ],
     falsehoods=["False", "The statement is false.", "错", "这个说法是错误的。", "**False**", "It isn't correct."],
     neither=["True or false", "Perhaps.", "不知道对不对", "It could be true or false."],
-    orders=["@1, @2, @3, @4", "The correct order is @1 → @2 → @3 → @4.", "答案：@1@2@3@4", "正确的顺序是@1、@2、@3、@4。"],
+    orders=[
+        "@1, @2, @3, @4",
+        "The correct order is @1 → @2 → @3 → @4.",
+        "答案：@1@2@3@4",
+        "正确的顺序是@1、@2、@3、@4。",
+    ],
     pairs=["1-@1, 2-@2, 3-@3", "1→@1；2→@2；3→@3", "Answer:\n1: @1\n2: @2\n3: @3"],
     counts=(
         [
@@ -360,8 +372,17 @@ SECOND = Bank(
     truths=["Yes, this is correct.", "该说法正确。", "T", "✓", "The claim is indeed true.", "Answer: correct"],
     falsehoods=["No, this is wrong.", "该说法不正确。", "F", "✗", "The claim is not true.", "Answer: incorrect"],
     neither=["It depends.", "True/False", "也许对，也许错", "I cannot say whether it is true."],
-    orders=["First @1, then @2, then @3, and finally @4.", "@1 > @2 > @3 > @4", "\\boxed{@1,@2,@3,@4}", "排序为：@1→@2→@3→@4"],
-    pairs=["1 matches @1, 2 matches @2, and 3 matches @3.", "(1) — @1\n(2) — @2\n(3) — @3", "1对应@1，2对应@2，3对应@3。"],
+    orders=[
+        "First @1, then @2, then @3, and finally @4.",
+        "@1 > @2 > @3 > @4",
+        "\\boxed{@1,@2,@3,@4}",
+        "排序为：@1→@2→@3→@4",
+    ],
+    pairs=[
+        "1 matches @1, 2 matches @2, and 3 matches @3.",
+        "(1) — @1\n(2) — @2\n(3) — @3",
+        "1对应@1，2对应@2，3对应@3。",
+    ],
     counts=(
         [
             "In the image, there are @o birds visible.",
@@ -389,7 +410,14 @@ SECOND = Bank(
         ["Somewhere between @w and @o.", "Not @o.", "@w, or perhaps @o"],
     ),
     questions=(
-        ["Final answer: @o", "`@o`", "The correct answer is @o.", "@o.", "$\\boxed{\\text{@o}}$", "So the answer is: @o"],
+        [
+            "Final answer: @o",
+            "`@o`",
+            "The correct answer is @o.",
+            "@o.",
+            "$\\boxed{\\text{@o}}$",
+            "So the answer is: @o",
+        ],
         ["Not @o.", "Either @o or @w.", "It is not @o."],
     ),
 )
@@ -443,7 +471,7 @@ THIRD = Bank(
             "Total number of pages read: 5 + 7 + ... = @o",
             "Their combined age is @o years.",
             "Conclusion: @o.",
-            "> @o",
+            "= @o",
             "Thus, John's profit is @o dollars, since he paid 30 dollars for 2 shirts.",
             "I believe the answer is @o.",
             "Therefore, the answer is $\\$@o$.",
@@ -543,10 +571,29 @@ THIRD = Bank(
         ],
         ["All of @o, @2 and @w.", "Only @w is correct.", "@o and @2 are wrong.", "选@w，不选@o@2"],
     ),
-    truths=["I agree, the statement holds: true.", "正确。", "是的，这句话是对的。", "\\boxed{True}", "The assertion is correct.", "判断：对"],
-    falsehoods=["This statement is incorrect.", "错误。", "不是，这句话是错的。", "\\boxed{False}", "The assertion is not correct.", "判断：错"],
+    truths=[
+        "I agree, the statement holds: true.",
+        "正确。",
+        "是的，这句话是对的。",
+        "\\boxed{True}",
+        "The assertion is correct.",
+        "判断：对",
+    ],
+    falsehoods=[
+        "This statement is incorrect.",
+        "错误。",
+        "不是，这句话是错的。",
+        "\\boxed{False}",
+        "The assertion is not correct.",
+        "判断：错",
+    ],
     neither=["It is unclear whether it is correct.", "对或错", "Could be either.", "无法判断"],
-    orders=["Answer: @1-@2-@3-@4", "@1 → @2 → @3 → @4", "The sequence is @1, @2, @3 and then @4.", "先@1，再@2，然后@3，最后@4"],
+    orders=[
+        "Answer: @1-@2-@3-@4",
+        "@1 → @2 → @3 → @4",
+        "The sequence is @1, @2, @3 and then @4.",
+        "先@1，再@2，然后@3，最后@4",
+    ],
     pairs=["1: @1, 2: @2, 3: @3", "\\boxed{1-@1, 2-@2, 3-@3}", "1 goes with @1; 2 goes with @2; 3 goes with @3."],
     counts=(
         [
@@ -560,7 +607,13 @@ THIRD = Bank(
             "Number of apples: @o",
             "I see a total of @o balloons in the sky.",
         ],
-        ["There might be @w or @o.", "Not @o, I think.", "Between @o and @w people.", "@o? Maybe @w.", "No more than @o."],
+        [
+            "There might be @w or @o.",
+            "Not @o, I think.",
+            "Between @o and @w people.",
+            "@o? Maybe @w.",
+            "No more than @o.",
+        ],
     ),
     charts=(
         [
@@ -575,7 +628,7 @@ THIRD = Bank(
         ["Either @w or @o.", "It is not @o.", "Less than @o."],
     ),
     questions=(
-        ["**Answer:** @o", "answer: @o", "\\boxed{\\text{@o}}", "@o", "The answer is \"@o\".", "My answer is @o."],
+        ["**Answer:** @o", "answer: @o", "\\boxed{\\text{@o}}", "@o", 'The answer is "@o".', "My answer is @o."],
         ["@w, or maybe @o", "I don't think it is @o.", "Both @o and @w."],
     ),
 )
