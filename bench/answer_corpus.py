@@ -160,7 +160,7 @@ def _choice(
     keys: dict[str, Any] = (
         {"k12": {"type": "single", **({"options": options} if options else {})}} if reward == "k12" else {}
     )
-    right, wrong = ([each for each in part if options or "@t" not in each and "@x" not in each] for part in bank)
+    right, wrong = ([each for each in part if options or ("@t" not in each and "@x" not in each)] for part in bank)
     texts = {"@t": options.get(letter, ""), "@x": options.get(other, "")}
     yield from _written(group, reward, letter, letter, other, (right, wrong), rng, keys, **texts)
 

@@ -1,4 +1,4 @@
-"""Labelled answers judged by rollmill's rewards and by math-verify: how many right ones are rejected, wrong ones accepted.
+"""Labelled answers judged by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
 
 About 9,800 answers to published tasks, in three banks of phrasings in English and Chinese (`answer_phrasings.py`).
 math-verify extracts formulas, expressions and option letters, as its documentation shows.
@@ -43,9 +43,7 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -
     adapter: TypeAdapter[Any] = TypeAdapter(RewardConfig)
     limits = {"math": {"time_limit_s": time_limit_s}, "k12": {"time_limit_s": time_limit_s}}
     names = sorted({row.reward for row in rows})
-    judges = {
-        name: build_judge([adapter.validate_python({"name": name, **limits.get(name, {})})]) for name in names
-    }
+    judges = {name: build_judge([adapter.validate_python({"name": name, **limits.get(name, {})})]) for name in names}
 
     async def judged() -> list[bool]:
         found = [

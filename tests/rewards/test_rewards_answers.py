@@ -1,4 +1,5 @@
-"""The final answer of a completion: what is found, what is taken back, and how often that is right on a labelled corpus."""
+"""The final answer of a completion: what is found, what is taken back, and how often that is right on a"
+" labelled corpus."""
 
 from __future__ import annotations
 
@@ -159,7 +160,8 @@ def test_the_value_of_a_phrase(phrase: str, value: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("一万五千", 15000), ("一万五", 15000), ("三百五", 350), ("十五", 15), ("三百零五", 305), ("五只", None)]
+    ("text", "value"),
+    [("一万五千", 15000), ("一万五", 15000), ("三百五", 350), ("十五", 15), ("三百零五", 305), ("五只", None)],
 )
 def test_chinese_numerals(text: str, value: int | None) -> None:
     assert chinese(text) == value
@@ -172,7 +174,35 @@ def test_numbers_in_english_words() -> None:
 @settings(deadline=None, max_examples=150)
 @given(
     st.lists(
-        st.sampled_from("\\boxed{|}|$|\\(|\\)|\\[|\\]|```|**|answer is |答案是|不|not |or |12|x=|(|)|\n|. |should be |A|、|\\frac{|一万".split("|"))
+        st.sampled_from(
+            [
+                "\\boxed{",
+                "}",
+                "$",
+                "\\(",
+                "\\)",
+                "\\[",
+                "\\]",
+                "```",
+                "**",
+                "answer is ",
+                "答案是",
+                "不",
+                "not ",
+                "or ",
+                "12",
+                "x=",
+                "(",
+                ")",
+                "\n",
+                ". ",
+                "should be ",
+                "A",
+                "、",
+                "\\frac{",
+                "一万",
+            ]
+        )
         | st.text(max_size=3),
         max_size=40,
     ).map("".join)
@@ -183,7 +213,9 @@ def test_finding_an_answer_never_raises(text: str) -> None:
         assert found is None or isinstance(found.value, str)
 
 
-@pytest.mark.parametrize("piece", ["\\boxed{", "$", "answer is ", "(", "12 ", "x=", "\\frac{1}{", "答案是", "**1** ", "\n"])
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "$", "answer is ", "(", "12 ", "x=", "\\frac{1}{", "答案是", "**1** ", "\n"]
+)
 def test_long_texts_are_read_in_time(piece: str) -> None:
     assert final_answer(piece * (20_000 // len(piece)) + "The answer is 7.") is not None
 
@@ -216,7 +248,9 @@ def test_the_corpus_against_math_verify(data_dir: Path) -> None:
         chosen = [index for index, row in enumerate(rows) if row.group == group]
         part = [rows[index] for index in chosen]
         rejected, accepted = zip(
-            counts(part, [ours[index] for index in chosen]), counts(part, [peer[index] for index in chosen]), strict=True
+            counts(part, [ours[index] for index in chosen]),
+            counts(part, [peer[index] for index in chosen]),
+            strict=True,
         )
         assert accepted[0] <= accepted[1], group
         assert 2 * rejected[0] <= rejected[1], group

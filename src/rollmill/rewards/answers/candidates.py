@@ -44,10 +44,12 @@ _NOUN = (
     r"(?:answer|solution|result|option|choice|statement|value|graph|equation|expression|number|total|order|sequence"
     r"|probability|sum|response|letter|match|pairs?|blank)s?"
 )
-_VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|could|might|may|has to|can only|turns out to|comes out to)(?: therefore)?(?: be)?)\b"
+_VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|could|might|may|has to|can only|turns out to"
+    r"|comes out to)(?: therefore)?(?: be)?)\b"
 _SAID = re.compile(
     r"\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
-    rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
+    rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+"
+    rf"|\$[^$\n]{{1,30}}\$\s+){{0,9}}?{_VERB}\s*:?|[ \t*_]*\n)"
     rf"|\b(?:correct|right|best|final|desired|required|appropriate)\s+(?:[a-z]+\s+)?{_NOUN}\s*(?:{_VERB}\s*:?|[*_]*:)+"
     r"|\b(?:ans|result|final result|final value|conclusion)\s*[*_]*\s*[:=]"
     r"|\b(?:order|sequence)\s*(?:is|:)+"
@@ -61,26 +63,36 @@ _SAID = re.compile(
     re.IGNORECASE,
 )
 _UNSAID = re.compile(
-    r"[\s*:]*(?:obtained|found|given(?! by [\d$\\])|derived|calculated|computed|determined|as follows|shown|based|because|correct\b|right\b"
-    r"|wrong\b|incorrect\b|all correct|both correct|all right|in the form|not affected|reached|verified|consistent|reasonable|clear\b|explained"
+    r"[\s*:]*(?:obtained|found|given(?! by [\d$\\])|derived|calculated|computed|determined|as follows|shown"
+    r"|based|because|correct\b|right\b"
+    r"|wrong\b|incorrect\b|all correct|both correct|all right|in the form|not affected|reached|verified"
+    r"|consistent|reasonable|clear\b|explained"
     r"|below|above|required|needed|expected to|supposed to|rounded(?! is)|expressed|written|supported|unique"
     r"|正确的?[。,]|错误的?[。,]|如下|合理|唯一)",
     re.IGNORECASE,
 )
 _WORKING = re.compile(
-    r"(?:to (?:find|solve|determine|answer|get|calculate|simplify|evaluate|compute|figure)|first\b|let\b|let's|let’s|we (?:are|know|have|need|can|start|first|will)|start"
-    r"|step\b|since\b|because\b|here'?s?\b|for (?:this|the)\b|using\b|consider\b|recall\b|given\b|note\b|in this\b|解[:：]?|首先|设|由|根据|因为|已知|分析)",
+    r"(?:to (?:find|solve|determine|answer|get|calculate|simplify|evaluate|compute|figure)|first\b|let\b"
+    r"|let's|let’s|we (?:are|know|have|need|can|start|first|will)|start"
+    r"|step\b|since\b|because\b|here'?s?\b|for (?:this|the)\b|using\b|consider\b|recall\b|given\b|note\b"
+    r"|in this\b|解[:：]?|首先|设|由|根据|因为|已知|分析)",
     re.IGNORECASE,
 )
 _SKIP = re.compile(r"(?:[\s*:：_>#\"“‘]|[-–•](?=\s)|\\(?:quad|,|;| |text\{\s*\}))*")
 _CONCLUDES = re.compile(
-    r"\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|in total|altogether|overall|this (?:means|gives|shows)|which (?:means|gives)|we (?:get|find|obtain|have))\b"
+    r"\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|in total|altogether|overall"
+    r"|this (?:means|gives|shows)|which (?:means|gives)|we (?:get|find|obtain|have))\b"
     r"|所以|因此|故|综上|一共|总共|得出|可得|∴|\\therefore",
     re.IGNORECASE,
 )
 _REMARK = re.compile(
-    r"[\s*#>_(-]*(?:(?:let's |let us |to |we can |you can |now,? )?(?:double-?)?(?:check|verif\w+|confirm)\w*\b|i hope|hope (?:this|that)|let me know|feel free|if you|please|note(?: that)?\b|this (?:makes sense|matches|is consistent|agrees|confirms)"
-    r"|which (?!leaves|gives|means|leads|yields|makes|is\b|equals)|where\b|as (?:required|desired|expected|claimed)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference|do you|would you|is there|great|good luck|remember|~|-[A-Za-z]|检验|验证|验算|注意?[:：]?|希望|如有|如果您|备注|解释|解析|理由)",
+    r"[\s*#>_(-]*(?:(?:let's |let us |to |we can |you can |now,? )?(?:double-?)?(?:check|verif\w+"
+    r"|confirm)\w*\b|i hope|hope (?:this|that)|let me know|feel free|if you|please|note(?: that)?\b"
+    r"|this (?:makes sense|matches|is consistent|agrees|confirms)"
+    r"|which (?!leaves|gives|means|leads|yields|makes|is\b|equals)|where\b|as (?:required|desired|expected"
+    r"|claimed)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference"
+    r"|do you|would you|is there|great|good luck|remember|~|-[A-Za-z]"
+    r"|检验|验证|验算|注意?[:：]?|希望|如有|如果您|备注|解释|解析|理由)",
     re.IGNORECASE,
 )
 _MARKED = re.compile(

@@ -14,25 +14,31 @@ NOT = re.compile(
 )
 """What denies the answer directly behind a marker, as in `the answer is not 12`."""
 _DENIED_BEFORE = re.compile(
-    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt|\bdisagree|\bfalse|\bwrong|\bincorrect|\bno way|\bnot sure|\bunsure"
+    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt|\bdisagree|\bfalse|\bwrong|\bincorrect|\bno way"
+    r"|\bnot sure|\bunsure"
     r"|\bunlikely|不(?!难|妨|管|仅)|别|勿|没有|并非|未必|难道|错误地|误)"
     r"[^.!?;。；\n]{0,40}$",
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(
-    r"(?:\b(?:if|suppose|assume|assuming|whether|unless|would be|imagine|(?:some|many|one|you|people|students)(?: people)?"
-    r" (?:may|might|could|would)?\s?(?:think|say|believe|argue|guess)|guess(?:ed)?(?: that| was)?|thought(?: that| was)?"
+    r"(?:\b(?:if|suppose|assume|assuming|whether|unless|would be|imagine|(?:some|many|one|you|people"
+    r"|students)(?: people)?"
+    r" (?:may|might|could|would)?\s?(?:think|say|believe|argue|guess)|guess(?:ed)?(?: that| was)?"
+    r"|thought(?: that| was)?"
     r"|claims?(?: that)?|initially|at first)\b|如果|假设|假如|若|是否|有人|误以为|以为)[^.!?;。；\n]{0,60}$",
     re.IGNORECASE,
 )
 _WRONG = (
-    r"(?:wrong|incorrect|not (?:correct|right|true|the (?:right |correct )?answer|valid|possible)|(?:a )?mistaken?|false|invalid"
+    r"(?:wrong|incorrect|not (?:correct|right|true|the (?:right |correct )?answer|valid|possible)"
+    r"|(?:a )?mistaken?|false|invalid"
     r"|impossible)\b|错误?的?(?=[\s,，.。;；!！]|$)|不(?:正确|对|符合)|有误|搞错|算错"
 )
 _RETRACTED = re.compile(
-    rf"[\s*$)\]}}_.,，。\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer|这|那|这个答案|上述答案)\s*)?"
+    rf"[\s*$)\]}}_.,，。\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer"
+    rf"|这|那|这个答案|上述答案)\s*)?"
     rf"(?:(?:is|was|are|seems?|looks?|must be|would be|is clearly|isn't|是)\s*)?(?:{_WRONG})"
-    r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉|更正)[,.!。:—])",
+    r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
+    r"|更正)[,.!。:—])",
     re.IGNORECASE,
 )
 _OTHER = (
@@ -41,10 +47,12 @@ _OTHER = (
     r"|(?:zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve|twenty|thirty)\b))"
 )
 _HEDGED = re.compile(
-    r"(?:\b(?:might|may|could|can|would)(?: also| even| well| equally| instead| alternatively| just as well| possibly| maybe){0,3}"
+    r"(?:\b(?:might|may|could|can|would)(?: also| even| well| equally| instead| alternatively| just as well"
+    r"| possibly| maybe){0,3}"
     r" be(?: also)?|\bor (?:maybe|perhaps|possibly|even|alternatively|else|it(?:'s| is| could be| might be))"
     r"|\b(?:maybe|perhaps|possibly|alternatively),?(?: (?:it is|it's|the answer is))?|\bor(?: just)?"
-    r"|(?P<beside>another|a second|an alternative|the other) (?:possible |valid )?(?:answer|option|possibility|solution|value)"
+    r"|(?P<beside>another|a second|an alternative|the other) (?:possible |valid )?(?:answer|option"
+    r"|possibility|solution|value)"
     r"(?: (?:is|could be|would be|might be))?"
     r"|(?:也|还|又|亦)?(?:可能|也许|或许|或者|可以|说不定)(?:也|还)?(?:是|为|选)?|或者?是?|要么|也(?:是|选))"
     rf"{_OTHER}",
@@ -52,14 +60,16 @@ _HEDGED = re.compile(
 )
 _CORRECTED = re.compile(
     r"(?:\b(?:should|must|ought to)(?: actually| really| instead| rather)? (?:have been|be)(?: actually)?"
-    r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's|it should be|the answer is|is))?"
+    r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's"
+    r"|it should be|the answer is|is))?"
     r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
     r"|应(?:该|当)?(?:是|为)|而是|更正为|改为|其实是|实际上是)"
     rf"{_OTHER}",
     re.IGNORECASE,
 )
 _DISBELIEVED = re.compile(
-    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
+    r"(?:n't|\bnot|\bnever|\bcannot|\bhardly|\bdoubt)\s+(?:\w+ )?(?:think|believe|say|sure|certain|claim|mean"
+    r"|that|(?:the case|true) that)\b|\bnot (?:convinced|the case)\b|\bdoubt that\b|不认为|不觉得|不(?:是)?说",
     re.IGNORECASE,
 )
 OTHER_ANSWER = re.compile(
@@ -73,11 +83,13 @@ MIGHT = re.compile(
 """What makes the value behind it a second guess."""
 _POSSIBLE = (
     r"(?:is|are|was|would be|could be|might be|may be|seems?|works?|fits?)(?: also| equally| still| just as)?"
-    r"(?: (?:possible|plausible|correct|valid|right|acceptable|fine|ok))?(?: too| as well|(?<=possible)|(?<=plausible))|也(?:可以|行|对|有可能|正确)"
+    r"(?: (?:possible|plausible|correct|valid|right|acceptable|fine|ok))?(?: too| as well|(?<=possible)"
+    r"|(?<=plausible))|也(?:可以|行|对|有可能|正确)"
 )
 _IS_POSSIBLE = re.compile(rf"[\s*$)}}\]\\]*(?:{_POSSIBLE})", re.IGNORECASE)
 _CORRECTING = re.compile(
-    r"[^\d\n]{0,60}?(?:\b(?:should|must)(?: actually| really| instead)? (?:have been|be)\b|\bactually,? (?:it is|it's)\b|\bcorrection\b"
+    r"[^\d\n]{0,60}?(?:\b(?:should|must)(?: actually| really| instead)? (?:have been|be)\b"
+    r"|\bactually,? (?:it is|it's)\b|\bcorrection\b"
     r"|\bmake (?:it|that)\b|\bi meant?\b|更正为|应(?:该|当)?(?:是|为)|改为|其实是|实际上是)",
     re.IGNORECASE,
 )

@@ -36,17 +36,23 @@ _OTHER = re.compile(
     r"(?P<before>(?:\bor|\band|[,;/、或和及])\s?[(\[]?)?"
     r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article>(?<=A) [a-z])?"
 )
-_RIGHT = r"(?:the )?(?:correct|right|true)(?: answer| one| option| choice)?(?![A-Za-z])|the answer|正确|对(?!于|应)|符合|满足|成立|works|fits"
+_RIGHT = (
+    r"(?:the )?(?:correct|right|true)(?: answer| one| option| choice)?(?![A-Za-z])|the answer"
+    r"|正确|对(?!于|应)|符合|满足|成立|works|fits"
+)
 _WRONG = (
     r"(?:not|n't) (?:be )?(?:the )?(?:correct|right|true|answer)|incorrect|wrong|false|eliminated|ruled out|invalid"
     r"|不(?:正确|对|符合|满足|成立|选)|错误?|排除|does(?:n't| not) (?:work|fit)"
 )
 _STATED = re.compile(
-    rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option|clearly|therefore|only)"
+    rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option"
+    rf"|clearly|therefore|only)"
     rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗)"
 )
 _JUDGED_LINE = re.compile(
-    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+ ?(?P<text>(?:(?!(?<![A-Za-z])[A-J](?![A-Za-z]))[^\n]){{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})|(?P<right>{_RIGHT}))[。.;!]?\s*$",
+    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+"
+    rf" ?(?P<text>(?:(?!(?<![A-Za-z])[A-J](?![A-Za-z]))[^\n]){{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})"
+    rf"|(?P<right>{_RIGHT}))[。.;!]?\s*$",
     re.MULTILINE,
 )
 _CONCLUDED = re.compile(
@@ -63,7 +69,8 @@ _BUT_NOT = re.compile(
 _WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
 _NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_])")
 _ARTICLE_A = re.compile(
-    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or )(?<!, )(?<![A-Za-z'])A "
+    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or"
+    r" )(?<!, )(?<![A-Za-z'])A "
     r"(?!(?:is|was|are|and|or|fits?|works?|looks?|seems?|match(?:es)?|must|can|does|would|should|has)\b)[a-z]",
     re.IGNORECASE,
 )

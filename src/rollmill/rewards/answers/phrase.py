@@ -22,7 +22,8 @@ _COMMAND = re.compile(
     re.DOTALL,
 )
 _NUMBER = re.compile(
-    r"\d{1,30}分之\d{1,30}|[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d,]|\.\d)|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?![\w]))?(?: \d{1,9}/\d{1,9}(?![\d/]))?|\.\d+"
+    r"\d{1,30}分之\d{1,30}|[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d,]|\.\d)"
+    r"|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?![\w]))?(?: \d{1,9}/\d{1,9}(?![\d/]))?|\.\d+"
 )
 _WORD = re.compile(
     rf"\d+(?:st|nd|rd|th)\b(?! root)|\d+-[A-Za-z]{{2,}}[A-Za-z-]*|[A-Za-z]-[A-Za-z]{{2,}}[A-Za-z-]*"
@@ -199,13 +200,15 @@ _JOINER = re.compile(
     re.IGNORECASE,
 )
 _TRAILING = re.compile(
-    r"[,，;；:]?\s*(?:\b(?:because|since|so that|so|which|where|when|whenever|if|as|given|after|with|while|but|although|though"
+    r"[,，;；:]?\s*(?:\b(?:because|since|so that|so|which|where|when|whenever|if|as|given|after|with|while|but"
+    r"|although|though"
     r"|assuming|provided|after|making|meaning|giving|leaving|obtained|using|by|due|for)\b|因为|由于|所以|也就是|其中|即可)"
     r"|\s[-–—]+\s|—",
     re.IGNORECASE,
 )
 _REASON = re.compile(
-    r"\b(?:because|since|due to|of which|of whom|where|as (?:he|she|it|they|we|there|each|the|this|that|calculated|shown))\b|因为|由于|其中",
+    r"\b(?:because|since|due to|of which|of whom|where|as (?:he|she|it|they|we|there|each|the|this|that"
+    r"|calculated|shown))\b|因为|由于|其中",
     re.IGNORECASE,
 )
 _ASIDE = re.compile(
@@ -220,24 +223,30 @@ _PREPOSITION = re.compile(
     re.IGNORECASE,
 )
 _RESULTING = re.compile(
-    r"(?:\b(?:left|leav\w+|ends? up|ended up|start over|find|remain\w*)(?: \w+)? with|\b(?:com\w+(?: out)?|amounts?|adds? up|equals?|equal|simplif\w+"
-    r"|reduc\w+|evaluat\w+|round\w*|converg\w+|work\w* out|boil\w* down|sums?|totals?|corresponds?|equates?) to|\barriv\w+ at|\bresult\w* in)\s*$",
+    r"(?:\b(?:left|leav\w+|ends? up|ended up|start over|find|remain\w*)(?: \w+)? with|\b(?:com\w+(?: out)?"
+    r"|amounts?|adds? up|equals?|equal|simplif\w+"
+    r"|reduc\w+|evaluat\w+|round\w*|converg\w+|work\w* out|boil\w* down|sums?|totals?|corresponds?"
+    r"|equates?) to|\barriv\w+ at|\bresult\w* in)\s*$",
     re.IGNORECASE,
 )
 _BOUND_BEFORE = re.compile(
-    r"(?:\b(?:more|less|greater|fewer|larger|smaller|higher|lower|bigger) than|\b(?:at least|at most|over|under|above|below|up to"
-    r"|no more than|no less than|almost|nearly|between|from)|大于|小于|超过|不到|至少|至多|不少于|不超过|不足|多于|少于|高于|低于|介于|±)"
+    r"(?:\b(?:more|less|greater|fewer|larger|smaller|higher|lower|bigger) than|\b(?:at least|at most|over"
+    r"|under|above|below|up to"
+    r"|no more than|no less than|almost|nearly|between|from)|大于"
+    r"|小于|超过|不到|至少|至多|不少于|不超过|不足|多于|少于|高于|低于|介于|±)"
     r"\s*(?:or equal to\s*)?$",
     re.IGNORECASE,
 )
 _NEGATIVE = re.compile(r"(?:负|零下)$")
 _BOUND_BEHIND = re.compile(
-    rf"\s*[{CJK}]?\s*(?:以上|以下|以内|左右|之间|多(?=[{CJK}]))|\s*(?:[a-z]+\s+)?or (?:more|less|fewer|greater|higher|lower|above|below|so)\b|\+(?!\d)",
+    rf"\s*[{CJK}]?\s*(?:以上|以下|以内|左右|之间|多(?=[{CJK}]))|\s*(?:[a-z]+\s+)?or (?:more|less|fewer|greater|higher"
+    rf"|lower|above|below|so)\b|\+(?!\d)",
     re.IGNORECASE,
 )
 _LEAD = re.compile(
     r"(?:\s|[:*_>#\"“”'‘’]|-\s|(?:(?:therefore|thus|hence|so|then|just|simply|exactly|approximately|about|roughly|nearly|around"
-    r"|clearly|indeed|now|actually|really|probably|likely|also|only|always|given by|equal to|equals|found to be|that|both|either"
+    r"|clearly|indeed|now|actually|really|probably|likely|also|only|always|given by|equal to|equals"
+    r"|found to be|that|both|either"
     r"|option|choice|approx)\b|大约|约|是|为|等于|共|有|就|应|该)[ ,:]*)*",
     re.IGNORECASE,
 )

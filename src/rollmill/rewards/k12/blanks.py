@@ -14,7 +14,8 @@ from rollmill.rewards.structure import split_list
 _LABEL = re.compile(
     r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
     r"|(?:(?i:blank|answer|part)|空) ?\(?(?P<e>\d{1,2})\)? ?(?:(?i:is|should be)\b|:)?"
-    r"|(?i:\b(?:the )?(?P<f>first|second|third|fourth|fifth|sixth)(?: (?:blank|answer|one|space|value|part))?(?: (?:is|should be)\b|:))|(?P<d>[①-⑳]))[ :：.、]*"
+    r"|(?i:\b(?:the )?(?P<f>first|second|third|fourth|fifth|sixth)(?: (?:blank|answer|one|space|value"
+    r"|part))?(?: (?:is|should be)\b|:))|(?P<d>[①-⑳]))[ :：.、]*"
 )
 _ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
 _HAN = "一二三四五六七八九十"
@@ -27,7 +28,8 @@ _OUTER = " \t\n,;，；。、"
 def filled(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
     """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
 
-    `paragraph` is the last one of the completion, where labels such as "the second blank" stand. Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
+    Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
+    `paragraph` is the last one of the completion, where labels such as "the second blank" stand.
     """
     texts = _texts(found, paragraph, count)
     return None if texts is None else [(text, value_of(text, leads=True)) for text in texts]

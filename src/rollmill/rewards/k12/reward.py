@@ -42,8 +42,8 @@ class K12:
     """From 0 to 1 by the rule of the question's type; None where the task has no answer.
 
     `details` has the same number under the task's subject and `grade-N`. Outcomes besides ok: `no_answer`, `unreadable`
-    (an answer that is none of its type or contradicts itself), `hedged`, `too_long`, `too_deep`, `too_costly`, `timeout`,
-    `memory`.
+    (an answer that is none of its type or contradicts itself), `hedged`, `too_long`, `too_deep`, `too_costly`,
+    `timeout`, `memory`.
     """
 
     def __init__(self, config: K12Reward, resources: Resources) -> None:

@@ -20,7 +20,8 @@ _ARROW = re.compile(
 _WRAPPING = re.compile(r"[()\[\]{}$\"'“”‘’`.。]|\\(?:text|mathrm)\s*\{")
 _NUMBERED = re.compile(r"(?m)^\s*\d{1,2}[.)]\s+")
 _PAIR_SIGN = (
-    r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|(?:goes|pairs|matched|is matched|corresponds) (?:with|to)|belongs to|with|is|to)(?![A-Za-z])|是)?"
+    r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|(?:goes"
+    r"|pairs|matched|is matched|corresponds) (?:with|to)|belongs to|with|is|to)(?![A-Za-z])|是)?"
     r"\s*[(\[（《“\"]?\s*(?:(?i:an?|the) )?"
 )
 
