@@ -44,8 +44,10 @@ _NOUN = (
     r"(?:answer|solution|result|option|choice|statement|value|graph|equation|expression|number|total|order|sequence"
     r"|probability|sum|response|letter|match|pairs?|blank)s?"
 )
-_VERB = r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|could|might|may|has to|can only|turns out to"
+_VERB = (
+    r"(?:is|are|was|were|equals|becomes|(?:should|must|would|will|could|might|may|has to|can only|turns out to"
     r"|comes out to)(?: therefore)?(?: be)?)\b"
+)
 _SAID = re.compile(
     r"\banswers?\b(?!\s+(?:choices?|options?|keys?|sheets?|format))(?:\s+\((?:in|to)[^()\n]{1,40}\))?"
     rf"(?:\s*[*_]*\s*(?:[:=]+>?|[-–—]>?\s|→)|[\s*,_]+(?:(?!is\b|are\b)[A-Za-z'’-]+[\s,]+"
