@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from reward_helpers import completion
-from rollmill.rewards.k12.text import key
+from rollmill.rewards.answers.writing import key
 
 from rollmill.config.rewards import K12Reward
 from rollmill.config.taskset import TasksetConfig

@@ -243,7 +243,9 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
         ) as judge:
 
             async def one(name: str) -> None:
-                found = await judge.judge(task(r"\sqrt{2}"), completion(PATHOLOGICAL[name]))
+                # a reference of the same form lifts the cap on cost, so that the grader process has to be ended
+                gold = "9^{9^{9^{8}}}" if name == "tower" else r"\sqrt{2}"
+                found = await judge.judge(task(gold), completion(PATHOLOGICAL[name]))
                 assert found.reward == (-0.25 if found.outcomes["math"] in ("timeout", "memory") else 0.0)
                 rewards[name] = found.reward
 
