@@ -57,7 +57,7 @@ _SAID = re.compile(
     r"|\b(?:order|sequence)\s*(?:is|:)+"
     r"|\b(?:I|we)(?:'d| would| will)?\s+(?:choose|pick|select|answer|go with|conclude(?: that)?)\b"
     r"|\[(?:答案|answer)\]\s*:?"
-    r"|答案(?:应该|应|就|为|是|选|等于|便|即){0,3}(?:(?<=[是为选即])\s*:?|\s*:)|(?:最终|所以|因此|最后)?(?:结果|得数|值)(?:应该|应|就)?(?:是|为|等于)\s*:?"
+    r"|答案(?:应该|应|就|为|是|选|等于|便|即){0,3}(?:(?<=[是为选即])\s*:?|\s*:)|(?:最终|所以|因此|最后)?(?:结果|得数)(?:应该|应|就)?(?:是|为|等于)\s*:?"
     r"|正确的?(?:选项|顺序|说法|排序|答案|图象|图像|结论)?\s*(?:应该|应)?\s*(?:是|为|有|:)+|(?:符合|满足)[^,。;\n]{0,16}的(?:选项|说法)?(?:是|为|有)"
     r"|(?:[故应]|所以|因此)\s*选(?:择|项)?\s*(?:是|为|:)*"
     r"|(?<![备可挑精])选(?:择|项)?\s*(?:是|为|:)*\s*(?=[(\[]?[A-J]{1,10}(?![A-Za-z]))"
@@ -80,7 +80,7 @@ _WORKING = re.compile(
     r"|in this\b|解[:：]?|首先|设|由|根据|因为|已知|分析)",
     re.IGNORECASE,
 )
-_SKIP = re.compile(r"(?:[\s*:：_>#\"“‘]|[-–•](?=\s)|\\(?:quad|,|;| |text\{\s*\}))*")
+_SKIP = re.compile(r"(?:[\s*:：_>#\"“‘]|(?<=\n)[-–•](?=\s)|\\(?:quad|,|;| |text\{\s*\}))*")
 _CONCLUDES = re.compile(
     r"\b(?:therefore|thus|hence|so|consequently|in conclusion|finally|in total|altogether|overall"
     r"|this (?:means|gives|shows)|which (?:means|gives)|we (?:get|find|obtain|have))\b"
@@ -157,7 +157,10 @@ def said(passage: Passage) -> list[Candidate]:
             or (heading and _is_working(passage, phrase, end))
         ):
             continue
-        if is_denied(sentence, text[mark.end() : end], asked=text[end : end + 1] in ("?", "？")):
+        claim = text[mark.end() : end]
+        if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
+            claim = ""  # the words of an option
+        if is_denied(sentence, claim, asked=text[end : end + 1] in ("?", "？")):
             if NOT.match(text[mark.end() : end]) and (instead := _correction(passage, start, end)) is not None:
                 found.append(instead)
             continue
@@ -167,9 +170,9 @@ def said(passage: Passage) -> list[Candidate]:
 
 def _is_working(passage: Passage, phrase: str, end: int) -> bool:
     """Whether what follows a heading such as "Answer:" is the beginning of a long working."""
-    return len(passage.text) - end > 40 and (
-        _WORKING.match(phrase) is not None or not (has_value(phrase) or len(phrase) < 60)
-    )
+    behind = passage.text[end:].strip()
+    is_long = "\n" in behind and not has_value(phrase) and len(phrase) >= 60
+    return len(behind) > 40 and (is_long or _WORKING.match(phrase) is not None)
 
 
 def _correction(passage: Passage, start: int, end: int) -> Candidate | None:

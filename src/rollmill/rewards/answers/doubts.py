@@ -30,7 +30,7 @@ _SUPPOSED = re.compile(
 )
 _WRONG = (
     r"(?:wrong|incorrect|not (?:correct|right|true|the (?:right |correct )?answer|valid|possible)"
-    r"|(?:a )?mistaken?|false|invalid"
+    r"|(?:a )?mistaken?|invalid"
     r"|impossible)\b|错误?的?(?=[\s,，.。;；!！]|$)|不(?:正确|对|符合)|有误|搞错|算错"
 )
 _RETRACTED = re.compile(

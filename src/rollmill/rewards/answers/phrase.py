@@ -297,7 +297,10 @@ def value_of(phrase: str, *, leads: bool) -> str:
     reason = _REASON.search(text, groups[0].end)
     groups = [group for group in groups if reason is None or group.start < reason.start()]
     lead = _LEAD.match(text)
-    if leads and lead is not None and groups[0].start <= lead.end() + 1:
+    is_subject = (
+        len(groups) > 1 and re.match(f"[{CJK}]", text[groups[0].unit_end :]) is not None
+    )  # `1吨稻谷可碾米750千克`
+    if leads and lead is not None and groups[0].start <= lead.end() + 1 and not is_subject:
         return _written(text, groups[0])
     chosen = next((group for group in reversed(groups) if not _is_circumstance(text, group)), groups[-1])
     return _written(text, chosen)
