@@ -21,7 +21,7 @@ _DENIED_BEFORE = re.compile(
     re.IGNORECASE,
 )
 _SUPPOSED = re.compile(
-    r"(?:\b(?:if|suppose|assume|assuming|whether|unless|would be|imagine|(?:some|many|one|you|people"
+    r"(?:\b(?:if|suppose|assume|assuming|whether|unless|imagine|(?:some|many|one|you|people"
     r"|students)(?: people)?"
     r" (?:may|might|could|would)?\s?(?:think|say|believe|argue|guess)|guess(?:ed)?(?: that| was)?"
     r"|thought(?: that| was)?"
@@ -117,7 +117,7 @@ def is_denied(before: str, tail: str, *, asked: bool) -> bool:
 
 def is_disbelieved(before: str) -> bool:
     """Whether the words before a value in its sentence deny or suppose it, as in `I don't think it is 12`."""
-    return any(each.search(before) is not None for each in (_DISBELIEVED, _SUPPOSED))
+    return _DISBELIEVED.search(before) is not None or _SUPPOSED.search(re.split("[,，]", before)[-1]) is not None
 
 
 def is_possible(behind: str) -> bool:

@@ -18,7 +18,9 @@ _OPENINGS = re.compile(
     r"|(?P<inline>\$|\\\()|(?P<code>`{1,3})"
 )
 _CLOSINGS = {"$$": "$$", "\\[": "\\]", "\\(": "\\)"}
-_PROSE = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{3,}[,.;]? +(?:[a-z]{2,}|a|I)(?![A-Za-z])")
+_PROSE = re.compile(
+    r"(?<![\\A-Za-z{])[A-Za-z]{2,}[,.;]? +(?:[a-z]{2,}|a|I)(?![A-Za-z])|[\d)] +[a-z]{3,} |[a-z]{3,}[.!?] "
+)
 _BRACED_WORDS = re.compile(r"\\(?:text|mathrm|textbf|mbox|operatorname)\*?\s*\{[^{}]*\}")
 _ENDS = re.compile(rf"\n|[.!?](?=[\s*\"')\]]|$|[{CJK}])|[。！？]")
 _STEP_MARK = re.compile(r"(?:^|\n)[ \t>]*\(?\d{1,2}$")
@@ -117,7 +119,7 @@ def _formula(text: str, opening: re.Match[str]) -> Formula | None:
     if end < 0:
         return None
     content = text[inner:end]
-    if "\n\n" in content or (closing == "$" and _is_prose(content)):
+    if "\n\n" in content or (closing == "$" and ("\n" in content or _is_prose(content))):
         return None
     return Formula(start, end + len(closing), content.strip(), "inline")
 

@@ -237,6 +237,7 @@ _BOUND_BEFORE = re.compile(
     r"\s*(?:or equal to\s*)?$",
     re.IGNORECASE,
 )
+_CUT_SIDE = re.compile(r"(?:[-+*/×÷)−–]|\d\s*[xX]|\b(?:times|plus|minus|by|of|and))\s*\$?\s*$")
 _NEGATIVE = re.compile(r"(?:负|零下)$")
 _BOUND_BEHIND = re.compile(
     rf"\s*[{CJK}]?\s*(?:以上|以下|以内|左右|之间|多(?=[{CJK}]))|\s*(?:[a-z]+\s+)?or (?:more|less|fewer|greater|higher"
@@ -315,6 +316,8 @@ def has_conclusion(sentence: str) -> bool:
 def _is_circumstance(text: str, group: Value) -> bool:
     """Whether a value only says when or where, as in "in 2019" or "for n = 4"."""
     before = max(0, group.start - 40)
+    if "=" in text[group.start : group.end]:
+        return False
     if _RESULTING.search(text, before, group.start) or text.startswith(("$$", "\\["), group.start):
         return False
     return _PREPOSITION.search(text, before, group.start) is not None
@@ -327,6 +330,10 @@ def _written(text: str, group: Value) -> str:
     negative = _NEGATIVE.search(text, 0, group.start)
     start = (before or negative).start() if before or negative else group.start  # type: ignore[union-attr]
     written = text[start : behind.end() if behind else group.unit_end].strip().strip("_")
+    if "=" in written and _CUT_SIDE.search(text, max(0, group.start - 20), group.start):
+        written = written.rpartition("=")[
+            2
+        ].strip()  # of `72 cubic feet * 3/4 = 54 cubic feet` the left side is no formula
     return written.replace(" (or ", " or ") if written.count("(") > written.count(")") else written
 
 
