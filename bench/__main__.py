@@ -22,6 +22,7 @@ NAMES = (
     "overlap",
     "tail",
     "grade",
+    "corpus",
     "sandbox",
     "buffer",
     "spec",

@@ -90,6 +90,19 @@ def test_check_finds_bad_data(capsys: pytest.CaptureFixture[str]) -> None:
     assert "tasks.jsonl" in message
 
 
+def test_check_finds_empty_references(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"prompt": "1+1=", "answer": "2"}, {"prompt": "1+2=", "answer": " "}, {"prompt": "?", "answer": None}]
+    Path("empty.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    text = "model: {new: {}}\ntaskset: {path: empty.jsonl}\nrewards: [{name: math}]\nsteps: 1\n"
+    Path("empty.yaml").write_text(text, encoding="utf-8")
+    assert main(["check", "empty.yaml"]) == 2
+    message = capsys.readouterr().err
+    assert "taskset: 1 of 3 tasks have an empty answer (`empty:1`), which the reward `math` cannot" in message
+    assert main(["run", "empty.yaml", "--out", "out"]) == 2
+    assert "have an empty answer (`empty:1`)" in capsys.readouterr().err
+    assert main(["check", "empty.yaml", "--set", "rewards.0.name=exact"]) == 0
+
+
 def test_check_imports_reward_functions(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.py").write_text("def score(task, completion):\n    return 1.0\n", encoding="utf-8")
     Path("run.yaml").write_text(RUN.replace("name: exact", "name: python, function: 'mine.py:scor'"), encoding="utf-8")

@@ -140,6 +140,21 @@ def test_a_reward_that_raises_fails_the_command(rows: Path, tmp_path: Path, caps
     assert captured.out == ""
 
 
+def test_what_was_judged_before_a_failure_is_written(
+    rows: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows.write_text("\n".join(json.dumps(row) for row in [*ROWS[:2], {"response": "5", "answer": " "}]) + "\n")
+    out = tmp_path / "out.jsonl"
+    assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(out)]) == 1
+    assert [json.loads(line)["reward"] for line in out.read_text().splitlines()] == [1.0, 0.0]
+    error = capsys.readouterr().err
+    assert "2 of 3 lines were judged and written" in error
+    assert "failed on task `3`" in error
+    before = rows.read_text()
+    assert main(["grade", "--reward", "math", "--input", str(rows), "--output", str(rows)]) == 1
+    assert rows.read_text() == before
+
+
 RUN = """
 taskset: {{path: {tasks}}}
 model: {{new: {{hidden_size: 64, layers: 1, heads: 2, context: 512, tokenizer: {{kind: char}}}}}}

@@ -15,7 +15,7 @@ from rollmill.config.rewards import K12Reward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.types import Task
 from rollmill.rewards import Judge, build_judge
-from rollmill.rewards.k12.text import key
+from rollmill.rewards.answers.writing import key
 from rollmill.tasks.taskset import load_taskset
 
 LAYOUTS = {

@@ -18,8 +18,8 @@ from rollmill.config.judging import JudgingConfig
 from rollmill.config.rewards import MathReward
 from rollmill.core.errors import RewardError
 from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.answers.final import final_answer
 from rollmill.rewards.comparison import settle
-from rollmill.rewards.extraction import extract
 from rollmill.rewards.numbers import normalised, quantity
 
 
@@ -156,12 +156,17 @@ def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, 
     assert other == [0.0] * 5000
 
 
+def _value(text: str, place: str) -> str | None:
+    found = final_answer(text, place)  # type: ignore[arg-type]
+    return None if found is None else found.value
+
+
 def test_places_of_the_answer() -> None:
     text = "I get 3.\n\\boxed{4} \\fbox{\\frac{1}{2}}\n#### 5\nThe answer is 6. Total 7"
-    found = [extract(text, place) for place in ("boxed", "hash", "last_number", "auto")]  # type: ignore[arg-type]
+    found = [_value(text, place) for place in ("boxed", "hash", "last_number", "auto")]
     assert found == ["4, \\frac{1}{2}", "5", "7", "4, \\frac{1}{2}"]
-    assert extract(text.partition("####")[2], "auto") == "6"
-    assert extract("no box", "boxed") is None
+    assert _value(text.partition("####")[2], "auto") == "6"
+    assert final_answer("no box", "boxed") is None
     with build_judge([MathReward(name="math", extract="boxed")]) as judge:
         missing = judged(judge, "5", "#### 5")
     assert (missing.reward, missing.outcomes) == (0.0, {"math": "no_answer"})
@@ -188,8 +193,9 @@ _TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(_SCRAPS), st.tex
 @settings(max_examples=300, deadline=None)
 @given(_TEXT, st.sampled_from(["auto", "boxed", "hash", "last_number"]))
 def test_extraction_and_comparison_never_raise(text: str, place: str) -> None:
-    answer = extract(text, place)  # type: ignore[arg-type]
-    if answer is not None:
+    found = final_answer(text, place)  # type: ignore[arg-type]
+    if found is not None:
+        answer = found.value
         settle("5", answer)
         settle(answer, "5")
         quantity(normalised(answer))
@@ -237,7 +243,9 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
         ) as judge:
 
             async def one(name: str) -> None:
-                found = await judge.judge(task(r"\sqrt{2}"), completion(PATHOLOGICAL[name]))
+                # a reference of the same form lifts the cap on cost, so that the grader process has to be ended
+                gold = "9^{9^{9^{8}}}" if name == "tower" else r"\sqrt{2}"
+                found = await judge.judge(task(gold), completion(PATHOLOGICAL[name]))
                 assert found.reward == (-0.25 if found.outcomes["math"] in ("timeout", "memory") else 0.0)
                 rewards[name] = found.reward
 

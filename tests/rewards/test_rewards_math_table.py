@@ -153,7 +153,11 @@ NUMBERS = [
     ("3:2", "3 : 2", True),
     ("3:2", "2:3", False),
     ("3:2", "3/2", True),
-    ("1:2", "2:4", False),  # as a time of day it is another one, as a ratio it is not simplified
+    ("1:2", "2:4", True),
+    ("3:4", "6:8", True),
+    ("1:2:3", "2:4:6", True),
+    ("3:4", "6:9", False),
+    ("1:20", "2:40", False),  # a time of day
     ("1:58 am", "1:58 AM", True),
     ("1:58 am", "1:58 pm", False),
     ("1:58 am", "1:58", True),

@@ -11,7 +11,7 @@ import regex
 
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Task
-from rollmill.rewards.extraction import boxed, hashed
+from rollmill.rewards.answers.final import reference_text
 from rollmill.rewards.numbers import normalised as plain_answer
 from rollmill.rewards.numbers import quantity
 from rollmill.tasks.operators.texts import normalised, prompt_of, words
@@ -32,7 +32,7 @@ def answer_of(task: Task) -> str | None:
     if isinstance(answer, list | tuple | Mapping):
         return json.dumps(answer, ensure_ascii=False)
     text = str(answer)
-    return (boxed(text) or hashed(text) or text).strip() or None
+    return reference_text(text).strip() or None
 
 
 def oracle_forms(task: Task, template: str | None) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -15,6 +15,9 @@ from rollmill.config.rewards import PythonReward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.errors import ConfigError, TasksetError
 from rollmill.core.registry import reward_function
+
+if TYPE_CHECKING:
+    from rollmill.tasks import Taskset
 
 
 def command(
@@ -80,34 +83,38 @@ def _check_model(folder: Path, as_json: bool) -> None:
 def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
     """Import reward functions and count the tasks and rejected rows of every taskset.
 
-    Raises ConfigError naming the stage when something cannot be loaded.
+    Raises ConfigError naming the stage when something cannot be loaded, or a reference is empty.
     """
+    from rollmill.rewards.references import require_references
+
     counts: dict[tuple[str, str], tuple[int, int]] = {}
-    loaded: dict[str, tuple[int, int]] = {}
+    loaded: dict[str, Taskset] = {}
     for stage in run.stages:
         own = [] if stage.evaluation is None else [each.rewards or [] for each in stage.evaluation.all_sets().values()]
         for reward in [*stage.rewards, *(one for rewards in own for one in rewards)]:
             if isinstance(reward, PythonReward):
                 reward_function(reward.function)
-        tasksets = {"taskset": stage.taskset}
+        judged = {"taskset": (stage.taskset, stage.rewards)}
         for name, held_out in (stage.evaluation.all_sets() if stage.evaluation else {}).items():
-            tasksets[section_of(name)] = held_out.taskset
-        for section, taskset in tasksets.items():
+            rewards = stage.rewards if held_out.rewards is None else held_out.rewards
+            judged[section_of(name)] = (held_out.taskset, rewards)
+        for section, (taskset, rewards) in judged.items():
             if taskset is not None:
                 key = taskset.model_dump_json()
-                loaded[key] = loaded.get(key) or _count(taskset, f"stage {stage.name}: {section}")
-                counts[stage.name, section] = loaded[key]
+                where = f"stage {stage.name}: {section}"
+                loaded[key] = loaded.get(key) or _loaded(taskset, where)
+                require_references(rewards, loaded[key].tasks, where)
+                counts[stage.name, section] = len(loaded[key].tasks), len(loaded[key].rejected)
     return counts
 
 
-def _count(taskset: TasksetConfig, where: str) -> tuple[int, int]:
+def _loaded(taskset: TasksetConfig, where: str) -> Taskset:
     from rollmill.tasks import load_taskset
 
     try:
-        loaded = load_taskset(taskset)
+        return load_taskset(taskset)
     except TasksetError as error:
         raise ConfigError(f"{where}: {error}") from error
-    return len(loaded.tasks), len(loaded.rejected)
 
 
 def _answer(run: LoadedRun, counts: dict[tuple[str, str], tuple[int, int]]) -> dict[str, object]:

@@ -49,6 +49,8 @@ def command(
 ) -> None:
     """Judge every line of a file: the same lines come out with `reward`, `parts` and `outcomes`.
 
+    Where a reward fails, the lines judged so far are written before the command ends with exit code 1.
+
     Lines with the same `group` are one group for rewards that compare completions. The summary goes to standard error,
     or to standard output with --json and --output.
     """
@@ -61,13 +63,20 @@ def command(
     rows = read_rows(input)
     tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
     with build_judge(configs, judging) as judge, _opened(output) as file:
-        judgements = asyncio.run(_judge_all(judge, rows, tasks))
+        judged, failure = asyncio.run(_judge_all(judge, rows, tasks))
         counted = judge.counters()
-        if output is not None and output.is_file():
-            file.truncate(0)  # what the file held is kept until there is something to write
-        with writing(output or Path("standard output")):
-            file.writelines(_line(row, judgement) for row, judgement in zip(rows, judgements, strict=True))
-            file.flush()
+        is_input = output is not None and output.samefile(input)
+        if not (failure and is_input):  # lines of the input that were not judged are kept
+            if output is not None and output.is_file() and judged:
+                file.truncate(0)  # what the file held is kept until there is something to write
+            with writing(output or Path("standard output")):
+                file.writelines(_line(rows[number], judgement) for number, judgement in judged.items())
+                file.flush()
+        if failure is not None:
+            done = "judged, and none written over the input" if is_input else "judged and written"
+            print(f"{len(judged)} of {len(rows)} lines were {done}", file=sys.stderr)
+            raise failure
+    judgements = list(judged.values())
     summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
@@ -181,7 +190,13 @@ def _line(row: dict[str, Any], judgement: Judgement) -> str:
     return re.sub(r"[\ud800-\udfff]", lambda half: f"\\u{ord(half[0]):04x}", text) + "\n"
 
 
-async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]) -> list[Judgement]:
+async def _judge_all(
+    judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]
+) -> tuple[dict[int, Judgement], Exception | None]:
+    """The judgements by the position of their row, in order, and the first failure.
+
+    What stands behind a failure is given up, what stands before it is judged to the end.
+    """
     gate = asyncio.Semaphore(_AT_ONCE)
     groups = _groups(rows, tasks) if judge.groupwise else {number: [number] for number in range(len(rows))}
 
@@ -192,17 +207,25 @@ async def _judge_all(judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]
                 return await judge.judge_group(tasks[members[0]], completions)
             return [await judge.judge(tasks[members[0]], completions[0])]
 
+    judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
+    failure: Exception | None = None
+    found: dict[int, Judgement] = {}
     try:
-        async with asyncio.TaskGroup() as work:
-            judging = [work.create_task(one(group, members)) for group, members in groups.items()]
-    except ExceptionGroup as failures:
-        raise failures.exceptions[0]  # noqa: B904 (it has a cause of its own)
-    found = {
-        number: judgement
-        for members, judged in zip(groups.values(), judging, strict=True)
-        for number, judgement in zip(members, judged.result(), strict=True)
-    }
-    return [found[number] for number in range(len(rows))]
+        for members, work in zip(groups.values(), judging, strict=True):
+            if failure is not None:
+                work.cancel()
+            try:
+                found |= zip(members, await work, strict=True)
+            except asyncio.CancelledError:
+                if failure is None:
+                    raise
+            except Exception as error:
+                failure = failure or error
+    finally:
+        for work in judging:
+            work.cancel()
+        await asyncio.gather(*judging, return_exceptions=True)
+    return {number: found[number] for number in sorted(found)}, failure
 
 
 def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, list[int]]:

@@ -36,6 +36,7 @@ from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.monitor.files import atomic_write
 from rollmill.recipes import RewardModel
 from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.references import require_references
 from rollmill.tasks import Taskset, load_taskset
 from rollmill.trainer import choose_precision, choose_threads
 from rollmill.trainer.check import load_checked
@@ -154,6 +155,10 @@ def _select(stage: StageConfig, policy: Policy, tasksets: dict[str, Taskset]) ->
     sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
     held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
     training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
+    require_references(stage.rewards, training.tasks, f"stage {stage.name}: taskset")
+    for name, each in sets.items():
+        rewards = stage.rewards if each.rewards is None else each.rewards
+        require_references(rewards, held_out[name].tasks, f"stage {stage.name}: {section_of(name)}")
     return select_tasks(stage, policy, training, held_out)
 
 

@@ -14,6 +14,8 @@ Value = float | dict[str, float | None] | None
 """A number, several named parts, or None where the reward does not apply to the task."""
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
+NO_ANSWER, HEDGED = "no_answer", "hedged"
+"""Outcomes of a completion without an answer, and of one that offers several."""
 
 
 @dataclass(frozen=True, slots=True)

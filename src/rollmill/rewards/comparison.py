@@ -19,6 +19,9 @@ _APPROXIMATE = Fraction(1, 100)
 """Relative difference allowed behind an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
+_ROUGHLY = re.compile(r"^(?:=|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
+_ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
+_CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
 _SEVERAL = re.compile(
@@ -53,7 +56,7 @@ def settle(gold: str, answer: str, rules: Rules = EXACT) -> bool | list[Question
 
     Both texts are normalised here. Never raises.
     """
-    gold, answer = normalised(gold), normalised(answer)
+    gold, answer = (_ROUGHLY.sub("", normalised(text), count=1) for text in (gold, answer))
     if not answer:
         return not gold
     if squeezed(gold) == squeezed(answer):
@@ -65,7 +68,7 @@ def settle(gold: str, answer: str, rules: Rules = EXACT) -> bool | list[Question
         return True  # `B` for `b`
     if letter is None and choice is not None and choice[1]:
         answer = choice[1]
-    if _is_words(gold):
+    if is_words(gold):
         return squeezed(gold).casefold() == squeezed(answer).casefold()
     for written in (_RATIO, _BASE):
         if (found := written.fullmatch(gold)) is not None:
@@ -88,9 +91,14 @@ def _settle(gold: str, answer: str, rules: Rules) -> bool | list[Question]:
     if golds is not None and answers is not None:
         return _settle_collections(golds, answers, rules)
     if _SIGNS.search(gold) or RELATION.search(gold):
+        if answers is None and not any(each.search(answer) for each in (_VARIABLE, _SIGNS, RELATION)):
+            return False  # a constant is no equation
         return other is None and [Question((gold,), (answer,))]
     if golds is not None:
         return golds.kind in ("ordered", "list") and bool(RELATION.search(answer)) and [Question((gold,), (answer,))]
+    same = _ALTERNATIVE.split(answer)
+    if len(same) > 1 and all(settle(gold, each, rules) is True for each in same):
+        return True  # `1/2 or 0.5`
     if answers is not None or RELATION.search(answer) or _SEVERAL.search(answer):
         return bool(_SEVERAL.search(gold)) and [Question((gold,), (answer,))]
     return _settle_sides(gold, answer, rules)
@@ -148,8 +156,10 @@ def _settle_sides(gold: str, answer: str, rules: Rules) -> bool | list[Question]
     number = quantity(gold)
     pieces = [piece.strip() for piece in _SIGNS.split(answer)]
     sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
-    if len(sides) > 1 and _LETTER.search(sides[0][1]):
+    while len(sides) > 1 and _LETTER.search(sides[0][1]):
         sides = [("=", sides[1][1]), *sides[2:]]
+        if _VARIABLE.search(gold):
+            break
     questions = []
     for sign, side in sides:
         found = quantity(side)
@@ -190,13 +200,16 @@ def _measured(text: str) -> tuple[str, Unit | None]:
 
 
 def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:
-    """Ratios, times of day and numbers with a base: the same digits. "am" and the base may be missing on one side.
+    """Numbers with a base and times of day: the same digits. "am" and the base may be missing on one side.
 
-    A ratio of two is also a fraction, unless it says that it is a time of day.
+    Ratios are the same where one is a multiple of the other, unless the reference looks like a time of day. A ratio of
+    two is also a fraction.
     """
     found = written.fullmatch(answer)
     if found is not None:
-        same = gold[1].replace(" ", "") == found[1].replace(" ", "")
+        one, other = gold[1].replace(" ", ""), found[1].replace(" ", "")
+        is_ratio = written is _RATIO and not (gold[2] or found[2] or _CLOCK.fullmatch(one))
+        same = _proportional(one, other) if is_ratio else one == other
         return same and (gold[2] is None or found[2] is None or gold[2].lower() == found[2].lower())
     if written is _BASE:
         return answer == gold[1]
@@ -206,7 +219,14 @@ def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -
     return is_fraction and value is not None and value == Quantity(Fraction(top) / Fraction(rest[0]))
 
 
-def _is_words(text: str) -> bool:
+def _proportional(one: str, other: str) -> bool:
+    left, right = ([Fraction(part) for part in text.split(":")] for text in (one, other))
+    if len(left) != len(right) or not (any(left) and any(right)):
+        return False
+    return all(a * sum(right) == b * sum(left) for a, b in zip(left, right, strict=True))
+
+
+def is_words(text: str) -> bool:
     """Whether it is plain language and no product of variables: letters with a vowel, no digits, no formula."""
     if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
         return False

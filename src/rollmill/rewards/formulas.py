@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import re
 
+from rollmill.rewards.answers.limits import too_costly
 from rollmill.rewards.base import OK
 from rollmill.rewards.comparison import TRIGONOMETRY, Question, Rules, settle
 from rollmill.rewards.grader import GraderPool, Reply
-
-LONGEST_ANSWER = 2000
-"""Characters; a longer answer earns 0 with the outcome `too_long`."""
-DEEPEST_ANSWER = 100
-"""Braces and parentheses inside each other; a deeper answer earns 0 with the outcome `too_deep`."""
 
 _NAME = re.compile(
     r"\\(?:[Gg]amma|[Dd]elta|[Tt]heta|[Ll]ambda|[Xx]i|[Ss]igma|[Pp]hi|[Pp]si|[Oo]mega)(?![A-Za-z])"
     r"|(?P<kept>\\mathbb ?\{?[A-Z]|\\[A-Za-z]+|(?<![A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{3,})|[A-Za-z]"
 )
 """A name in a formula: a letter or a Greek one. Words, sets of numbers and other commands are none."""
+_MOST_PAIRED = 30
+"""Items of a set that are paired off by algebra."""
 _SPARE = "zwyxvutsrqpnmlkhgfcba"
 """Letters that may take the place of a capital; d, e, i, j and o mean something."""
 
@@ -30,7 +28,10 @@ async def compared(gold: str, answer: str, rules: Rules, graders: GraderPool, ti
     questions = settle(gold, answer, rules)
     queued = 0.0
     worked: float | None = None
-    for question in questions if isinstance(questions, list) else []:
+    open_questions = questions if isinstance(questions, list) else []
+    if any(len(each.answers) > _MOST_PAIRED or _is_too_costly(each) for each in open_questions):
+        return Reply("too_costly")
+    for question in open_questions:
         reply = await graders.ask("math", _payload(question, rules), time_limit_s)
         queued, worked = queued + reply.queued, (worked or 0.0) + (reply.worked or 0.0)
         if reply.outcome != OK or reply.value != 1.0:
@@ -38,19 +39,9 @@ async def compared(gold: str, answer: str, rules: Rules, graders: GraderPool, ti
     return Reply(OK, float(questions is not False), queued, worked)
 
 
-def too_much(answer: str) -> str | None:
-    """The outcome of an answer that is not worth comparing: `too_long`, `too_deep`, else None."""
-    if len(answer) > LONGEST_ANSWER:
-        return "too_long"
-    return "too_deep" if _depth(answer) > DEEPEST_ANSWER else None
-
-
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+def _is_too_costly(question: Question) -> bool:
+    gold = max(question.golds, key=len, default="")
+    return any(too_costly(gold, answer) for answer in question.answers)
 
 
 def _payload(question: Question, rules: Rules) -> dict[str, object]:

@@ -157,6 +157,8 @@ def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
     from math_verify import verify
 
     try:
+        if _is_undefined(gold) or _is_undefined(answer):
+            return False
         same = _same_value(gold, answer, tolerance)
         if same is not None:
             return same
@@ -171,13 +173,24 @@ def _equal(gold: Any, answer: Any, tolerance: float) -> bool:
         return False
 
 
+def _is_undefined(expression: Any) -> bool:
+    r"""Whether a formula has no value, such as `\log_1 1` or `1/0`; algebra finds it equal to anything."""
+    from sympy import Basic, Expr, nan, zoo  # type: ignore[import-untyped]
+
+    if not isinstance(expression, Basic):
+        return False
+    if isinstance(expression, Expr) and not expression.free_symbols:
+        expression = expression.doit().evalf(10)
+    return bool(expression.has(nan, zoo))
+
+
 def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
     """Whether two constants are the same to 30 digits, or within the tolerance; None where algebra has to tell.
 
     math-verify rounds to an absolute number of digits, so that it takes any two tiny constants for equal. Formulas with
     variables are refused here where they differ at one point, which is far faster than simplifying their difference.
     """
-    from sympy import Expr, Float, Rational  # type: ignore[import-untyped]
+    from sympy import Expr, Float, Rational
 
     if not isinstance(gold, Expr) or not isinstance(answer, Expr):
         return None

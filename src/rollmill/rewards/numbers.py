@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
 
+from rollmill.rewards.answers.numerals import in_digits
+from rollmill.rewards.answers.writing import half_width, has_cjk
 from rollmill.rewards.units import Unit, counted, measured
 
 _MOST_DIGITS = 400
@@ -88,7 +90,7 @@ def normalised(text: str) -> str:
 
     A dollar sign stays where it is money: escaped, or before a number and without a second one that closes it.
     """
-    text = text.translate(_TRANSLATION)
+    text = half_width(text).translate(_TRANSLATION)
     text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^{" + found[0].translate(_RAISED) + "}", text)
     text = text.replace("{,}", ",").replace("\\!", "")
     text = re.sub(r"(?<=[\w)])\*\*(?=[\w({-])", "^", text).replace("**", "")
@@ -97,7 +99,7 @@ def normalised(text: str) -> str:
     text = _WRAPPED.sub(r" \1 ", text)
     text = re.sub(r"\\[dt]frac", r"\\frac", text)
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|º", "°", text).replace("\\%", "%")
-    text = re.sub(r"(?<!\\)\\[()](?!\\)|(?<!\\)\\[\[\]]", " ", text)
+    text = re.sub(r"(?<!\\)\\[()]|(?<!\\)\\[\[\]]", " ", text)
     if text.count("$") - text.count("\\$") != 1 or not re.search(r"(?<!\\)\$ ?[\d.]", text):
         text = re.sub(r"(?<!\\)\$", " ", text)
     text = " ".join(text.replace("\\$", "$").split()).rstrip(" .,;:").lstrip(" ,;:")
@@ -112,6 +114,7 @@ def squeezed(text: str) -> str:
 
 def quantity(text: str) -> Quantity | None:
     """The plain number that a normalised text is: thousands separators, fractions, exponents, percent, a unit."""
+    text = in_digits(text)
     number, unit = split_unit(text)
     value = _fraction(number)
     if value is not None:
@@ -147,6 +150,8 @@ def split_unit(text: str) -> tuple[str, Unit | str | None]:
     if money is not None:
         behind, also = split_unit(money[1] + text[money.end() :])
         symbol = measured(money[2])
+        if isinstance(also, Unit) and symbol is not None and re.search(r"\bper |/", text):
+            also = symbol  # `$16 per week`
         return (behind, symbol) if also is None or also == symbol else (text, None)
     for match in _BEFORE_UNIT.finditer(text):
         words = text[match.end() :]
@@ -163,10 +168,17 @@ def _unit(text: str, *, spaced: bool) -> Unit | None:
         return None
     words = re.sub(r"^degrees? (?=[CF]$)", "°", re.sub(r"^degrees? (?=[CF]\w)", "", text, flags=re.IGNORECASE))
     words = re.sub(r"\s*\^\s*", "^", words.lower() if len(words.split()) > 1 else words)
-    if len(text) == 1 and text.isalpha() and not (spaced and text in _LONE_LETTER_UNITS):
+    if len(text) == 1 and text.isascii() and text.isalpha() and not (spaced and text in _LONE_LETTER_UNITS):
         return None
     first = re.split(r"[ /^]", words)[0]
-    if first in "°%¢€£¥$" or spaced or len(first) > 3 or first.lower() in _SHORT_UNITS or first[0] == "°":
+    if (
+        has_cjk(first)
+        or first in "°%¢€£¥$"
+        or spaced
+        or len(first) > 3
+        or first.lower() in _SHORT_UNITS
+        or first[0] == "°"
+    ):
         known = measured(words)
         if known is not None:
             return known
@@ -177,7 +189,7 @@ def _counted(text: str, *, spaced: bool) -> Unit | None:
     words = text.lower().split()
     if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words) or set(words[0]) <= _VARIABLES:
         return None
-    if not spaced and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
+    if not spaced and not has_cjk(words[0]) and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
         return None
     return counted(_singular(text))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollmill.config.evaluation import VotedAnswer
-from rollmill.rewards.extraction import extract
+from rollmill.rewards.answers.final import final_answer
 from rollmill.rewards.numbers import normalised, quantity, squeezed
 
 _LONGEST = 400
@@ -11,15 +11,19 @@ _LONGEST = 400
 
 
 def vote_of(text: str, place: VotedAnswer) -> str | None:
-    """The answer as a ballot; None where there is none.
+    """The answer as a ballot; None where there is none, or where another one is offered beside it.
 
     Numbers of one value are one ballot, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are
     not); everything else goes by its text without spaces. No formulas are compared: (x+1)^2 and x^2+2x+1 are two
     ballots.
     """
-    answer = text.strip() if place == "text" else extract(text, place)
+    if place == "text":
+        answer = text.strip()
+    else:
+        found = final_answer(text, place)
+        answer = "" if found is None or found.hedged else found.value
     if not answer:
         return None
     written = squeezed(normalised(answer))
-    found = quantity(normalised(answer)) if len(answer) <= _LONGEST else None
-    return (written or None) if found is None else str(found.value)
+    number = quantity(normalised(answer)) if len(answer) <= _LONGEST else None
+    return (written or None) if number is None else str(number.value)

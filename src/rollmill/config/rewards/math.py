@@ -19,8 +19,8 @@ class MathReward(RewardSection):
     time_limit_s: float = Field(1.5, gt=0)
     """Hard limit for one answer; past it the grader process is killed and the outcome is `timeout`."""
     extract: AnswerPlace = "auto"
-    """Where the answer stands: the last \\boxed{}, after `####`, the last number, or the first of these found
-    (inside the last `<answer>...</answer>`, where there is one)."""
+    """Where the answer stands: the last \\boxed{}, after `####`, the last number; `auto`: the best evidence of a box,
+    `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>`, where there is one."""
     extract_by_taskset: dict[str, AnswerPlace] = {}
     """Same for single tasksets, by the name of file (without suffix), generator or function."""
     tolerance: float = Field(0.0, ge=0, lt=1)

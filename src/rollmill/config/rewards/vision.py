@@ -85,7 +85,7 @@ class PointsReward(PlacedReward):
 
 
 class CountReward(VisionReward):
-    """1 if the last number of the answer is the reference."""
+    """1 if the number of the final answer is the reference."""
 
     name: Literal["count"]
     credit: Literal["exact", "relative"] = "exact"

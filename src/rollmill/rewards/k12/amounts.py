@@ -6,50 +6,31 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rollmill.rewards.k12.text import CJK
+from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES, SCALE, SCALES, chinese, numeral_value
+from rollmill.rewards.answers.writing import CJK
 from rollmill.rewards.k12.unit_words import UNIT, Unit, converted, units
 from rollmill.rewards.numbers import Quantity, agree, normalised, quantity
 
-_DIGITS = {sign: value for value, sign in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
-_PLACES = {"十": 10, "百": 100, "千": 1000}
-_MYRIADS = {"万": 10**4, "亿": 10**8}
-_TIMES = {
-    **{"万亿": 10**12, "千万": 10**7, "百万": 10**6, "十万": 10**5, "万": 10**4, "亿": 10**8},
-    **{"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12},
-}
-_HAN = "零〇一二两三四五六七八九十百千万亿"
 _ARABIC = (
     r"(?<![\d.A-Za-z_^])(?:\d{0,30}\\frac ?(?:\{-?[\d.,]{1,30}\} ?\{-?[\d.,]{1,30}\}|\d\d)"
     r"|(?:\d{1,30}分之)?(?:\d{1,3}(?:,\d{3}){1,9}(?!\d)|\d{1,60})(?:\.\d{1,60})?"
     r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^ ?\{?[+-]?\d{1,3}\}?|[eE][+-]?\d{1,3}|(?: \d{1,30})?/\d{1,30}(?:\.\d{1,30})?)?"
     r"|百分之\d{1,30}(?:\.\d{1,30})?|[一二三四五六七八九十百]{1,6}分之[零一二三四五六七八九十百]{1,6})"
 )
-_CHINESE = rf"[{_HAN}]{{1,20}}(?:分之[{_HAN}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
 _AMOUNT = (
     rf"(?P<sign>负|零下|(?<![\w)}}\]])[+-] ?)?(?:(?P<money>[¥$€£]) ?)?(?P<number>{{number}})"
-    rf"(?: ?(?P<times>万亿|千万|百万|十万|万|亿|(?i:thousand|million|billion|trillion)(?![A-Za-z])))?"
+    rf"(?: ?(?P<times>{SCALE}))?"
     rf"(?: ?(?P<percent>\\?%|(?i:per ?cent)(?![A-Za-z])))?"
     rf"(?: ?\(? ?(?P<unit>{UNIT}) ?\)?)?"
 )
 _FOUND = re.compile(_AMOUNT.replace("{number}", _ARABIC))
-_WHOLE = re.compile(_AMOUNT.replace("{number}", _CHINESE))
-_COUNTERS = "个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
+_WHOLE = re.compile(_AMOUNT.replace("{number}", CHINESE))
 _LINK = re.compile(r" ?(?:又|零|and|,)? ?")
-_COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,3}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
+_COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,5}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
 _NO_COUNTER = re.compile(
     r"\b(?:or|and|to|maybe|perhaps|not|about|between|is|wrong|incorrect)\b|[或和与到至不非错以]", re.IGNORECASE
 )
 _WRAPPED = re.compile(r"\\(?:text|mathrm|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_HEDGE = re.compile(
-    r"\b(?:or|either|maybe|perhaps|possibly|between|wrong|incorrect)\b|或|也许|可能|之间|错", re.IGNORECASE
-)
-_JOINED = re.compile(r"\s*(?:-|~|–|—|到|至|和|与|and|to|[、,;/]|\\sim)\s*", re.IGNORECASE)
-_OPEN = re.compile(r"\s*[^\W\d_]?\s*(?:以上|以下|以内)")
-_RELATED = re.compile(
-    r"(?:[<>≤≥≠]|大于|小于|等于不|不等于|不是|不为|超过|不到|\bnot|\bthan|instead of|out of|of the"
-    r"|\\(?:l|g|le|ge|leq|geq|ne|neq|lt|gt))\s*$",
-    re.IGNORECASE,
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,32 +83,10 @@ def amount(text: str) -> Amount | None:
     if any(not part.units for part in parts[1:]) or (len(parts) > 1 and behind["word"]):
         return None
     first, word = parts[0], behind["word"] or ""
-    if text[0] in _HAN and word and word not in _COUNTERS:
+    if text[0] in HAN and word and word[0] not in MEASURES:
         return None
     word = first.word or ("" if first.units else word_of(word))
     return Amount(first.value, first.percent, first.units, tuple(parts[1:]), word)
-
-
-def concluded(text: str) -> Amount | None:
-    """The amount that a sentence ends with, as in `答：还剩9页没有看`; None where it has none, hedges or compares."""
-    text = _flat(text)
-    if _HEDGE.search(text):
-        return None
-    found = list(_FOUND.finditer(text))
-    if not found:
-        return None
-    last = found[-1]
-    before = text[found[-2].end() if len(found) > 1 else 0 : last.start()]
-    if _RELATED.search(before[-12:]) or _OPEN.match(text, last.end()) or (len(found) > 1 and _JOINED.fullmatch(before)):
-        return None
-    start = len(found) - 1
-    while start and found[start - 1]["unit"] and _LINK.fullmatch(text[found[start - 1].end() : found[start].start()]):
-        start -= 1
-    parts = [_amount(each) for each in found[start:]]
-    if any(part is None or (not part.units and len(parts) > 1) for part in parts) or parts[0] is None:
-        return None
-    first = parts[0]
-    return Amount(first.value, first.percent, first.units, tuple(part for part in parts[1:] if part is not None))
 
 
 def _flat(text: str) -> str:
@@ -165,7 +124,7 @@ def _amount(found: re.Match[str]) -> Amount | None:
     value = _value(found["number"])
     if value is None:
         return None
-    value *= _TIMES[found["times"].lower()] if found["times"] else 1
+    value *= SCALES[found["times"].lower()] if found["times"] else 1
     if found["sign"] and found["sign"].strip() != "+":
         value = -value
     percent = bool(found["percent"]) or found["number"].startswith("百分之")
@@ -182,36 +141,15 @@ def word_of(unit: str | None) -> str:
 
 def _value(number: str) -> Fraction | None:
     bottom, over, top = number.partition("分之")
-    if over:
+    if over and not set(number) <= set(HAN) | set("分之点"):
         parts = [Fraction(100) if part == "百" else _value(part) for part in (bottom, top)]
         if parts[0] is None or parts[1] is None or parts[0] == 0:
             return None
         return parts[1] if bottom == "百" else parts[1] / parts[0]
-    if number[0] in _HAN:
-        return _chinese(number)
+    if over:
+        found = numeral_value(number)
+        return found * 100 if found is not None and bottom == "百" else found
+    if number[0] in HAN:
+        return chinese(number)
     plain = quantity(number.replace(" ", "") if "frac" in number else number)
     return None if plain is None else plain.value
-
-
-def _chinese(number: str) -> Fraction | None:
-    """`一百零五` is 105, `二〇二四` is 2024, `三点一四` is 3.14."""
-    whole, point, decimals = number.partition("点")
-    if all(sign in _DIGITS for sign in whole):
-        value = int("".join(str(_DIGITS[sign]) for sign in whole))
-        if len(whole) > 1 and "两" in whole:
-            return None
-    else:
-        total = section = digit = 0
-        for sign in whole:
-            if sign in _DIGITS:
-                digit = _DIGITS[sign]
-            elif sign in _PLACES:
-                section += (digit or 1) * _PLACES[sign]
-                digit = 0
-            else:
-                smaller = total % _MYRIADS[sign]
-                total += (smaller + section + digit) * _MYRIADS[sign] - smaller
-                section = digit = 0
-        value = total + section + digit
-    tail = "".join(str(_DIGITS[sign]) for sign in decimals)
-    return Fraction(f"{value}.{tail}") if point else Fraction(value)

@@ -5,27 +5,39 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollmill.rewards.k12.finding import Found
-from rollmill.rewards.k12.text import number_of
+from rollmill.rewards.answers.final import FinalAnswer
+from rollmill.rewards.answers.phrase import value_of
+from rollmill.rewards.answers.writing import number_of
 from rollmill.rewards.numbers import normalised
 from rollmill.rewards.structure import split_list
 
 _LABEL = re.compile(
     r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
-    r"|(?i:blank) ?(?P<e>\d{1,2}) ?:?|(?P<d>[①-⑳]))[ :：.、]*"
+    r"|(?:(?i:blank|answer|part)|空) ?\(?(?P<e>\d{1,2})\)? ?(?:(?i:is|should be)\b|:)?"
+    r"|(?i:\b(?:the )?(?P<f>first|second|third|fourth|fifth|sixth)(?: (?:blank|answer|one|space|value"
+    r"|part))?(?: (?:is|should be)\b|:))|(?P<d>[①-⑳]))[ :：.、]*"
 )
+_ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
 _HAN = "一二三四五六七八九十"
 _STRONG = re.compile(r"\s*[;；、\n]\s*")
+_ORDINAL = re.compile(r"\b(?:second|blank \(?2)\b|第[二2]|空2", re.IGNORECASE)
+_LEADING = re.compile(r"(?:so|thus|therefore|hence|the answers? (?:to|for|in|of)|所以|因此|,|:|\s)*", re.IGNORECASE)
 _OUTER = " \t\n,;，；。、"
 
 
-def filled(found: Found, count: int) -> list[str] | None:
-    """The texts in `count` blanks, in order; fewer where fewer are filled in, None where there are more.
+def filled(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
+    """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
 
     Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
+    `paragraph` is the last one of the completion, where labels such as "the second blank" stand.
     """
-    if count == 1:
-        return [found.text]
+    texts = _texts(found, paragraph, count)
+    return None if texts is None else [(text, value_of(text, leads=True)) for text in texts]
+
+
+def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
+    if not found.boxes and _ORDINAL.search(paragraph) and (numbered := _numbered(paragraph, count)) is not None:
+        return numbered
     for contents in (found.boxes[len(found.boxes) - found.joined :], found.boxes):
         if len(contents) == count:
             return list(contents)
@@ -35,7 +47,8 @@ def filled(found: Found, count: int) -> list[str] | None:
         if (numbered := _numbered(text, count)) is not None:
             return numbered
     plain = normalised(found.text)
-    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False)):
+    value = normalised(value_of(found.text, leads=found.marked))
+    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False), split_list(value)):
         if pieces is not None and len(pieces) == count:
             return [piece.strip(_OUTER) for piece in pieces]
     rest = _parted(found.text)
@@ -44,11 +57,18 @@ def filled(found: Found, count: int) -> list[str] | None:
 
 def _numbered(text: str, count: int) -> list[str] | None:
     """What stands behind the labels 1 to `count`, each of which occurs once, the first at the start."""
-    labels = list(_LABEL.finditer(text))
-    if [_number(label) for label in labels] != list(range(1, count + 1)) or text[: labels[0].start()].strip():
+    found = list(_LABEL.finditer(text))
+    kinds = [[label for label in found if label[kind]] for kind in "abcdef"]
+    labels = next(
+        (each for each in (found, *kinds) if [_number(label) for label in each] == list(range(1, count + 1))), None
+    )
+    if not labels or _LEADING.sub("", text[: labels[0].start()]):
         return None
     ends = [*(label.start() for label in labels[1:]), len(text)]
-    return [text[label.end() : end].strip(_OUTER) for label, end in zip(labels, ends, strict=True)]
+    pieces = [text[label.end() : end].strip(_OUTER) for label, end in zip(labels, ends, strict=True)]
+    return [
+        re.sub(r"\s*(?:,?\s*(?:\band|和|而|,))?(?:,?\s*the answers? (?:to|for|in|of))?$", "", piece) for piece in pieces
+    ]
 
 
 def _number(label: re.Match[str]) -> int | None:
@@ -56,6 +76,8 @@ def _number(label: re.Match[str]) -> int | None:
         return number_of(label["d"])
     if label["c"] and label["c"] in _HAN:
         return _HAN.index(label["c"]) + 1
+    if label["f"]:
+        return _ORDINALS.index(label["f"].lower()) + 1
     return int(label["a"] or label["b"] or label["c"] or label["e"])
 
 

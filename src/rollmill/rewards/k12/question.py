@@ -12,8 +12,8 @@ from pydantic import ValidationError
 from rollmill.config.rewards.k12 import K12Column, K12Type
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Task
+from rollmill.rewards.answers.writing import key
 from rollmill.rewards.choices import known_options
-from rollmill.rewards.k12.text import key
 from rollmill.rewards.numbers import normalised, quantity
 
 _USED = {"matching": {"points"}, "short": {"points", "rubric", "keywords", "wrong"}}

@@ -11,17 +11,18 @@ from typing import TYPE_CHECKING
 from rollmill.config.rewards import K12Reward
 from rollmill.core.errors import RewardError
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import OK, TIMEOUT, Verdict
+from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
+from rollmill.rewards.answers.letters import chosen, is_labelled
+from rollmill.rewards.answers.limits import too_much
+from rollmill.rewards.answers.writing import folded, has_cjk, key
+from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Verdict
 from rollmill.rewards.comparison import EXACT
-from rollmill.rewards.formulas import compared, too_much
+from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import Reply
 from rollmill.rewards.k12.blanks import assigned, filled
-from rollmill.rewards.k12.finding import Found, find
-from rollmill.rewards.k12.options import chosen, credit, is_labelled
 from rollmill.rewards.k12.question import Question, question, right_options
 from rollmill.rewards.k12.sequences import kendall, matched, ordered, pairs, sequence
 from rollmill.rewards.k12.short import key_points, short_answer
-from rollmill.rewards.k12.text import folded, has_cjk, key
 from rollmill.rewards.k12.truth import truth
 from rollmill.rewards.k12.values import Gauge, equal
 from rollmill.rewards.resources import Resources
@@ -33,11 +34,16 @@ _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed where the reference is a Python float."""
 
 
+Readings = tuple[str, str]
+"""What stands in a blank, and the value that it names."""
+
+
 class K12:
     """From 0 to 1 by the rule of the question's type; None where the task has no answer.
 
     `details` has the same number under the task's subject and `grade-N`. Outcomes besides ok: `no_answer`, `unreadable`
-    (an answer that is none of its type, hedges or contradicts itself), `too_long`, `too_deep`, `timeout`, `memory`.
+    (an answer that is none of its type or contradicts itself), `hedged`, `too_long`, `too_deep`, `too_costly`,
+    `timeout`, `memory`.
     """
 
     def __init__(self, config: K12Reward, resources: Resources) -> None:
@@ -63,7 +69,10 @@ class K12:
     async def _judged(self, task: Task, asked: Question, text: str) -> Verdict:
         if asked.kind == "short":
             return await self._short(task, asked, text)
-        found = find(text)
+        several = isinstance(asked.answer, list | tuple) and len(asked.answer) > 1
+        found = _found(text, values=asked.kind in ("blank", "numeric") and not several)
+        if found is not None and found.hedged:
+            return Verdict(0.0, HEDGED)
         if found is not None and (outcome := too_much(found.text)) is not None:
             return Verdict(0.0, outcome)
         match asked.kind:
@@ -76,11 +85,13 @@ class K12:
             case "matching":
                 return self._matching(asked, found)
             case _:
-                return await self._blanks(asked, found)
+                return await self._blanks(
+                    asked, found, folded(answer_part(text)).rstrip().rpartition("\n\n")[2][-2000:]
+                )
 
-    async def _choice(self, asked: Question, right: frozenset[str], found: Found | None) -> Verdict:
+    async def _choice(self, asked: Question, right: frozenset[str], found: FinalAnswer | None) -> Verdict:
         if found is None:
-            return Verdict(0.0, "no_answer")
+            return Verdict(0.0, NO_ANSWER)
         named = chosen(found, asked.options, several=asked.kind == "multiple")
         if named is None and asked.kind == "single" and found.marked and asked.options:
             return await self._as_option(asked, next(iter(right)), found.text)
@@ -100,7 +111,7 @@ class K12:
             return self._verdict(await compared(option, text, EXACT, self._graders, self._config.time_limit_s))
         return Verdict(0.0, "unreadable")
 
-    async def _blanks(self, asked: Question, found: Found | None) -> Verdict:
+    async def _blanks(self, asked: Question, found: FinalAnswer | None, paragraph: str) -> Verdict:
         golds = _golds(asked)
         count = len(golds)
         points = asked.points(count, "blanks")
@@ -110,8 +121,8 @@ class K12:
         if asked.column.unordered and asked.column.points:
             raise RewardError("`k12.points` cannot go with `k12.unordered`; leave out one of them")
         if found is None:
-            return Verdict(0.0, "no_answer")
-        texts = filled(found, count)
+            return Verdict(0.0, NO_ANSWER)
+        texts = [(found.text, found.value)] if count == 1 else filled(found, paragraph, count)
         if texts is None:
             return Verdict(0.0, "unreadable")
         if asked.column.unordered and count > 1:
@@ -134,7 +145,7 @@ class K12:
         outcome = replies[0].outcome if count == 1 else OK
         return Verdict(share if self._config.blanks == "share" else float(share == 1), outcome, queued)
 
-    async def _each(self, asked: Question, gold: str, also: list[str], texts: list[str]) -> list[Reply]:
+    async def _each(self, asked: Question, gold: str, also: list[str], texts: list[Readings]) -> list[Reply]:
         """Whether each of the texts may stand in one blank."""
         column = asked.column
         tolerance = self._config.tolerance if column.tolerance is None else column.tolerance
@@ -147,29 +158,28 @@ class K12:
             self._config.units == "required",
         )
         replies = []
-        for text in texts:
-            if any(key(word) == key(text) for word in also):
+        for text, value in texts:
+            if any(key(word) in (key(text), key(value)) for word in also):
                 replies.append(Reply(OK, 1.0))
             else:
-                is_number = asked.kind == "numeric"
-                replies.append(await equal(gold, text, gauge, unit=column.unit, sentence=is_number))
+                replies.append(await equal(gold, text, value, gauge, unit=column.unit))
         return replies
 
-    def _ordering(self, asked: Question, found: Found | None) -> Verdict:
+    def _ordering(self, asked: Question, found: FinalAnswer | None) -> Verdict:
         gold = sequence(asked.answer)
         if found is None:
-            return Verdict(0.0, "no_answer")
+            return Verdict(0.0, NO_ANSWER)
         answer = ordered(found, gold, asked.options)
         if answer is None:
             return Verdict(0.0, "unreadable")
         tau = kendall(gold, answer)
         return Verdict(float(tau == 1) if self._config.ordering == "all" else max(0.0, tau))
 
-    def _matching(self, asked: Question, found: Found | None) -> Verdict:
+    def _matching(self, asked: Question, found: FinalAnswer | None) -> Verdict:
         gold = pairs(asked.answer)
         points = asked.points(len(gold), "pairs")
         if found is None:
-            return Verdict(0.0, "no_answer")
+            return Verdict(0.0, NO_ANSWER)
         given = matched(found, gold)
         right = sum(weight for weight, (left, to) in zip(points, gold.items(), strict=True) if given.get(left) == to)
         share = right / sum(points)
@@ -190,11 +200,20 @@ class K12:
                 "it is a short answer with a rubric, and no model is set to judge it; give the reward the key `judge`, "
                 "list its key points in `k12.keywords`, or leave such tasks out"
             )
-        return Verdict(await self._scorer.score(task, answer, rubric)) if answer else Verdict(0.0, "no_answer")
+        return Verdict(await self._scorer.score(task, answer, rubric)) if answer else Verdict(0.0, NO_ANSWER)
 
     def _verdict(self, reply: Reply) -> Verdict:
         earned = self._config.timeout_reward if reply.outcome == TIMEOUT else float(reply.value)
         return Verdict(earned, reply.outcome, reply.queued, reply.worked)
+
+
+def _found(text: str, *, values: bool) -> FinalAnswer | None:
+    """The final answer, without bold marks and with circled digits as one character."""
+    found = final_answer(text, values=values)
+    if found is None:
+        return None
+    boxes = tuple(folded(each) for each in found.boxes)
+    return replace(found, text=folded(found.text).strip(), tail=folded(found.tail).strip(), boxes=boxes)
 
 
 def _golds(asked: Question) -> list[str]:
@@ -210,14 +229,28 @@ def _golds(asked: Question) -> list[str]:
     return [folded(str(each)) for each in given]
 
 
-def _true_false(asked: Question, found: Found | None) -> Verdict:
+def _true_false(asked: Question, found: FinalAnswer | None) -> Verdict:
     gold = asked.answer if isinstance(asked.answer, bool) else truth(folded(str(asked.answer)))
     if gold is None:
         raise RewardError(f"its answer {asked.answer!r:.80} is neither true nor false; give true or false")
     if found is None:
-        return Verdict(0.0, "no_answer")
+        return Verdict(0.0, NO_ANSWER)
     said = truth(found.text)
     return Verdict(float(said is gold), "unreadable" if said is None else OK)
+
+
+def credit(right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward) -> float:
+    """What the named options of a multiple choice earn: 1 for exactly the right ones, else as `multiple` says."""
+    if named == right:
+        return 1.0
+    if config.multiple == "all":
+        return 0.0
+    if config.multiple == "subset":
+        share = len(named) / len(right) if config.subset_credit is None else config.subset_credit
+        return share if named < right else 0.0
+    wrong = len(options) - len(right) if options else 0
+    missed = len(named - right) / wrong if wrong else float(bool(named - right))
+    return max(0.0, len(named & right) / len(right) - missed)
 
 
 def _details(asked: Question, value: float) -> dict[str, float]:

@@ -9,18 +9,19 @@ from itertools import combinations
 from typing import Any
 
 from rollmill.core.errors import RewardError
-from rollmill.rewards.k12.finding import Found
-from rollmill.rewards.k12.text import folded, key, number_of
+from rollmill.rewards.answers.final import FinalAnswer
+from rollmill.rewards.answers.writing import folded, key, number_of
 
 _ARROW = re.compile(
     r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
-    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally)\b|再|然后|最后)+\s*",
+    r"|(?<=\w)-|-(?=\s)|\b(?:and|then|finally|first|next|last|lastly)\b|首先|先|再|然后|接着|最后)+\s*",
     re.IGNORECASE,
 )
 _WRAPPING = re.compile(r"[()\[\]{}$\"'“”‘’`.。]|\\(?:text|mathrm)\s*\{")
 _NUMBERED = re.compile(r"(?m)^\s*\d{1,2}[.)]\s+")
 _PAIR_SIGN = (
-    r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|with|is|to)(?![A-Za-z])|是)?"
+    r"\s*[)\]）.》”\"]?\s*(?:-+>?|=+>?|–|—|→|⇒|:|~|\\(?:to|rightarrow)(?![A-Za-z])|↔|对应|配|(?i:matches|(?:goes"
+    r"|pairs|matched|is matched|corresponds) (?:with|to)|belongs to|with|is|to)(?![A-Za-z])|是)?"
     r"\s*[(\[（《“\"]?\s*(?:(?i:an?|the) )?"
 )
 
@@ -34,7 +35,7 @@ def sequence(answer: Any) -> list[str]:
     return labels
 
 
-def ordered(found: Found, gold: Sequence[str], options: Mapping[str, str]) -> list[str] | None:
+def ordered(found: FinalAnswer, gold: Sequence[str], options: Mapping[str, str]) -> list[str] | None:
     """The labels of `gold` in the order of the answer; None where it is no arrangement of all of them.
 
     The texts of the options stand for their letters.
@@ -43,7 +44,7 @@ def ordered(found: Found, gold: Sequence[str], options: Mapping[str, str]) -> li
     for each in (found.text, _NUMBERED.sub("", found.tail)):
         text = re.sub(r"[^\S\n]+", " ", each)
         for pieces in (_ARROW.split(text.strip()), _labels_of(text)):
-            said = [piece for piece in pieces if piece.strip()]
+            said = [piece for piece in pieces if piece.strip(" .。")]
             if len(said) != len(gold):
                 continue
             labels = [names.get(_label(piece)) or names.get(key(piece)) for piece in said]
@@ -88,7 +89,7 @@ def pairs(answer: Any) -> dict[str, str]:
     return {_label(left): _label(right) for left, right in found.items()}
 
 
-def matched(found: Found, gold: Mapping[str, str]) -> dict[str, str]:
+def matched(found: FinalAnswer, gold: Mapping[str, str]) -> dict[str, str]:
     """The pairs that an answer makes, left to right, as far as they stand.
 
     A left side that is given two right ones has none; so has every left side whose right one is used more often than in

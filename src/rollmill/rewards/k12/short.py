@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollmill.rewards.k12.text import folded, has_cjk
+from rollmill.rewards.answers.writing import folded, has_cjk
 
 _MARK = re.compile(r"\bfinal answer\s*:|\banswers?\s*:|(?<![解问回])答\s*:|答案\s*(?:是|为|:)+", re.IGNORECASE)
 _NEGATED = re.compile(

@@ -27,7 +27,8 @@ _WORD = re.compile(
 )
 _CLAUSE_END = re.compile(r"[,;:，；：。.]|\s-\s|—|\b(?:because|since|as|for)\b|因为|由于|\n", re.IGNORECASE)
 _HEDGE = re.compile(
-    r"\b(?:or|maybe|perhaps|possibly|either|neither|both)\b"
+    r"\b(?:or|maybe|perhaps|possibly|either|neither|both|whether|unsure|(?:cannot|can't|don't|not) (?:say"
+    r"|tell|know|sure))\b"
     r"|或|也许|可能|是否|是不是|是对是错|还是|对不对|/",
     re.IGNORECASE,
 )

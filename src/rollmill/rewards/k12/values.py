@@ -8,23 +8,18 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from rollmill.core.errors import RewardError
+from rollmill.rewards.answers.limits import too_much
+from rollmill.rewards.answers.writing import has_cjk, key, number_of
 from rollmill.rewards.base import OK
 from rollmill.rewards.comparison import Rules
-from rollmill.rewards.formulas import compared, too_much
+from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import GraderPool, Reply
-from rollmill.rewards.k12.amounts import Amount, amount, concluded, same, word_of
-from rollmill.rewards.k12.text import has_cjk, key, number_of
+from rollmill.rewards.k12.amounts import Amount, amount, same, word_of
 from rollmill.rewards.k12.unit_words import units, warm
 from rollmill.rewards.numbers import normalised
 from rollmill.rewards.structure import RELATION
 
-_ANSWERED = re.compile(
-    r"(?:about|approximately|roughly|it is|it's|is|are|be|是|为|填|等于|约为|约是|约|=|≈|:)\s*"
-    r"(?:(?:about|approximately|roughly)\s+)?",
-    re.IGNORECASE,
-)
-_IS = re.compile(r"是|为|等于")
-_UNSURE = re.compile(r"还是|或|不[是为等]|可能|也许")
+_ROUGHLY_SAID = re.compile(r"^[\s$]*(?:=|\\approx(?![A-Za-z])|≈|约(?:为|是)?|about|approximately)\s*")
 _IN_WORDS = {"或者": " or ", "或": " or ", "且": " and ", "和": ", ", "、": ", "}
 _BEHIND = re.compile(r"(?<=[\d})])\s*\(\s*[^\W\d_]{1,3}\s*\)\s*$")
 _NAME = re.compile(r"^[^\d=≈]{1,40}?(?=[=≈])")
@@ -35,7 +30,6 @@ _COMMAND = re.compile(r"\\(?:times|cdot|div|frac|left|right)(?![A-Za-z])")
 _MOST_SIDES = 12
 _ROUGHLY = Fraction(1, 100)
 """Relative difference allowed before an approximation sign."""
-_PROSE = re.compile(r"[A-Za-z]{2,} +[A-Za-z]{2,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,30 +58,24 @@ def reference_amount(gold: str, unit: str | None) -> Amount | None:
     return replace(found, units=known, word="" if known else word_of(unit))
 
 
-async def equal(gold: str, answer: str, gauge: Gauge, *, unit: str | None = None, sentence: bool = False) -> Reply:
-    """1 where the answer is the reference, else 0; the outcome is not "ok" where a formula took too long.
+async def equal(gold: str, text: str, value: str, gauge: Gauge, *, unit: str | None = None) -> Reply:
+    """1 where an answer is the reference, else 0; the outcome is not "ok" where a formula took too long.
 
     Args:
-        gold: the reference, folded; `answer` also.
+        gold: the reference, folded; `text` and `value` also.
+        text: the answer as it is written.
+        value: what it names.
         unit: the unit of the reference, where its text has none.
-        sentence: the answer may be a sentence that ends with a number.
     """
     want = reference_amount(gold, unit)
-    if key(gold) == key(answer) != "" and not (gauge.units_required and want is not None):
+    if key(gold) in (key(text), key(value)) and key(gold) and not (gauge.units_required and want is not None):
         return Reply(OK, 1.0)
-    if (outcome := too_much(answer)) is not None:
+    if (outcome := too_much(text)) is not None:
         return Reply(outcome)
     if _LABELS.fullmatch(gold.strip(" $")):
-        return Reply(OK, float(_labels(gold) == _labels(answer)))
-    answer = _ANSWERED.sub("", answer.strip(), count=1) if _ANSWERED.match(answer.strip()) else answer
-    if has_cjk(answer) and not has_cjk(gold) and not _UNSURE.search(answer):
-        last = _IS.split(answer)[-1]
-        answer = answer if has_cjk(last) else last
+        return Reply(OK, float(_labels(gold) in (_labels(text), _labels(value))))
+    answer = _ROUGHLY_SAID.sub("", value.strip(), count=1)
     got = amount(answer)
-    if want is not None and got is None and sentence and _is_prose(answer):
-        got = concluded(answer)
-        if got is None:
-            return Reply(OK, 0.0)
     if want is not None and got is not None:
         return Reply(OK, float(await _same(want, got, gauge)))
     if want is not None and _EQUALS.search(answer) and not RELATION.search(normalised(answer)):
@@ -142,11 +130,6 @@ def _plain(text: str) -> str:
     for word, sign in _IN_WORDS.items():
         text = text.replace(word, sign)
     return text
-
-
-def _is_prose(text: str) -> bool:
-    """Whether it is a sentence rather than a formula."""
-    return _PROSE.search(normalised(text)) is not None or (has_cjk(text) and "=" not in text) or "答" in text
 
 
 def _labels(text: str) -> set[str] | None:

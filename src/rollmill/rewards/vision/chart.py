@@ -6,9 +6,12 @@ import re
 
 from rollmill.config.rewards import ChartReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
+from rollmill.rewards.answers.final import answer_part, final_answer
+from rollmill.rewards.answers.phrase import tidy
+from rollmill.rewards.answers.writing import half_width
+from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
 from rollmill.rewards.text.reading import judged_part
-from rollmill.rewards.vision.figures import Figure, close, figure
+from rollmill.rewards.vision.figures import Figure, close, stated
 from rollmill.rewards.vision.ocr import references
 
 _YEAR = re.compile(r"(?:19|20)\d\d")
@@ -20,7 +23,7 @@ class Chart:
     """1 if the answer is the reference: numbers within the tolerance, other text but for case and spaces.
 
     A list is an answer of several values, in that order, separated by ", ", ";", "and" or lines. Outcomes besides ok:
-    `no_answer`, `too_long`.
+    `no_answer`, `hedged`, `too_long`.
     """
 
     def __init__(self, config: ChartReward) -> None:
@@ -32,13 +35,20 @@ class Chart:
             return Verdict(None)
         golds = references(task.answer)
         text = judged_part(completion.text, config)
-        if text is None or not text.strip():
-            return Verdict(0.0, "no_answer")
-        if len(text) > _LONGEST:
+        found = None if text is None else final_answer(text)
+        if text is None or found is None:
+            return Verdict(0.0, NO_ANSWER)
+        if found.hedged:
+            return Verdict(0.0, HEDGED)
+        if found.kind == "line" and len(text) > _LONGEST:
             return Verdict(0.0, "too_long")
+        whole = tidy(found.text) if found.kind in ("boxed", "hash", "said", "corrected") else tidy(answer_part(text))
+        if len(whole) > _LONGEST:
+            whole = found.text
         if not isinstance(task.answer, list | tuple):
-            return Verdict(float(same_value(golds[0], text, config)))
-        splits = [[part for part in between.split(text.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
+            said = dict.fromkeys((whole, found.text, found.value))
+            return Verdict(float(any(same_value(golds[0], each, config) for each in said if each)))
+        splits = [[part for part in between.split(whole.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
         values = next((values for values in splits if len(values) == len(golds)), None)
         if values is None:
             return Verdict(0.0)
@@ -47,7 +57,7 @@ class Chart:
 
 def same_value(gold: str, value: str, config: ChartReward) -> bool:
     """Relaxed accuracy (arXiv:2203.10244, 3.1). A year has to be the same unless the reward says otherwise."""
-    wanted, given = figure(gold), figure(value)
+    wanted, given = stated(gold), stated(value)
     if wanted is None or given is None:
         return _folded(gold) == _folded(value)
     if config.exact_years and _YEAR.fullmatch(gold.strip()):
@@ -62,4 +72,4 @@ def _readings(gold: Figure, value: Figure) -> list[tuple[float, float]]:
 
 
 def _folded(text: str) -> str:
-    return " ".join(text.casefold().split()).strip("\"'").rstrip(".")
+    return " ".join(half_width(text).casefold().split()).strip("\"'").rstrip(".")

@@ -8,6 +8,7 @@ from typing import Any
 from rollmill.config.rewards import OCRReward
 from rollmill.core.errors import ConfigError
 from rollmill.core.types import Completion, Task
+from rollmill.rewards.answers.writing import half_width
 from rollmill.rewards.base import Verdict
 from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
 
@@ -69,6 +70,7 @@ def references(answer: Any) -> list[str]:
 
 
 def _folded(text: str, config: OCRReward) -> str:
+    text = half_width(text)
     text = ("" if config.ignore_spaces else " ").join(text.split())
     return text.casefold() if config.ignore_case else text
 

@@ -7,9 +7,12 @@ from collections.abc import Sequence
 
 from rollmill.config.rewards import VQAReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
+from rollmill.rewards.answers.final import answer_part, final_answer
+from rollmill.rewards.answers.numerals import NUMBER_WORDS
+from rollmill.rewards.answers.phrase import tidy
+from rollmill.rewards.answers.writing import half_width
+from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
 from rollmill.rewards.text.reading import judged_part
-from rollmill.rewards.vision.figures import NUMBER_WORDS
 from rollmill.rewards.vision.ocr import references
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
@@ -22,7 +25,8 @@ _ENOUGH = 3
 
 
 class VQA:
-    """Accuracy of an answer (arXiv:1505.00468, 3): from 0 to 1. Outcomes besides ok: `no_answer`, `too_long`.
+    """Accuracy of an answer (arXiv:1505.00468, 3): from 0 to 1. Outcomes besides ok: `no_answer`, `hedged`,
+    `too_long`.
 
     The task's answer is the list of people's answers, usually ten. A list of at most three, or a single answer, is one
     of answers that are all right.
@@ -37,11 +41,16 @@ class VQA:
             return Verdict(None)
         golds = references(task.answer)
         text = judged_part(completion.text, config)
-        if text is None or not text.strip():
-            return Verdict(0.0, "no_answer")
-        if len(text) > _LONGEST:
+        found = None if text is None else final_answer(text)
+        if text is None or found is None:
+            return Verdict(0.0, NO_ANSWER)
+        if found.hedged:
+            return Verdict(0.0, HEDGED)
+        is_said = found.kind in ("boxed", "hash", "said", "corrected")
+        answers = [tidy(found.text), found.value] if is_said else [tidy(answer_part(text))]
+        if len(answers[0]) > _LONGEST:
             return Verdict(0.0, "too_long")
-        return Verdict(accuracy(text, golds))
+        return Verdict(max(accuracy(answer, golds) for answer in answers))
 
 
 def accuracy(answer: str, golds: Sequence[str]) -> float:
@@ -60,7 +69,7 @@ def normalised(answer: str) -> str:
     Where nothing but articles would be left out, they stay: `A` may be the letter that a picture shows.
     The official list puts missing apostrophes into contractions; here they are taken out of both sides.
     """
-    text = said = " ".join(answer.split()).lower()
+    text = said = " ".join(half_width(answer).split()).lower()
     squeeze = _DIGIT_COMMA.search(said) is not None
     for mark in _MARKS:
         if mark in text:

@@ -1,4 +1,7 @@
-"""One way of writing: half width, circled digits, signs of units, no bold; and when two texts say the same."""
+"""One way of writing: half width, circled digits, signs of units, no bold; and when two texts say the same.
+
+Every reward that compares texts reads them in half width, so `１２元` is `12元` and `Ｂ` is `B`.
+"""
 
 from __future__ import annotations
 
@@ -34,9 +37,14 @@ CJK = "\u4e00-\u9fff"
 _HAS_CJK = re.compile(f"[{CJK}]")
 
 
+def half_width(text: str) -> str:
+    """The text with ASCII letters, digits and signs in place of full-width ones, without invisible characters."""
+    return text if text.isascii() else text.translate(_SIGNS)
+
+
 def folded(text: str) -> str:
-    """The text in half width, without bold marks and invisible characters; a circled digit is one character."""
-    text = _TEXTCIRCLED.sub(lambda found: circled(int(found[1] or found[2] or found[3])), text.translate(_SIGNS))
+    """The text in half width, without bold marks; a circled digit is one character."""
+    text = _TEXTCIRCLED.sub(lambda found: circled(int(found[1] or found[2] or found[3])), half_width(text))
     return _BOLD.sub("", text)
 
 

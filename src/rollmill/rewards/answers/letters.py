@@ -1,14 +1,13 @@
-"""Option letters: which ones an answer names, and what they earn."""
+"""Option letters: which ones an answer names."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection
 
-from rollmill.config.rewards import K12Reward
+from rollmill.rewards.answers.final import FinalAnswer
+from rollmill.rewards.answers.writing import folded, key
 from rollmill.rewards.comparison import settle
-from rollmill.rewards.k12.finding import Found
-from rollmill.rewards.k12.text import folded, key
 
 _LEAD = (
     r"(?>(?:(?:the|correct|right|options?|choices?|letters?|answers?|is|are|both|all|probably|likely|clearly|definitely"
@@ -37,9 +36,48 @@ _OTHER = re.compile(
     r"(?P<before>(?:\bor|\band|[,;/、或和及])\s?[(\[]?)?"
     r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article>(?<=A) [a-z])?"
 )
-_CORRECT = re.compile(
-    rf"(?<![A-Za-z])({_LIST}) ?(?>(?:选项|项|都|均|are|is|是) ?)*+(?:(?:both|all|the) )?"
-    r"(?:correct|right|正确)(?![A-Za-z吗])"
+_RIGHT = (
+    r"(?:the )?(?:correct|right|true)(?: answer| one| option| choice)?(?![A-Za-z])|the answer"
+    r"|正确|对(?!于|应)|符合|满足|成立|works|fits"
+)
+_WRONG = (
+    r"(?:not|n't) (?:be )?(?:the )?(?:correct|right|true|answer)|incorrect|wrong|false|eliminated|ruled out|invalid"
+    r"|不(?:正确|对|符合|满足|成立|选)|错误?|排除|does(?:n't| not) (?:work|fit)"
+)
+_STATED = re.compile(
+    rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option"
+    rf"|clearly|therefore|only)"
+    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗)"
+)
+_JUDGED_LINE = re.compile(
+    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+"
+    rf" ?(?P<text>(?:(?!(?<![A-Za-z])[A-J](?![A-Za-z]))[^\n]){{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})"
+    rf"|(?P<right>{_RIGHT}))[。.;!]?\s*$",
+    re.MULTILINE,
+)
+_CONCLUDED = re.compile(
+    rf"(?:(?i:therefore|thus|hence|so|consequently|leaving)|所以|因此|故|综上)[ ,:]*{_LEAD}(?P<list>{_LIST}){_BEHIND}$"
+)
+_ONLY = re.compile(
+    rf"(?:只有|仅|仅有|(?i:only)) ?(?:(?i:option|choice|statements?) |选项)?(?P<list>{_LIST})(?![A-Za-z])"
+)
+_BUT_NOT = re.compile(
+    r",? ?(?:(?:but|and) )?(?:not|neither|rather than|instead of)\b ?(?:(?:options?|the) )?"
+    rf"(?={_ANY}).*$|,? ?(?:而)?(?:不是|不选|非) ?(?={_ANY}).*$",
+    re.DOTALL,
+)
+_WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
+_NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_])")
+_ARTICLE_A = re.compile(
+    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or"
+    r" )(?<!, )(?<![A-Za-z'])A "
+    r"(?!(?:is|was|are|and|or|fits?|works?|looks?|seems?|match(?:es)?|must|can|does|would|should|has)\b)[a-z]",
+    re.IGNORECASE,
+)
+_ENDS_IN = re.compile(rf"(?:\b(?:is|are|be|has|have|with)|[:是为有])[ :]*(?P<list>{_LIST})$")
+_NEGATION = re.compile(
+    r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许",
+    re.IGNORECASE,
 )
 _OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
 _LABEL = re.compile(r"(?<![A-Za-z])[A-J][.)、:]")
@@ -47,7 +85,7 @@ _PIECES = re.compile(r"\s*(?:;|,|、|\n|\band\b|和)\s*")
 _ALTERNATIVES = re.compile(r"\s*(?:;|,|/|\bor\b|或者?|\n)\s*")
 
 
-def chosen(found: Found, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
+def chosen(found: FinalAnswer, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
     """The letters that an answer names; None where it names none, hedges, or contradicts itself.
 
     Args:
@@ -60,19 +98,51 @@ def chosen(found: Found, options: dict[str, str], *, several: bool) -> frozenset
         return labelled
     if (whole := _same_text(_plain(found.tail), options)) is not None:
         return frozenset(whole)
+    if found.kind == "line" and (stated := _stated(found, options, known)) is not None:
+        return stated if several or len(stated) == 1 else None
     rest = _plain(found.rest)
     says_option = any(key(rest) == key(option) for option in options.values())
     if not says_option and _goes_on(rest, options, several=several):
         return None
     for text in dict.fromkeys([_plain(found.line)] if says_option else [_plain(found.text), _plain(found.line)]):
-        if several and not found.marked:
-            text = _asserted(text) or text
-        letters = _read(text, options, known, several=several)
-        if letters is None and (said := _asserted(text)) is not None:
-            letters = _list(said, known)
+        letters = _read(_BUT_NOT.sub("", text) or text, options, known, several=several)
         if letters is not None:
             return letters
-    return None
+    stated = _stated(found, options, known)
+    if stated is None and not several and found.kind == "line":
+        stated = _sole(_plain(found.text), known)
+    return stated if stated is not None and (several or len(stated) == 1) else None
+
+
+def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
+    """The only option that a last sentence names, as in `we are left with C`; None where it denies it."""
+    letters = {each[1] for each in _NAMED.finditer(sentence) if each[1] != "A" or not _ARTICLE_A.search(sentence)}
+    if len(letters) != 1 or not letters <= known or sentence.endswith("?") or _NEGATION.search(sentence):
+        return None
+    return frozenset(letters)
+
+
+def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
+    """The letters that sentences call right, as in `A is wrong; B is wrong; therefore C`.
+
+    None where there are none, or one is called right and wrong.
+    """
+    text = _plain(found.tail if found.kind == "line" else found.line)
+    if not options and not re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", text):
+        return None
+    right: set[str] = set()
+    wrong: set[str] = set()
+    for statement in (*_STATED.finditer(text), *_JUDGED_LINE.finditer(text)):
+        (wrong if statement["wrong"] else right).update(re.findall("[A-Z]", statement["list"]))
+    only = [set(re.findall("[A-Z]", each["list"])) for each in _ONLY.finditer(text)]
+    concluded = _CONCLUDED.search(text.rstrip(" .。!*"))
+    if concluded is not None:
+        right = set(re.findall("[A-Z]", concluded["list"]))
+    elif only:
+        right = only[-1]
+    elif not right and not wrong and (ending := _ENDS_IN.search(text.rstrip(" .。!*"))) is not None:
+        right = set() if _NEGATION.search(text.rpartition("\n")[2]) else set(re.findall("[A-Z]", ending["list"]))
+    return frozenset(right) if right and right <= known and not right & wrong else None
 
 
 def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
@@ -124,6 +194,7 @@ def is_labelled(text: str, known: Collection[str]) -> bool:
 
 def _plain(text: str) -> str:
     text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mathit|rm|bf)\s*\{([^{}]*)\}", r"\1", text)
+    text = _WITH_TEXT.sub(r"\1. \2", text)
     text = re.sub(r"\$|\\[(),\[\];:!]|\\quad", " ", text)
     return re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip(" \n.。*:")
 
@@ -162,6 +233,8 @@ def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset
     if found is None or found["letter"] not in known:
         return None
     letter, rest = found["letter"], found["rest"].strip()
+    if not found["open"] and not found["mark"].strip(",、") and re.match(r"[,、;\s]*[$\d\\(]", rest):
+        return None
     own = options.get(letter, "")
     if own and key(rest) == key(own):
         return frozenset(letter)
@@ -185,23 +258,3 @@ def _labelled(text: str, options: dict[str, str]) -> frozenset[str] | None:
     for letter, option in options.items():
         text = re.sub(rf"(?<![A-Za-z])[(\[]?{letter}[)\].:、]*\s*{re.escape(option.strip(' .'))}", letter, text)
     return _list(" ".join(text.replace("\n", " ").split()).strip(" .。"), frozenset(options)) if options else None
-
-
-def _asserted(text: str) -> str | None:
-    """The letters that a sentence calls correct; None where it does so twice, differently."""
-    said = {each.strip(" .,") for each in _CORRECT.findall(text)}
-    return said.pop() if len(said) == 1 else None
-
-
-def credit(right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward) -> float:
-    """What the named options of a multiple choice earn: 1 for exactly the right ones, else as `multiple` says."""
-    if named == right:
-        return 1.0
-    if config.multiple == "all":
-        return 0.0
-    if config.multiple == "subset":
-        share = len(named) / len(right) if config.subset_credit is None else config.subset_credit
-        return share if named < right else 0.0
-    wrong = len(options) - len(right) if options else 0
-    missed = len(named - right) / wrong if wrong else float(bool(named - right))
-    return max(0.0, len(named & right) / len(right) - missed)

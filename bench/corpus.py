@@ -1,0 +1,118 @@
+"""Labelled answers judged by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
+
+About 9,800 answers to published tasks, in three banks of phrasings in English and Chinese (`answer_phrasings.py`).
+math-verify extracts formulas, expressions and option letters, as its documentation shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.metadata
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from bench.answer_corpus import Labelled, corpus
+from bench.answers import data_dir
+from bench.report import Case, finish
+
+BANKS = ("first", "second", "third")
+
+
+def main(arguments: list[str], only_json: bool) -> None:
+    """Run the benchmark; see the module's docstring."""
+    argparse.ArgumentParser(prog="bench corpus", description=__doc__).parse_args(arguments)
+    rows = [row for bank in BANKS for row in corpus(data_dir(), bank)]
+    ours, peer = accepted_by_rollmill(rows), accepted_by_math_verify(rows)
+    groups = dict.fromkeys(row.group for row in rows)
+    cases = [_case(group, *_of(group, rows, ours, peer)) for group in groups]
+    whole = _case("all", rows, ours, peer)
+    versions = {name: importlib.metadata.version(name) for name in ("math-verify", "sympy")}
+    finish("corpus", [whole, *cases], headline=[whole], versions=versions, only_json=only_json)
+
+
+def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -> list[bool]:
+    """Whether each answer earns full reward."""
+    from pydantic import TypeAdapter
+
+    from rollmill.config.rewards import RewardConfig
+    from rollmill.core.types import Task
+    from rollmill.rewards import build_judge
+
+    adapter: TypeAdapter[Any] = TypeAdapter(RewardConfig)
+    limits = {"math": {"time_limit_s": time_limit_s}, "k12": {"time_limit_s": time_limit_s}}
+    names = sorted({row.reward for row in rows})
+    judges = {name: build_judge([adapter.validate_python({"name": name, **limits.get(name, {})})]) for name in names}
+
+    async def judged() -> list[bool]:
+        found = [
+            await judges[row.reward].judge(Task("t", "", row.gold, metadata=row.metadata), _completion(row.text))
+            for row in rows
+        ]
+        return [each.reward == 1.0 for each in found]
+
+    try:
+        return asyncio.run(judged())
+    finally:
+        for judge in judges.values():
+            judge.close()
+
+
+def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
+    """Whether math-verify finds each answer equal to its reference; what it cannot parse is equal to nothing."""
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, StringExtractionConfig, parse, verify
+
+    logging.getLogger("math_verify").setLevel(logging.CRITICAL)
+    places = [LatexExtractionConfig(), ExprExtractionConfig()]
+    letters = [*places, StringExtractionConfig(strings=tuple("ABCD"), lowercase=False)]
+    found = []
+    for row in rows:
+        configs = letters if row.group in ("k12 single", "math letters") else places
+        gold = _reference(row)
+        found.append(bool(verify(parse(gold, letters if configs is letters else places), parse(row.text, configs))))
+    return found
+
+
+def counts(rows: Sequence[Labelled], accepted: Sequence[bool]) -> tuple[int, int]:
+    """How many right answers are rejected, and how many wrong ones accepted."""
+    pairs = list(zip(rows, accepted, strict=True))
+    return sum(row.right and not taken for row, taken in pairs), sum(taken and not row.right for row, taken in pairs)
+
+
+def _of(
+    group: str, rows: Sequence[Labelled], *columns: Sequence[bool]
+) -> tuple[list[Labelled], list[bool], list[bool]]:
+    chosen = [index for index, row in enumerate(rows) if row.group == group]
+    ours, peer = ([column[index] for index in chosen] for column in columns)
+    return [rows[index] for index in chosen], ours, peer
+
+
+def _case(name: str, rows: list[Labelled], ours: list[bool], peer: list[bool]) -> Case:
+    rejected, accepted = zip(counts(rows, ours), counts(rows, peer), strict=True)
+    shares = [1 - (one + other) / len(rows) for one, other in zip(rejected, accepted, strict=True)]
+    right = sum(row.right for row in rows)
+    extra = {
+        "right": right,
+        "right_rejected": {"ours": rejected[0], "math-verify": rejected[1]},
+        "wrong": len(rows) - right,
+        "wrong_accepted": {"ours": accepted[0], "math-verify": accepted[1]},
+    }
+    return Case(name, "math-verify 0.9", "share judged as labelled", [shares[0]], [shares[1]], True, extra)
+
+
+def _reference(row: Labelled) -> str:
+    if isinstance(row.gold, dict):
+        return ", ".join(f"{left}-{right}" for left, right in row.gold.items())
+    if isinstance(row.gold, list):
+        return "$" + ", ".join(map(str, row.gold)) + "$"
+    return str(row.gold) if row.group in ("k12 single", "math letters", "vqa") else f"${row.gold}$"
+
+
+def _completion(text: str) -> Any:
+    import numpy as np
+
+    from rollmill.core.types import Completion, StopReason
+
+    ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=0)

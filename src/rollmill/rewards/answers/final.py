@@ -1,0 +1,181 @@
+"""The final answer of a completion: the candidate with the best evidence that nothing takes back.
+
+A box comes first, then `####`, then what is said to be the answer, then the whole of a short text, then the sentence
+that concludes. Of candidates of one kind the last one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollmill.config.rewards import AnswerPlace
+from rollmill.rewards.answers.candidates import (
+    Candidate,
+    Kind,
+    bare,
+    boxes,
+    concluding,
+    corrected,
+    hashed,
+    last_line,
+    said,
+)
+from rollmill.rewards.answers.doubts import hedges
+from rollmill.rewards.answers.passage import Passage
+from rollmill.rewards.answers.phrase import has_value, value_of
+from rollmill.rewards.answers.writing import half_width
+from rollmill.rewards.base import inside_last
+
+_LONGEST = 20_000
+"""Characters at the end of a completion that are read."""
+_LONGEST_TAIL = 2_000
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;|[或和与、，；])?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
+)
+_NUMBER_TEXT = r"[+-]?\$?(?:\\frac\s*\{-?\d+\}\s*\{-?\d+\}|\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s?/\s?\d+)?|\.\d+)%?"
+_NUMBER = re.compile(rf"(?<![\w.^/]){_NUMBER_TEXT}")
+_JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """An answer as it is written.
+
+    `text` is the box, the rest of the sentence behind "the answer is", the whole of a short text, or the sentence that
+    concludes. `value` is what it names, with its unit and without reasons. `tail` is everything from where the answer
+    begins. `boxes` are the contents of all boxes, the last `joined` of which belong together. `hedged` says that
+    another answer is offered beside it.
+    """
+
+    kind: Kind
+    text: str
+    value: str
+    tail: str
+    boxes: tuple[str, ...] = ()
+    joined: int = 0
+    hedged: bool = False
+
+    @property
+    def marked(self) -> bool:
+        """Whether something marks it as the answer, or it is the whole of a short text."""
+        return self.kind not in ("sentence", "bold") and (self.kind != "line" or self.tail == self.text)
+
+    @property
+    def rest(self) -> str:
+        """What stands behind the answer on the same line."""
+        return self.line[len(self.text) :] if self.line.startswith(self.text) else ""
+
+    @property
+    def line(self) -> str:
+        """All of the line that the answer begins."""
+        return self.tail.partition("\n")[0] if self.marked else self.text
+
+
+def final_answer(text: str, place: AnswerPlace = "auto", *, values: bool = True) -> FinalAnswer | None:
+    """The final answer behind `</think>`, and in the last `<answer>...</answer>` if there is one; None without one.
+
+    The text is read in half width. Never raises, and linear in the length of the text.
+
+    Args:
+        place: `boxed`, `hash` and `last_number` read that place only.
+        values: where nothing marks an answer, the last sentence with a value is looked for; otherwise the last line.
+    """
+    if place != "auto":
+        return _at(Passage(half_width(text[-_LONGEST:])), place)
+    passage = Passage(answer_part(text))
+    contents = boxes(passage.text)
+    marked = [_joined(passage.text, contents), hashed(passage.text), *reversed(said(passage)), bare(passage.text)]
+    for candidate in marked:
+        if candidate is not None and (found := _standing(passage, contents, candidate)) is not None:
+            return found
+    for candidate in (concluding(passage) if values else None, last_line(passage.text)):
+        if candidate is not None:
+            return _standing(passage, [], candidate)
+    return None
+
+
+def answer_part(text: str) -> str:
+    """The part of a completion that holds its answer, in half width: without thoughts, inside `<answer>` tags."""
+    text = half_width(text[-_LONGEST:]).rpartition("</think>")[2]
+    inside = inside_last(text, "answer")
+    return text if inside is None else inside
+
+
+def _joined(text: str, contents: list[Candidate]) -> Candidate | None:
+    """The last box; boxes with nothing but "or", "and" or commas between them are one answer with commas."""
+    if not contents:
+        return None
+    last = contents[len(contents) - _count_joined(text, contents) :]
+    return Candidate("boxed", ", ".join(dict.fromkeys(each.text for each in last)), last[0].start, last[-1].end)
+
+
+def _count_joined(text: str, contents: list[Candidate]) -> int:
+    """How many of the last boxes belong together."""
+    first = len(contents) - 1
+    while first > 0 and _belong(text[contents[first - 1].end : contents[first].start]):
+        first -= 1
+    return len(contents) - max(first, 0)
+
+
+def _belong(between: str) -> bool:
+    return len(between) <= 40 and _BETWEEN_BOXES.fullmatch(between) is not None
+
+
+def _standing(passage: Passage, contents: list[Candidate], candidate: Candidate) -> FinalAnswer | None:
+    """The answer that a candidate gives, or what is put in its place; None where it is only taken back."""
+    text = passage.text
+    if candidate.kind in ("boxed", "hash", "said", "bold"):
+        kept = corrected(passage, candidate, _value(candidate))
+        if kept is None:
+            return None
+        candidate = kept
+    value = _value(candidate)
+    at = text.rfind(value, candidate.start, candidate.end) if value else -1
+    behind = text[candidate.end if at < 0 else at + len(value) :]
+    hedged = bool(value) and candidate.kind != "bare" and hedges(value, behind)
+    if candidate.kind == "boxed":
+        texts = tuple(each.text for each in contents)
+        return FinalAnswer("boxed", candidate.text, value, candidate.text, texts, _count_joined(text, contents), hedged)
+    tail = text[candidate.start :][:_LONGEST_TAIL]
+    if candidate.kind == "hash":
+        tail = candidate.text
+    elif candidate.kind == "line" and candidate.text != text.strip():
+        tail = text.rpartition("\n\n")[2][-_LONGEST_TAIL:]
+    return FinalAnswer(candidate.kind, candidate.text, value, tail, hedged=hedged)
+
+
+def _value(candidate: Candidate) -> str:
+    if candidate.kind in ("boxed", "bare"):
+        return candidate.text
+    if candidate.kind == "line":  # what names a value and was no conclusion is no answer
+        return "" if has_value(candidate.text) else value_of(candidate.text, leads=False)
+    return value_of(candidate.text, leads=candidate.kind != "sentence")
+
+
+def _at(passage: Passage, place: AnswerPlace) -> FinalAnswer | None:
+    text = passage.text
+    if place == "last_number":
+        number = last_number(text)
+        return None if number is None else FinalAnswer("sentence", number, number, number)
+    contents = boxes(text) if place == "boxed" else []
+    candidate = _joined(text, contents) if place == "boxed" else hashed(text)
+    return None if candidate is None else _standing(passage, contents, candidate)
+
+
+def last_number(text: str) -> str | None:
+    """The last number; "41 or 42" is returned whole, because it names no single answer."""
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    last = matches[-1]
+    if len(matches) > 1 and _JOINED_BY_OR.fullmatch(text, matches[-2].end(), last.start()):
+        return text[matches[-2].start() : last.end()]
+    return last[0].rstrip(",")
+
+
+def reference_text(text: str) -> str:
+    """A reference as text; of a worked solution only its last \\boxed{} or what follows "####"."""
+    contents = boxes(text)
+    found = _joined(text, contents) or hashed(text)
+    return found.text if found is not None and found.text else text

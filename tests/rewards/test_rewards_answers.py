@@ -1,0 +1,292 @@
+"""The final answer of a completion: what is found, what is taken back, and how often that is right on a"
+" labelled corpus."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from costly_answers import costly_answers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reward_helpers import completion, judged, task
+from rule_helpers import ADAPTER
+
+from bench.answer_corpus import Labelled, corpus
+from bench.corpus import BANKS, accepted_by_math_verify, accepted_by_rollmill, counts
+from rollmill.config.rewards import MathReward
+from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.answers.final import final_answer
+from rollmill.rewards.answers.numerals import chinese, spoken
+from rollmill.rewards.answers.phrase import value_of
+
+FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "date"}
+SEEN: list[tuple[str, Any, str, bool]] = [
+    ("math", "10", "The final answer is:\n\\[\n10\n\\]", True),
+    ("math", "4a-2", "So we get $4a-2$.", True),
+    ("math", "(2,3)", "so the vertex is $(2, 3)$.", True),
+    ("math", "y=-2x+5", "The line is $y=-2x+5$.", True),
+    ("math", "5", "The line is $y=-2x+5$.", False),
+    ("math", "y=-2x+5", "The equation is y=-2x+5", True),
+    ("math", "5", "The equation is y=-2x+5", False),
+    ("math", "A", "the correct graph is \\(A\\)", True),
+    ("math", "12", "The answer is 12, because we have 3 apples", True),
+    ("math", "3", "The answer is 12, because we have 3 apples", False),
+    ("math", "12", "The answer is `12`", True),
+    ("math", "12", "`12`", True),
+    ("math", "12", "$\\approx 12$", True),
+    ("math", "12", "$\\approx 12.1$", False),
+    ("math", "3:4", "The ratio is 6:8.", True),
+    ("math", "12", "The answer is not 12", False),
+    ("math", "12", "I don't think the answer is 12", False),
+    ("math", "12", "\\boxed{12} is wrong, it should be 13", False),
+    ("math", "13", "\\boxed{12} is wrong, it should be 13", True),
+    ("math", "9", "9. But it might also be 10", False),
+    ("math", "10", "9. But it might also be 10", False),
+    ("math", "1/2", "The answer is 1/2 or 0.5", True),
+    ("math", "16", "She earns $16 per week.", True),
+    ("math", "15000", "答案是一万五千", True),
+    ("math", "12", "答案是12元", True),
+    ("math", "12", "\\boxed{12元}", True),
+    ("math", "12", "#### 12个", True),
+    ("math", "12", "１２", True),
+    ("math", "12", "一共有12个苹果", True),
+    ("math", "5", "共5只", True),
+    ("math", "5", "有五只猫", True),
+    ("math", "5", "5 m", True),
+    ("math", "5 m", "答案是500厘米", True),
+    ("math", "y'+ry=0", "\\boxed{\\log_1 1}", False),
+    ("math", "y'+ry=0", "\\boxed{0}", False),
+    ("count", 5, "有五只猫", True),
+    ("count", 5, "共5只", True),
+    ("count", 0, "There are no cats", True),
+    ("count", 5, "There are 5 cats (2 black, 3 white)", True),
+    ("count", 12, "一共有12个苹果", True),
+    ("count", 15000, "一万五千", True),
+    ("count", 5, "５", True),
+    ("count", 5, "There are 4 or 5 cats", False),
+    ("chart", "25", "**25**", True),
+    ("chart", "25", "\\boxed{25}", True),
+    ("chart", "1200000", "1.2 million", True),
+    ("chart", "1.2 million", "1200000", True),
+    ("chart", "25", "２５", True),
+    ("chart", "15000", "一万五千", True),
+    ("chart", "12", "答案是12元", True),
+    ("vqa", "12", "The answer is 12.", True),
+    ("vqa", "red", "\\boxed{red}", True),
+    ("vqa", "b", "Ｂ", True),
+    ("ocr", "ABC 123", "ＡＢＣ　１２３", True),
+]
+SCHOOL: list[tuple[str, Any, str, bool]] = [
+    ("single", "C", "选C。注意：不要选A", True),
+    ("single", "A", "选C。注意：不要选A", False),
+    ("single", "C", "答案：C（cherry）", True),
+    ("single", "C", "只有C符合要求", True),
+    ("single", "C", "符合条件的是C", True),
+    ("single", "C", "A is wrong; B is wrong; therefore C", True),
+    ("single", "A", "A is wrong; B is wrong; therefore C", False),
+    ("multiple", "AC", "A正确，B错误，C正确", True),
+    ("multiple", "AC", "A and C, but not B or D", True),
+    ("multiple", "ABCD", "A and C, but not B or D", False),
+    ("blank", ["5", "10"], "The first blank is 5 and the second blank is 10", True),
+    ("blank", "3:4", "6:8", True),
+    ("numeric", "12", "一共有12个苹果", True),
+    ("numeric", "12", "答案是12元", True),
+    ("numeric", "12", "\\boxed{12元}", True),
+    ("numeric", "12", "#### 12个", True),
+    ("numeric", "5", "共5只", True),
+    ("numeric", "5", "有五只猫", True),
+    ("numeric", "15000", "一万五千", True),
+    ("numeric", "12", "The answer is 12, because we have 3 apples", True),
+    ("numeric", "12", "`12`", True),
+    ("numeric", "12", "\\approx 12", True),
+    ("numeric", "12", "The answer is not 12", False),
+    ("numeric", "12", "I don't think the answer is 12", False),
+    ("numeric", "12", "\\boxed{12} is wrong, it should be 13", False),
+    ("numeric", "9", "9. But it might also be 10", False),
+]
+
+
+@pytest.fixture(scope="module")
+def judges() -> Iterator[dict[str, Judge]]:
+    names = ["math", "k12", "count", "chart", "vqa", "ocr"]
+    limits = {"math": {"time_limit_s": 20}, "k12": {"time_limit_s": 20}}
+    made = {name: build_judge([ADAPTER.validate_python({"name": name, **limits.get(name, {})})]) for name in names}
+    yield made
+    for judge in made.values():
+        judge.close()
+
+
+@pytest.mark.parametrize(("reward", "gold", "text", "right"), SEEN)
+def test_answers_that_were_judged_wrongly(
+    judges: dict[str, Judge], reward: str, gold: Any, text: str, right: bool
+) -> None:
+    if reward == "ocr":
+        pytest.importorskip("rapidfuzz")
+    assert judged(judges[reward], gold, text).reward == float(right)
+
+
+@pytest.mark.parametrize(("kind", "gold", "text", "right"), SCHOOL)
+def test_school_answers_that_were_judged_wrongly(
+    judges: dict[str, Judge], kind: str, gold: Any, text: str, right: bool
+) -> None:
+    column = {"type": kind, **({"options": FRUIT} if kind in ("single", "multiple") else {})}
+    found = judged(judges["k12"], gold, text, k12=column).reward
+    assert found == 1.0 if right else found is not None and found < 1.0
+
+
+@pytest.mark.parametrize(
+    ("phrase", "value"),
+    [
+        ("the value of $x$ when $y = 3$ is $12$.", "$12$"),
+        ("So John has 12 apples left in the basket", "12 apples"),
+        ("there are 5 cats (2 black, 3 white)", "5 cats"),
+        ("the value was 25 in 2019", "25"),
+        ("x = 2 or x = 3", "x = 2 or x = 3"),
+        ("12 feet per second", "12 feet per second"),
+        ("Each of the 4 friends gets 27 candies", "27 candies"),
+        ("2 h 30 min", "2 h 30 min"),
+        ("[1, 2) \\cup (3, 4]", "[1, 2) \\cup (3, 4]"),
+        ("less than 9", "less than 9"),
+        ("increasing, because it grows", "increasing"),
+    ],
+)
+def test_the_value_of_a_phrase(phrase: str, value: str) -> None:
+    assert value_of(phrase, leads=False) == value
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("一万五千", 15000), ("一万五", 15000), ("三百五", 350), ("十五", 15), ("三百零五", 305), ("五只", None)],
+)
+def test_chinese_numerals(text: str, value: int | None) -> None:
+    assert chinese(text) == value
+
+
+def test_numbers_in_english_words() -> None:
+    assert spoken("two million three hundred and five, or twenty-one") == [2_000_305, 21]
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                "\\boxed{",
+                "}",
+                "$",
+                "\\(",
+                "\\)",
+                "\\[",
+                "\\]",
+                "```",
+                "**",
+                "answer is ",
+                "答案是",
+                "不",
+                "not ",
+                "or ",
+                "12",
+                "x=",
+                "(",
+                ")",
+                "\n",
+                ". ",
+                "should be ",
+                "A",
+                "、",
+                "\\frac{",
+                "一万",
+            ]
+        )
+        | st.text(max_size=3),
+        max_size=40,
+    ).map("".join)
+)
+def test_finding_an_answer_never_raises(text: str) -> None:
+    for values in (True, False):
+        found = final_answer(text, values=values)
+        assert found is None or isinstance(found.value, str)
+
+
+@pytest.mark.parametrize(
+    "piece", ["\\boxed{", "$", "answer is ", "(", "12 ", "x=", "\\frac{1}{", "答案是", "**1** ", "\n"]
+)
+def test_long_texts_are_read_in_time(piece: str) -> None:
+    assert final_answer(piece * (20_000 // len(piece)) + "The answer is 7.") is not None
+
+
+# -- the corpus ------------------------------------------------------------------------------------------------------
+
+LEFT = {"first": 1, "second": 0, "third": 2}
+"""Right answers of each bank that are still rejected."""
+
+
+def _sample(data: Path, bank: str) -> list[Labelled]:
+    rows = corpus(data, bank)
+    assert len(rows) >= 1500
+    return rows
+
+
+@pytest.mark.parametrize("bank", BANKS)
+def test_every_bank_of_the_corpus_is_judged_as_labelled(data_dir: Path, bank: str) -> None:
+    rows = _sample(data_dir, bank)[BANKS.index(bank) :: 3]
+    rejected, accepted = counts(rows, accepted_by_rollmill(rows))
+    assert accepted == 0
+    assert rejected <= LEFT[bank]
+
+
+@pytest.mark.slow
+def test_the_corpus_against_math_verify(data_dir: Path) -> None:
+    rows = [row for bank in BANKS for row in _sample(data_dir, bank)]
+    ours, peer = accepted_by_rollmill(rows), accepted_by_math_verify(rows)
+    for group in dict.fromkeys(row.group for row in rows):
+        chosen = [index for index, row in enumerate(rows) if row.group == group]
+        part = [rows[index] for index in chosen]
+        rejected, accepted = zip(
+            counts(part, [ours[index] for index in chosen]),
+            counts(part, [peer[index] for index in chosen]),
+            strict=True,
+        )
+        assert accepted[0] <= accepted[1], group
+        assert 2 * rejected[0] <= rejected[1], group
+    assert counts(rows, ours) == (sum(LEFT.values()), 0)
+
+
+# -- the cost ---------------------------------------------------------------------------------------------------------
+
+
+def test_formulas_that_algebra_would_not_finish_are_not_asked_about() -> None:
+    formulas = costly_answers()
+    assert len(set(formulas)) >= 150
+
+    async def outcomes() -> Counter[str]:
+        found: Counter[str] = Counter()
+        with build_judge([MathReward(name="math", time_limit_s=20)]) as judge:
+            for formula in formulas:
+                answer = await judge.judge(task("y'+ry=0"), completion(f"\\boxed{{{formula}}}"))
+                assert answer.reward == 0.0, formula
+                found[answer.outcomes["math"]] += 1
+        return found
+
+    found = asyncio.run(outcomes())
+    assert found["too_costly"] >= 60
+    assert found["timeout"] + found["memory"] <= 3
+
+
+def test_long_references_may_have_long_answers() -> None:
+    pairs = [
+        ("2^{2023}", "2^{2023}-1+1"),
+        ("x^{2023}+1", "1+x^{2023}"),
+        ("\\frac{1}{1+\\frac{1}{1+\\frac{1}{x}}}", "\\frac{x+1}{2x+1}"),
+        ("\\sqrt{2+\\sqrt{2}}", "\\sqrt{\\sqrt{2}+2}"),
+        ("20!", "20 \\cdot 19!"),
+        ("\\binom{10}{3}", "120"),
+    ]
+    with build_judge([MathReward(name="math", time_limit_s=20)]) as judge:
+        assert [judged(judge, gold, f"\\boxed{{{answer}}}").outcomes["math"] for gold, answer in pairs] == ["ok"] * 6
+        assert [judged(judge, gold, f"\\boxed{{{answer}}}").reward for gold, answer in pairs] == [1.0] * 6
