@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -156,9 +154,9 @@ class Row:
         if self.proposal is not None and self.proposal.left(len(self.tokens)) <= 0:
             self.proposal = None
 
-    def fed(self, start: int, routing: Iterable[RoutingArray]) -> None:
-        """Note the experts of its tokens from `start` on, unless an earlier pass has fed them."""
-        self.routing.extend(islice(routing, len(self.routing) - start, None))
+    def fed(self, start: int, routing: RoutingArray) -> None:
+        """Note the experts of its tokens from `start` on, unless an earlier pass has fed them; [0, ...]: none are noted."""
+        self.routing.extend(routing[len(self.routing) - start :])
 
     def append(self, token: int, logprob: float, kept: float, version: int, top: Top | None = None) -> bool:
         """Add a sampled token; True if the completion is now finished."""
