@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 from reward_helpers import completion
-from rollmill.rewards.answers.writing import key
 
 from rollmill.config.rewards import K12Reward
 from rollmill.config.taskset import TasksetConfig
 from rollmill.core.types import Task
 from rollmill.rewards import Judge, build_judge
+from rollmill.rewards.answers.writing import key
 from rollmill.tasks.taskset import load_taskset
 
 LAYOUTS = {
