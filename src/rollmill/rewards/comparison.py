@@ -154,6 +154,8 @@ def _settle_unordered(golds: Collection, answers: Collection, rules: Rules) -> b
 def _settle_sides(gold: str, answer: str, rules: Rules) -> bool | list[Question]:
     """Every side of an equation has to equal the reference, except for a name on the left of it."""
     number = quantity(gold)
+    if answer.count("%") > 1 and answer.endswith("%"):  # `35% - 15% = 20%`
+        answer = answer.replace("%", "")
     pieces = [piece.strip() for piece in _SIGNS.split(answer)]
     sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
     while len(sides) > 1 and _LETTER.search(sides[0][1]):

@@ -14,6 +14,7 @@ _NAME = re.compile(
     r"|(?P<kept>\\mathbb ?\{?[A-Z]|\\[A-Za-z]+|(?<![A-Za-z])(?=[A-Za-z]*[AEIOUaeiou])[A-Za-z]{3,})|[A-Za-z]"
 )
 """A name in a formula: a letter or a Greek one. Words, sets of numbers and other commands are none."""
+_BRACKETED_COMMA = re.compile(r"[(\[{][^)\]}]*,")
 _MOST_PAIRED = 30
 """Items of a set that are paired off by algebra."""
 _SPARE = "zwyxvutsrqpnmlkhgfcba"
@@ -70,6 +71,8 @@ def _latex(text: str) -> str:
     text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)
+    if not _BRACKETED_COMMA.search(text):
+        text = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
     text = re.sub(r"(\d)[eE]([+-]?\d+)", r"\1 \\times 10^{\2}", text)
     if TRIGONOMETRY.search(text):
         text = re.sub(r"(\d+(?:\.\d+)?) ?°", r"{\\frac{\1 \\pi}{180}}", text)

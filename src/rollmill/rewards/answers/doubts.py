@@ -76,6 +76,11 @@ OTHER_ANSWER = re.compile(
     r"\b(?:another|other|alternative|alternate|second|also)(?: (?:possible|valid|plausible|good))?\s*$", re.IGNORECASE
 )
 """What makes the answer that is named next one beside the answer."""
+_REPORTED = re.compile(
+    r"\b(?:whether|unless|imagine|guess(?:ed)? (?:that|was)|thought (?:that|was)|claims?(?: that)?|initially thought|at first)\b"
+    r"|如果|假设|假如|是否|有人|以为",
+    re.IGNORECASE,
+)
 MIGHT = re.compile(
     r"(?:\b(?:might|may|could)(?: \w+){0,2} be|\bor (?:maybe|perhaps|possibly)|也?可能(?:也|还)?是|或许是|也许是)\s*$",
     re.IGNORECASE,
@@ -116,8 +121,8 @@ def is_denied(before: str, tail: str, *, asked: bool) -> bool:
 
 
 def is_disbelieved(before: str) -> bool:
-    """Whether the words before a value in its sentence deny or suppose it, as in `I don't think it is 12`."""
-    return _DISBELIEVED.search(before) is not None or _SUPPOSED.search(re.split("[,，]", before)[-1]) is not None
+    """Whether the words before a value in its sentence deny it or say that others hold it: `I don't think it is 12`."""
+    return _DISBELIEVED.search(before) is not None or _REPORTED.search(re.split("[,，]", before)[-1]) is not None
 
 
 def is_possible(behind: str) -> bool:

@@ -237,6 +237,23 @@ _BOUND_BEFORE = re.compile(
     r"\s*(?:or equal to\s*)?$",
     re.IGNORECASE,
 )
+_DETAIL = re.compile(
+    r"\b(?:of|for|to|in|on|at|from|with|over|per|than|because|since|when|if|as|while|by|and)\b[^,.;=]{0,30}$",
+    re.IGNORECASE,
+)
+_DELIMITERS = re.compile(
+    r"\$\$?|\\[\[\]()]|\\(?:begin|end)\{(?:aligned|align|gathered|gather|equation|split|eqnarray)\*?\}"
+    r"|\\therefore(?![A-Za-z])"
+)
+_SIDES = re.compile(r"=|\\(?:simeq|approx|sim|equiv|[Rr]ightarrow|Longrightarrow|implies|to)(?![A-Za-z])|≈")
+_WHOLE = re.compile(
+    r"\\begin|\\(?:text|mathrm|quad)\s*\{? ?(?:or|and)\b|[<>]|\\(?:le|ge|lt|gt|leq|geq|neq)(?![a-z])"
+    r"|, ?[A-Za-z]\w* ?=|\bor\b"
+)
+_NAMES = re.compile(
+    r"(?<!\\)(?<![A-Za-z])(?!(?:cdot|times|frac)(?![a-z]))[A-Za-z]"
+    r"|\\(?:theta|lambda|omega|mu|sigma|alpha|beta|phi|pi|nu|tau|Delta)"
+)
 _CUT_SIDE = re.compile(r"(?:[-+*/×÷)−–]|\d\s*[xX]|\b(?:times|plus|minus|by|of|and))\s*\$?\s*$")
 _NEGATIVE = re.compile(r"(?:负|零下)$")
 _BOUND_BEHIND = re.compile(
@@ -296,7 +313,8 @@ def value_of(phrase: str, *, leads: bool) -> str:
     if not groups:
         return _without_reason(text)
     reason = _REASON.search(text, groups[0].end)
-    groups = [group for group in groups if reason is None or group.start < reason.start()]
+    if reason is not None and "=" not in text[reason.end() :]:
+        groups = [group for group in groups if group.start < reason.start()]
     lead = _LEAD.match(text)
     is_subject = (
         len(groups) > 1 and re.match(f"[{CJK}]", text[groups[0].unit_end :]) is not None
@@ -304,7 +322,34 @@ def value_of(phrase: str, *, leads: bool) -> str:
     if leads and lead is not None and groups[0].start <= lead.end() + 1 and not is_subject:
         return _written(text, groups[0])
     chosen = next((group for group in reversed(groups) if not _is_circumstance(text, group)), groups[-1])
-    return _written(text, chosen)
+    if not leads and (computed := _computed(text, groups)) is not None:
+        chosen = computed
+    written = _written(text, chosen)
+    return written if leads else last_side(written)
+
+
+def _computed(text: str, groups: list[Value]) -> Value | None:
+    """The last value that is computed, as in `50 / 10 = 5 days to use 50 liters`, where only details follow it."""
+    for group in reversed(groups):
+        if "=" in text[group.start : group.end]:
+            return group
+        if not _DETAIL.search(text, max(0, group.start - 40), group.start):
+            return None
+    return None
+
+
+def last_side(formula: str) -> str:
+    r"""The last side of a worked chain with names in it, as in `s = f \theta = 50`; other formulas as they are.
+
+    A chain of plain numbers stays whole, because every side of it has to be right.
+    """
+    inner = _DELIMITERS.sub(" ", formula).replace("&", " ")
+    rows = [row.strip() for row in inner.split("\\\\") if row.strip()]
+    sides = [side.strip(" .,;") for side in _SIDES.split(rows[-1] if rows else "")]
+    is_chain = len(rows) > 1 or len(sides) > 2 or "arrow" in inner
+    if not is_chain or _WHOLE.search(inner) or not sides[-1] or not _NAMES.search(" ".join([*rows[:-1], *sides[:-1]])):
+        return formula
+    return sides[-1]
 
 
 def has_conclusion(sentence: str) -> bool:
