@@ -155,7 +155,7 @@ class Row:
             self.proposal = None
 
     def fed(self, start: int, routing: RoutingArray) -> None:
-        """Note the experts of its tokens from `start` on, unless an earlier pass has fed them. Empty: none are noted."""
+        """Note the experts of its tokens from `start` on, unless an earlier pass has. Empty: none are noted."""
         self.routing.extend(routing[len(self.routing) - start :])
 
     def append(self, token: int, logprob: float, kept: float, version: int, top: Top | None = None) -> bool:
