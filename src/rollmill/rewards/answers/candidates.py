@@ -89,7 +89,8 @@ _CONCLUDES = re.compile(
 )
 _REMARK = re.compile(
     r"[\s*#>_(-]*(?:(?:let's |let us |to |we can |you can |now,? )?(?:double-?)?(?:check|verif\w+"
-    r"|confirm)\w*\b|i hope|hope (?:this|that)|let me know|feel free|if you(?:'d| would| have| need| want)|please|note(?: that)?\b"
+    r"|confirm)\w*\b|i hope|hope (?:this|that)|let me know|feel free"
+    r"|if you(?:'d| would| have| need| want)|please|note(?: that)?\b"
     r"|this (?:makes sense|matches|is consistent|agrees|confirms)"
     r"|which (?!leaves|gives|means|leads|yields|makes|is\b|equals)|where\b|as (?:required|desired|expected"
     r"|claimed)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference"

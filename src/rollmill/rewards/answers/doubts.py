@@ -77,7 +77,8 @@ OTHER_ANSWER = re.compile(
 )
 """What makes the answer that is named next one beside the answer."""
 _REPORTED = re.compile(
-    r"\b(?:whether|unless|imagine|guess(?:ed)? (?:that|was)|thought (?:that|was)|claims?(?: that)?|initially thought|at first)\b"
+    r"\b(?:whether|unless|imagine|guess(?:ed)? (?:that|was)|thought (?:that|was)|claims?(?: that)?"
+    r"|initially thought|at first)\b"
     r"|如果|假设|假如|是否|有人|以为",
     re.IGNORECASE,
 )

@@ -195,7 +195,7 @@ _UNIT = re.compile(
 )
 _MOST_UNITS = 5
 _JOINER = re.compile(
-    r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
+    r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|还是|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
     r"(?:also |even |maybe |perhaps |possibly |either |是 ?|为 ?)?",
     re.IGNORECASE,
 )
@@ -254,6 +254,7 @@ _NAMES = re.compile(
     r"(?<!\\)(?<![A-Za-z])(?!(?:cdot|times|frac)(?![a-z]))[A-Za-z]"
     r"|\\(?:theta|lambda|omega|mu|sigma|alpha|beta|phi|pi|nu|tau|Delta)"
 )
+_NAMED = re.compile(r"\$?[A-Za-z](?:_\w)?\s*=\s*[-+]?[\d.,/]+\$?")
 _CUT_SIDE = re.compile(r"(?:[-+*/×÷)−–]|\d\s*[xX]|\b(?:times|plus|minus|by|of|and))\s*\$?\s*$")
 _NEGATIVE = re.compile(r"(?:负|零下)$")
 _BOUND_BEHIND = re.compile(
@@ -534,8 +535,12 @@ def _counts(text: str, start: int, end: int, passage: Passage) -> bool:
 
 
 def _unit_end(text: str, start: int, end: int) -> int:
-    """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`; equations have none."""
-    is_relation = re.search(r"[A-Za-z]\)?\s*[=<>]|\\\{|[<>]", text[start:end]) is not None
+    """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`.
+
+    Of equations only those of a name and a number have one, as in `v = 18 km/h`.
+    """
+    run = text[start:end]
+    is_relation = re.search(r"[A-Za-z]\)?\s*[=<>]|\\\{|[<>]", run) is not None and _NAMED.fullmatch(run) is None
     for _ in range(0 if is_relation else _MOST_UNITS):
         found = _UNIT.match(text, end)
         if found is None or found.end() == end:
