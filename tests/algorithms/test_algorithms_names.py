@@ -13,8 +13,10 @@ from torch import Tensor
 from rollmill.algorithms import RewardInputs, TermInputs, advantages, build_recipe, corrections, losses, trust_region
 from rollmill.algorithms import sequence_losses as sequences
 from rollmill.algorithms import token_advantages as steps
-from rollmill.algorithms.binding import ADVANTAGES, CORRECTIONS, DROPPED, LOSSES
+from rollmill.algorithms.binding import ADVANTAGES, CORRECTIONS, DROPPED, LOSSES, dropped_function, loss_function
 from rollmill.algorithms.recipe import Recipe
+from rollmill.config.loss import Loss
+from rollmill.config.parts import part_of
 from rollmill.recipes import AlgorithmConfig
 
 N = 8
@@ -80,12 +82,13 @@ def test_every_name_is_looked_at_below() -> None:
     assert {*LOSS, *ON_ROLLOUT, *PLAIN} == set(LOSSES)
     assert set(WEIGHTS) == set(CORRECTIONS)
     assert set(DROPS) == set(DROPPED)
-    assert set(COMPARES) == set(ADVANTAGES)
+    assert set(COMPARES) - {"gdpo"} == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])
 def test_a_loss(name: str, tokens: TermInputs) -> None:
     function, options = (LOSS | ON_ROLLOUT | PLAIN)[name]
+    tokens = tokens._replace(advantage=tokens.reward)  # GSPO's two forms differ where advantages do
     [term] = recipe_of(loss={"name": name, **options}).terms
     assert torch.equal(term.fn(tokens), function(*arguments_of(name, tokens), **options))
 
@@ -111,6 +114,15 @@ def test_the_tokens_that_a_loss_drops(name: str, tokens: TermInputs) -> None:
     expected = DROPS[name](*arguments_of(name, tokens), **own)
     assert torch.equal(dropped(tokens), expected)
     assert expected.any()
+
+
+def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: TermInputs) -> None:
+    def ppo_clip(logprob: Tensor, advantage: Tensor, *, half: float = 0.5) -> Tensor:
+        return half * logprob * advantage
+
+    part = part_of(ppo_clip, Loss)()
+    assert dropped_function(part) is None
+    assert torch.equal(loss_function(part)(tokens), 0.5 * tokens.logprob * tokens.advantage)
 
 
 WEIGHTS: dict[str, tuple[Callable[[TermInputs], Tensor], dict[str, Any]]] = {

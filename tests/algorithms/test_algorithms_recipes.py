@@ -433,5 +433,5 @@ def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
     import rollmill.algorithms as package
     from rollmill.algorithms.binding import ADVANTAGES, LOSSES
 
-    names = {*ADVANTAGES, *LOSSES, "gae", "reinforce_plus_plus"}
+    names = {*ADVANTAGES, *LOSSES, "gae", "gdpo", "reinforce_plus_plus"}
     assert {name for name in names if not callable(getattr(package, name, None))} == set()
