@@ -17,6 +17,7 @@ from rollmill.algorithms.binding import ADVANTAGES, CORRECTIONS, DROPPED, LOSSES
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.loss import Loss
 from rollmill.config.parts import part_of
+from rollmill.core.errors import ConfigError
 from rollmill.recipes import AlgorithmConfig
 
 N = 8
@@ -123,6 +124,18 @@ def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: TermInputs)
     part = part_of(ppo_clip, Loss)()
     assert dropped_function(part) is None
     assert torch.equal(loss_function(part)(tokens), 0.5 * tokens.logprob * tokens.advantage)
+
+
+def test_a_parameter_that_stands_for_nothing_is_an_error_wherever_it_stands() -> None:
+    def first(mystery: Tensor, logprob: Tensor) -> Tensor:
+        return mystery * logprob
+
+    def last(logprob: Tensor, mystery: Tensor) -> Tensor:
+        return mystery * logprob
+
+    for function in (first, last):
+        with pytest.raises(ConfigError, match=f"{function.__name__}: the parameter `mystery` stands for nothing"):
+            loss_function(part_of(function, Loss)())
 
 
 WEIGHTS: dict[str, tuple[Callable[[TermInputs], Tensor], dict[str, Any]]] = {

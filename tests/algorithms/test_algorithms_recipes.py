@@ -348,7 +348,6 @@ def test_ppos_critic_has_a_lambda_of_its_own_and_missing_rewards_do_not_shift_ad
 @pytest.mark.parametrize("drop", [True, False])
 def test_uniform_groups_of_token_advantages_count_unless_they_are_dropped(drop: bool) -> None:
     inputs = _rewards([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], [1, 1, 1, 1])
-    inputs = inputs._replace(episodes=torch.tensor([0, 1, 2, 2]))
     recipe = _recipe(name="reinforce_plus_plus", kl=0.0, drop_uniform_groups=drop)
     assert recipe.token_advantage(inputs, torch.arange(4), None).counted.tolist() == [not drop, not drop, True, True]
 
@@ -362,6 +361,12 @@ def test_token_advantages_have_the_options_of_the_file() -> None:
             expected = (values - values.mean()) / values.std(correction=ddof)
             got = recipe.token_advantage(inputs, torch.arange(4), None).values
             torch.testing.assert_close(got.float(), expected)
+    forked = _rewards([1.0, 1.0, 0.0, 3.0, 0.0], [0, 0, 0, 1, 1], [1] * 5)
+    forked = forked._replace(episodes=torch.tensor([4, 4, 1, 2, 3]))
+    recipe = _recipe(name="reinforce_plus_plus_baseline", kl=0.0)
+    values = torch.tensor([0.5, 0.5, -0.5, 1.5, -1.5]).double()
+    got = recipe.token_advantage(forked, torch.arange(5), None).values
+    torch.testing.assert_close(got, (values - values.mean()) / values.std())
 
 
 def test_a_rollout_that_forked_is_as_long_as_its_branches_together_and_has_each_parts_mean() -> None:
@@ -389,6 +394,12 @@ def test_the_overlong_penalty_is_a_part_of_the_reward() -> None:
     a, b = torch.tensor([1.0, 0, 0]).double(), torch.tensor([-1.0, -0.5, 0]).double()
     expected = sum((part - part.mean()) / part.std(correction=0) for part in (a, b))
     torch.testing.assert_close(recipe.advantage(inputs).values, expected, rtol=1e-5, atol=1e-5)
+    options = TypeAdapter(AlgorithmConfig).validate_python(
+        {"name": "gdpo", "overlong_buffer": 4, "advantage": {"whitened": False, "ddof": 0}}
+    )
+    lighter = build_recipe(options, max_new_tokens=10, reward_weights={"overlong": 0.0})
+    alone = (a - a.mean()) / a.std(correction=0)
+    torch.testing.assert_close(lighter.advantage(inputs).values, alone, rtol=1e-5, atol=1e-5)
 
 
 def test_what_counts_is_asked_of_what_the_advantage_looks_at() -> None:
@@ -401,6 +412,9 @@ def test_what_counts_is_asked_of_what_the_advantage_looks_at() -> None:
     ):
         got = _recipe(name=name, drop_uniform_groups=drop).advantage(uniform).counted
         assert got.tolist() == [counted] * 2
+    alike = uniform._replace(parts={"a": torch.ones(2).double()})
+    for drop in (True, False):
+        assert _recipe(name="gdpo", drop_uniform_groups=drop).advantage(alike).counted.tolist() == [not drop] * 2
     greedy = uniform._replace(greedy_rewards=torch.tensor([0.5, float("nan")]).double())
     assert _recipe(name="remax").advantage(greedy).counted.tolist() == [True, False]
     assert _recipe(name="grpo").advantage(greedy).counted.tolist() == [True, True]
