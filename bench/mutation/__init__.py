@@ -32,6 +32,7 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_trainer_kl.py",
         "tests/trainer/test_trainer_critic.py",
         "tests/trainer/test_trainer_distillation.py",
+        "tests/recipes/test_recipes_user.py",
     ),
     "src/rollmill/algorithms/*.py": ("tests/algorithms/*.py",),
     "src/rollmill/trainer/objective.py": (

@@ -210,11 +210,11 @@ def test_reinforce_plus_plus_takes_off_the_penalties_still_to_come() -> None:
 
 
 def test_the_groups_mean_of_reinforce_plus_plus_counts_an_episode_once() -> None:
-    rewards, groups, tokens = doubles(1, 1, 1, 0), ids(0, 0, 0, 0), torch.arange(4)
-    once = per_token(rewards, groups, tokens, episodes_S=ids(7, 7, 7, 2), baseline="group")
-    torch.testing.assert_close(once, whiten(doubles(0.5, 0.5, 0.5, -0.5)))
+    rewards, groups, tokens = doubles(1, 1, 0, 3, 0), ids(0, 0, 0, 1, 1), torch.arange(5)
+    once = per_token(rewards, groups, tokens, episodes_S=ids(7, 7, 2, 4, 1), baseline="group")
+    torch.testing.assert_close(once, whiten(doubles(0.5, 0.5, -0.5, 1.5, -1.5)))
     each = per_token(rewards, groups, tokens, baseline="group")
-    torch.testing.assert_close(each, whiten(doubles(0.25, 0.25, 0.25, -0.75)))
+    torch.testing.assert_close(each, whiten(doubles(1 / 3, 1 / 3, -2 / 3, 1.5, -1.5)))
 
 
 def test_reinforce_plus_plus_is_computed_in_float64_and_bounded_by_eps() -> None:
@@ -223,7 +223,8 @@ def test_reinforce_plus_plus_is_computed_in_float64_and_bounded_by_eps() -> None
     for baseline in ("none", "group"):
         exact = per_token(rewards.double(), groups, tokens, baseline=baseline)  # type: ignore[arg-type]
         got = per_token(rewards, groups, tokens, baseline=baseline)  # type: ignore[arg-type]
-        torch.testing.assert_close(got.double(), exact, rtol=0, atol=1e-6)
+        assert got.dtype == torch.float64
+        torch.testing.assert_close(got, exact, rtol=0, atol=1e-6)
     tiny = per_token(doubles(1e-8, 3e-8), ids(0, 0), ids(0, 1), ddof=0)
     torch.testing.assert_close(tiny, doubles(-0.5, 0.5))
 
@@ -561,7 +562,7 @@ def test_gigpo_by_default_discounts_by_a_twentieth_and_divides_by_the_deviation(
 
 
 def test_gigpo_gives_nothing_to_the_steps_behind_a_missing_reward() -> None:
-    rewards, episodes, states = doubles(NAN, 1, 0, 2), ids(0, 0, 1, 2), ids(0, 1, 1, 1)
+    rewards, episodes, states = doubles(NAN, 5, 0, 2), ids(0, 0, 1, 2), ids(0, 1, 1, 1)
     got = gigpo(rewards, ids(0, 0, 0, 0), episodes, states, scale="none")
     assert got.tolist() == [0, 0, -2, 2]
 

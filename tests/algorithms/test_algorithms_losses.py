@@ -322,6 +322,8 @@ def test_rec_takes_each_bound_on_its_own_side(clip: str, positive: str, negative
             weight = ratio if importance else 1.0
             torch.testing.assert_close(loss, torch.where(dropped, 0, -weight * a * logprob.detach()))
             torch.testing.assert_close(_gradient(loss, logprob), torch.where(dropped, 0, -weight * a))
+            if not importance:
+                assert torch.equal(rec(logprob, old, a, **bounds), loss)  # type: ignore[arg-type]
             if clip == "one-side":
                 assert torch.equal(rec_clipped(logprob, old, a, clip_low=0.1, clip_high=0.3), dropped)
     zero = torch.zeros_like(ratio)

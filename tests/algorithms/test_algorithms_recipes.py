@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from pydantic import TypeAdapter
 
-from rollmill.algorithms import LossTerm, Recipe, RewardInputs, TermInputs, TokenScores, build_recipe, token_mean
+from rollmill.algorithms import (
+    LossTerm,
+    Recipe,
+    RewardInputs,
+    TermInputs,
+    TokenScores,
+    _by_episode,
+    build_recipe,
+    token_mean,
+)
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
 from rollmill.recipes import AlgorithmConfig, known_algorithms
@@ -216,6 +227,211 @@ def test_raft_learns_from_what_was_accepted_alone() -> None:
     assert term.only_positive
 
 
+def _pairs() -> TermInputs:
+    """Two pairs: group 0 is sequences 0 (rejected) and 2 (chosen, two tokens), group 1 is 1 (chosen) and 3."""
+    sequence = torch.tensor([0, 1, 2, 2, 3])
+    logprob = torch.tensor([-1.0, -2.0, -3.0, -4.0, -6.0], dtype=torch.float64)
+    return _inputs(5)._replace(
+        logprob=logprob,
+        reference_logprob=torch.tensor([-1.5, -1.0, -3.5, -5.5, -5.0], dtype=torch.float64),
+        rollout_logprob=logprob - 9,
+        reward=torch.tensor([0.0, 1, 1, 1, 0], dtype=torch.float64),
+        sequence=sequence,
+        group=torch.tensor([0, 1, 0, 0, 1]),
+    )
+
+
+#: Log-ratios of the chosen and of the rejected completion of each pair.
+CHOSEN, REJECTED = torch.tensor([2.0, -1.0]).double(), torch.tensor([0.5, -1.0]).double()
+
+
+def test_dpo_compares_the_completions_of_a_pair() -> None:
+    beta, e = 0.4, 0.1
+    [term] = _recipe(name="dpo", beta=beta, label_smoothing=e).terms
+    assert (term.name, term.source, term.uses_reference, term.weight) == ("dpo", Source.PREFERENCE, True, 1)
+    h = beta * (CHOSEN - REJECTED)
+    loss = -(1 - e) * torch.nn.functional.logsigmoid(h) - e * torch.nn.functional.logsigmoid(-h)
+    torch.testing.assert_close(term.fn(_pairs()), loss[[0, 1, 0, 0, 1]])
+    # on the tokens of both completions, so that a mean over sequences is the mean over pairs
+    assert term.aggregate(torch.tensor([1, 1, 2, 1])).tolist() == [0.25, 0.25, 0.125, 0.25]
+    [ipo] = _recipe(name="dpo", loss="ipo", beta=beta).terms
+    expected = (CHOSEN - REJECTED - 1 / (2 * beta)) ** 2
+    torch.testing.assert_close(ipo.fn(_pairs()), expected[[0, 1, 0, 0, 1]])
+    [normalised] = _recipe(name="dpo", loss="ipo", beta=beta, normalise=True).terms
+    means = torch.tensor([1.0, -1.0]).double()  # the chosen completion of two tokens
+    torch.testing.assert_close(normalised.fn(_pairs()), ((means - REJECTED - 1.25) ** 2)[[0, 1, 0, 0, 1]])
+
+
+def test_dpo_measures_how_far_apart_the_completions_of_a_pair_are() -> None:
+    recipe = _recipe(name="dpo", beta=0.4)
+    assert recipe.keeps_groups
+    assert recipe.measures is not None
+    found = {name: values.tolist() for name, values in recipe.measures(_pairs()).items()}
+    assert found.pop("pairs/accuracy") == [1.0, 0.5]  # the second pair is a draw
+    expected = {"pairs/margin": [0.6, 0.0], "pairs/chosen": [0.8, -0.4], "pairs/rejected": [0.2, -0.4]}
+    for name, values in expected.items():
+        assert found.pop(name) == pytest.approx(values)
+    assert not found
+    swapped = _pairs()._replace(reward=1 - _pairs().reward)
+    assert recipe.measures(swapped)["pairs/accuracy"].tolist() == [0.0, 0.5]
+
+
+def test_dpo_with_sft_imitates_the_chosen_completions() -> None:
+    """Their mean over pairs is twice the mean over completions."""
+    [_, term] = _recipe(name="dpo", sft=0.25).terms
+    assert (term.name, term.source, term.weight) == ("sft", Source.PREFERENCE, 0.5)
+    assert term.fn(_pairs()).tolist() == [0, 2, 3, 4, 0]
+    assert term.aggregate(torch.tensor([1, 1, 2, 1])).tolist() == [0.25, 0.25, 0.125, 0.25]
+
+
+def test_a_kl_in_the_loss_goes_from_the_policy_to_the_reference_by_the_rollout() -> None:
+    inputs = _inputs(1)._replace(
+        reference_logprob=torch.tensor([-1.5]), rollout_logprob=torch.tensor([-2.0]), old_logprob=torch.tensor([-3.0])
+    )
+    for name, expected in (
+        ("k1", 0.5),
+        ("k3", math.exp(-0.5) + 0.5 - 1),
+        ("unbiased", math.e * (math.exp(-0.5) - 0.5)),
+    ):
+        [_, term] = _recipe(name="dr_grpo", kl={"coefficient": 0.1, "estimator": name}).terms
+        assert term.fn(inputs).item() == pytest.approx(expected, rel=1e-5)
+        assert (term.is_kl, term.uses_reference, term.weight) == (True, True, 1.0)
+    assert [term.name for term in _recipe(name="dr_grpo", kl={"coefficient": 0.1, "where": "reward"}).terms] == [
+        "policy"
+    ]
+
+
+def test_old_log_probs_are_computed_anew_where_a_correction_needs_them() -> None:
+    assert _recipe(name="grpo").proximal == "rollout"
+    assert _recipe(name="grpo", corrections=["tis"]).proximal == "recompute"
+    assert _recipe(name="grpo", corrections=["tis"], proximal="interpolate").proximal == "interpolate"
+    assert _recipe(name="grpo", proximal="recompute").proximal == "recompute"
+
+
+def test_terms_say_where_they_are_zero() -> None:
+    said = {name: _recipe(name=name).terms[0] for name in ("grpo", "kimi", "raft")}
+    assert {name: (term.uses_advantage, term.only_positive) for name, term in said.items()} == {
+        "grpo": (True, False),
+        "kimi": (False, False),
+        "raft": (True, True),
+    }
+
+
+def test_chord_multiplies_the_entropy_bonus_by_its_share_and_may_weigh_tokens() -> None:
+    schedule = {"warmup": 4, "decay": 4, "peak": 0.5, "valley": 0.1}
+    terms = {term.name: term for term in _recipe(name="chord", entropy=0.2, **schedule).terms}
+    assert [terms["entropy"].weight_at(step) for step in (0, 2, 4)] == pytest.approx([-0.2, -0.15, -0.1])
+    for weighed, expected in ((False, 1.0), (True, math.exp(-1) * (1 - math.exp(-1)))):
+        terms = {term.name: term for term in _recipe(name="chord", token_weights=weighed, **schedule).terms}
+        assert terms["sft"].fn(_inputs(1)).item() == pytest.approx(expected)
+        assert terms["sft"].aggregate(torch.tensor([3, 1])).tolist() == [0.25, 0.25]
+
+
+def test_ppo_has_a_critic_and_others_have_none() -> None:
+    recipe, other = _recipe(name="ppo", reset_optimizer=True), _recipe(name="grpo")
+    assert recipe.critic is not None
+    assert recipe.critic_advantage is not None
+    assert (recipe.advantage, recipe.token_advantage) == (None, None)
+    assert recipe.reset_optimizer
+    assert not other.reset_optimizer
+    assert (other.critic, other.critic_advantage, other.token_advantage) == (None, None, None)
+    assert other.advantage is not None
+
+
+def test_ppos_critic_has_a_lambda_of_its_own_and_missing_rewards_do_not_shift_advantages() -> None:
+    options = {"gamma": 0.9, "lam": 0.5, "critic_lam": 0.25}
+    values, sequence = torch.tensor([0.5, 0.25, 1.0, 2.0]).double(), torch.tensor([0, 0, 1, 2])
+    rewards = torch.tensor([0.0, 1.0, 0.5, float("nan")]).double()
+    last, other = 1 - 0.25, 0.5 - 1.0
+    first = 0.9 * 0.25 - 0.5
+    plain = _recipe(name="ppo", advantage={**options, "whiten": False}).critic_advantage(values, rewards, sequence)
+    assert plain.advantages.tolist() == pytest.approx([first + 0.45 * last, last, other, 0.0])
+    assert plain.returns.tolist() == pytest.approx([0.5 + first + 0.225 * last, 1.0, 0.5, 2.0])
+    white = _recipe(name="ppo", advantage={**options, "whiten": True}).critic_advantage(values, rewards, sequence)
+    judged = plain.advantages[:3]
+    torch.testing.assert_close(white.advantages[:3], (judged - judged.mean()) / judged.std())
+    assert white.advantages[3] == 0
+    assert torch.equal(white.returns, plain.returns)
+    by_length = {"gamma": 1.0, "length_alpha": 1.0, "whiten": False}  # lambda is 1/2 for two tokens
+    adaptive = _recipe(name="ppo", advantage=by_length).critic_advantage(values, rewards, sequence)
+    assert adaptive.advantages[0].item() == pytest.approx((0.25 - 0.5) + 0.5 * last)
+
+
+@pytest.mark.parametrize("drop", [True, False])
+def test_uniform_groups_of_token_advantages_count_unless_they_are_dropped(drop: bool) -> None:
+    inputs = _rewards([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], [1, 1, 1, 1])
+    recipe = _recipe(name="reinforce_plus_plus", kl=0.0, drop_uniform_groups=drop)
+    assert recipe.token_advantage(inputs, torch.arange(4), None).counted.tolist() == [not drop, not drop, True, True]
+
+
+def test_token_advantages_have_the_options_of_the_file() -> None:
+    inputs = _rewards([1.0, 0.0, 3.0, 0.0], [0, 0, 1, 1], [1, 1, 1, 1])
+    centred = {"none": torch.tensor([1.0, 0, 3, 0]), "group": torch.tensor([0.5, -0.5, 1.5, -1.5])}
+    for baseline, values in centred.items():
+        for ddof in (0, 1):
+            recipe = _recipe(name="reinforce_plus_plus", kl=0.0, advantage={"baseline": baseline, "ddof": ddof})
+            expected = (values - values.mean()) / values.std(correction=ddof)
+            got = recipe.token_advantage(inputs, torch.arange(4), None).values
+            torch.testing.assert_close(got.float(), expected)
+    forked = _rewards([1.0, 1.0, 0.0, 3.0, 0.0], [0, 0, 0, 1, 1], [1] * 5)
+    forked = forked._replace(episodes=torch.tensor([4, 4, 1, 2, 3]))
+    recipe = _recipe(name="reinforce_plus_plus_baseline", kl=0.0)
+    values = torch.tensor([0.5, 0.5, -0.5, 1.5, -1.5]).double()
+    got = recipe.token_advantage(forked, torch.arange(5), None).values
+    torch.testing.assert_close(got, (values - values.mean()) / values.std())
+
+
+def test_a_rollout_that_forked_is_as_long_as_its_branches_together_and_has_each_parts_mean() -> None:
+    """Lengths are seen by users' advantages, parts by GDPO."""
+    forked = _rewards([1.0, 1.0, 0.0], [0, 0, 0], [4, 2, 3])._replace(episodes=torch.tensor([7, 7, 3]))
+    parts = {"a": torch.tensor([1.0, 0.5, 0.0]).double(), "b": torch.tensor([0.0, 0.0, 2.0]).double()}
+    seen: list[RewardInputs] = []
+
+    def watching(inputs: RewardInputs) -> torch.Tensor:
+        seen.append(inputs)
+        return inputs.rewards
+
+    values = _by_episode(watching, forked._replace(parts=parts))
+    assert values.tolist() == [1, 1, 0]
+    [one] = seen
+    assert one.lengths.tolist() == [3, 6]  # by the numbers of the episodes
+    assert {name: part.tolist() for name, part in one.parts.items()} == {"a": [0, 0.75], "b": [2, 0]}
+    assert (one.rewards.tolist(), one.groups.tolist()) == ([0, 1], [0, 0])
+
+
+def test_the_overlong_penalty_is_a_part_of_the_reward() -> None:
+    """Of weight 1, as every part that is given none."""
+    inputs = _rewards([0.0] * 3, [0] * 3, [10, 8, 6])._replace(parts={"a": torch.tensor([1.0, 0, 0]).double()})
+    recipe = _recipe(name="gdpo", overlong_buffer=4, advantage={"whitened": False, "ddof": 0})
+    a, b = torch.tensor([1.0, 0, 0]).double(), torch.tensor([-1.0, -0.5, 0]).double()
+    expected = sum((part - part.mean()) / part.std(correction=0) for part in (a, b))
+    torch.testing.assert_close(recipe.advantage(inputs).values, expected, rtol=1e-5, atol=1e-5)
+    options = TypeAdapter(AlgorithmConfig).validate_python(
+        {"name": "gdpo", "overlong_buffer": 4, "advantage": {"whitened": False, "ddof": 0}}
+    )
+    lighter = build_recipe(options, max_new_tokens=10, reward_weights={"overlong": 0.0})
+    alone = (a - a.mean()) / a.std(correction=0)
+    torch.testing.assert_close(lighter.advantage(inputs).values, alone, rtol=1e-5, atol=1e-5)
+
+
+def test_what_counts_is_asked_of_what_the_advantage_looks_at() -> None:
+    uniform = _rewards([1.0, 1.0], [0, 0], [1, 1])._replace(parts={"a": torch.tensor([1.0, 0.0]).double()})
+    for name, drop, counted in (
+        ("gdpo", True, True),
+        ("gdpo", False, True),
+        ("grpo", True, False),
+        ("grpo", False, True),
+    ):
+        got = _recipe(name=name, drop_uniform_groups=drop).advantage(uniform).counted
+        assert got.tolist() == [counted] * 2
+    alike = uniform._replace(parts={"a": torch.ones(2).double()})
+    for drop in (True, False):
+        assert _recipe(name="gdpo", drop_uniform_groups=drop).advantage(alike).counted.tolist() == [not drop] * 2
+    greedy = uniform._replace(greedy_rewards=torch.tensor([0.5, float("nan")]).double())
+    assert _recipe(name="remax").advantage(greedy).counted.tolist() == [True, False]
+    assert _recipe(name="grpo").advantage(greedy).counted.tolist() == [True, True]
+
+
 @pytest.mark.parametrize(
     ("kl", "in_reward", "reference"),
     [
@@ -243,5 +459,5 @@ def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:
     import rollmill.algorithms as package
     from rollmill.algorithms.binding import ADVANTAGES, LOSSES
 
-    names = {*ADVANTAGES, *LOSSES, "gae", "reinforce_plus_plus"}
+    names = {*ADVANTAGES, *LOSSES, "gae", "gdpo", "reinforce_plus_plus"}
     assert {name for name in names if not callable(getattr(package, name, None))} == set()

@@ -36,7 +36,9 @@ stages:
   - {name: flow, steps: 1, workflow: picky, rollout: {attempts: 2}}
   - {name: odds, steps: 1, algorithm: {name: orpo, batch: 2}, taskset: {fields: {rejected: answer}}}
   - {name: labels, steps: 1, algorithm: {name: kto, batch: 2}, taskset: {fields: {rejected: answer}}}
-  - {name: self, steps: 1, algorithm: {name: self_distill, context: success, success_at_least: 0.0, template: "{prompt}{context}"}}
+  - name: self
+    steps: 1
+    algorithm: {name: self_distill, context: success, success_at_least: 0.0, template: "{prompt}{context}"}
   - {name: pairs, steps: 1, algorithm: {name: reward_model, batch: 2}, taskset: {fields: {rejected: answer}}}
 plugins: [flow.py]
 evaluation: {taskset: {function: "rollmill.quickstart.addition:rows", options: {size: 4, seed: 1, digits: 1}}}

@@ -31,7 +31,6 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "remax": advantages.remax,
     "opmd": advantages.opmd,
     "asymre": advantages.asymre,
-    "gdpo": advantages.gdpo,
     "stepwise": token_advantages.stepwise,
     "gigpo": token_advantages.gigpo,
 }

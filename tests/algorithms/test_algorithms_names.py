@@ -1,0 +1,245 @@
+"""A name of a run file computes what it says, with the options of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from pydantic import TypeAdapter
+from torch import Tensor
+
+from rollmill.algorithms import RewardInputs, TermInputs, advantages, build_recipe, corrections, losses, trust_region
+from rollmill.algorithms import sequence_losses as sequences
+from rollmill.algorithms import token_advantages as steps
+from rollmill.algorithms.binding import ADVANTAGES, CORRECTIONS, DROPPED, LOSSES, dropped_function, loss_function
+from rollmill.algorithms.recipe import Recipe
+from rollmill.config.loss import Loss
+from rollmill.config.parts import part_of
+from rollmill.core.errors import ConfigError
+from rollmill.recipes import AlgorithmConfig
+
+N = 8
+
+
+def recipe_of(**options: Any) -> Recipe:
+    validated = TypeAdapter(AlgorithmConfig).validate_python({"name": "grpo", **options})
+    return build_recipe(validated, max_new_tokens=20)
+
+
+@pytest.fixture
+def tokens() -> TermInputs:
+    """Two sequences of four tokens, far enough from the old policy that every bound matters to some."""
+    random = torch.Generator().manual_seed(0)
+
+    def numbers(scale: float) -> Tensor:
+        return scale * torch.randn(N, generator=random, dtype=torch.float64)
+
+    logprob, sequence = -1.5 + numbers(0.3), torch.tensor([0, 1] * 4)
+    return TermInputs(
+        logprob=logprob,
+        old_logprob=logprob + numbers(0.4),
+        rollout_logprob=logprob + numbers(0.6) + 0.6 * sequence,
+        advantage=torch.tensor([0.8, -0.6], dtype=torch.float64)[sequence],
+        reward=numbers(1.0),
+        entropy=numbers(1.0).abs(),
+        reference_logprob=logprob + numbers(0.2),
+        staleness=torch.ones(N),
+        sequence=sequence,
+        group=torch.zeros(N, dtype=torch.long),
+    )
+
+
+LOSS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
+    "ppo_clip": (losses.ppo_clip, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}),
+    "gspo": (sequences.gspo, {"clip_low": 0.01, "clip_high": 0.02}),
+    "gspo_token": (sequences.gspo_token, {"clip_low": 0.01, "clip_high": 0.02}),
+    "cispo": (losses.cispo, {"clip_low": 0.2, "clip_high": 0.1}),
+    "sapo": (losses.sapo, {"tau_positive": 1.5, "tau_negative": 2.5}),
+    "topr": (sequences.topr, {}),
+    "kimi_mirror": (sequences.kimi_mirror, {"tau": 0.3}),
+    "sppo": (sequences.sppo, {"beta": 0.5}),
+    "softmax_ppo": (losses.softmax_ppo, {"clip": 0.2}),
+    "rec": (trust_region.rec, {"clip": "ring", "importance": True, "clip_low": 0.1, "far_high": 0.5}),
+}
+ON_ROLLOUT = {"dppo_tv": (trust_region.dppo_tv, {"bound_low": 0.01, "bound_high": 0.03, "kl": 0.1})}
+PLAIN = {
+    "policy_gradient": (losses.policy_gradient, {}),
+    "raft": (losses.raft, {}),
+    "opmd": (losses.opmd, {"tau": 3.0}),
+}
+
+
+def arguments_of(name: str, inputs: TermInputs) -> tuple[Tensor, ...]:
+    if name in PLAIN:
+        return inputs.logprob, inputs.advantage
+    old = inputs.rollout_logprob if name in ON_ROLLOUT else inputs.old_logprob
+    found = (inputs.logprob, old, inputs.advantage)
+    return (*found, inputs.sequence) if name in ("gspo", "gspo_token", "topr", "kimi_mirror", "sppo") else found
+
+
+def test_every_name_is_looked_at_below() -> None:
+    assert {*LOSS, *ON_ROLLOUT, *PLAIN} == set(LOSSES)
+    assert set(WEIGHTS) == set(CORRECTIONS)
+    assert set(DROPS) == set(DROPPED)
+    assert set(COMPARES) - {"gdpo"} == set(ADVANTAGES)
+
+
+@pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])
+def test_a_loss(name: str, tokens: TermInputs) -> None:
+    function, options = (LOSS | ON_ROLLOUT | PLAIN)[name]
+    tokens = tokens._replace(advantage=tokens.reward)  # GSPO's two forms differ where advantages do
+    [term] = recipe_of(loss={"name": name, **options}).terms
+    assert torch.equal(term.fn(tokens), function(*arguments_of(name, tokens), **options))
+
+
+DROPS: dict[str, Callable[..., Tensor]] = {
+    "ppo_clip": losses.clipped,
+    "gspo": sequences.gspo_clipped,
+    "gspo_token": sequences.gspo_clipped,
+    "rec": trust_region.rec_clipped,
+    "dppo_tv": trust_region.dppo_masked,
+}
+
+
+@pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])
+def test_the_tokens_that_a_loss_drops(name: str, tokens: TermInputs) -> None:
+    options = (LOSS | ON_ROLLOUT | PLAIN)[name][1]
+    dropped = recipe_of(loss={"name": name, **options}).dropped
+    if name not in DROPS:
+        assert dropped is None
+        return
+    own = {key: value for key, value in options.items() if key not in ("importance", "kl")}
+    assert dropped is not None
+    expected = DROPS[name](*arguments_of(name, tokens), **own)
+    assert torch.equal(dropped(tokens), expected)
+    assert expected.any()
+
+
+def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: TermInputs) -> None:
+    def ppo_clip(logprob: Tensor, advantage: Tensor, *, half: float = 0.5) -> Tensor:
+        return half * logprob * advantage
+
+    part = part_of(ppo_clip, Loss)()
+    assert dropped_function(part) is None
+    assert torch.equal(loss_function(part)(tokens), 0.5 * tokens.logprob * tokens.advantage)
+
+
+def test_a_parameter_that_stands_for_nothing_is_an_error_wherever_it_stands() -> None:
+    def first(mystery: Tensor, logprob: Tensor) -> Tensor:
+        return mystery * logprob
+
+    def last(logprob: Tensor, mystery: Tensor) -> Tensor:
+        return mystery * logprob
+
+    for function in (first, last):
+        with pytest.raises(ConfigError, match=f"{function.__name__}: the parameter `mystery` stands for nothing"):
+            loss_function(part_of(function, Loss)())
+
+
+WEIGHTS: dict[str, tuple[Callable[[TermInputs], Tensor], dict[str, Any]]] = {
+    "tis": (lambda i: corrections.truncated_importance(i.old_logprob, i.rollout_logprob, 1.1), {"cap": 1.1}),
+    "sequence_tis": (
+        lambda i: corrections.sequence_truncated_importance(i.old_logprob, i.rollout_logprob, i.sequence, 1.3),
+        {"cap": 1.3},
+    ),
+    "mis": (
+        lambda i: corrections.masked_importance(i.old_logprob, i.rollout_logprob, low=0.9, high=1.5),
+        {"low": 0.9, "high": 1.5},
+    ),
+    "sequence_mis": (
+        lambda i: corrections.sequence_masked_importance(
+            i.old_logprob, i.rollout_logprob, i.sequence, low=1e-9, high=1e9
+        ),
+        {"low": 1e-9, "high": 1e9},
+    ),
+    "geometric": (
+        lambda i: corrections.geometric_rejection(i.old_logprob, i.rollout_logprob, i.sequence, low=0.7, high=1.5),
+        {"low": 0.7, "high": 1.5},
+    ),
+    "k3": (
+        lambda i: corrections.k3_rejection(i.old_logprob, i.rollout_logprob, i.sequence, bound=0.15),
+        {"bound": 0.15},
+    ),
+    "decoupled": (
+        lambda i: corrections.decoupled_importance(i.old_logprob, i.rollout_logprob, cap=1.2, beyond="cap"),
+        {"cap": 1.2, "beyond": "cap"},
+    ),
+    "off_policy_mask": (
+        lambda i: corrections.off_policy_sequence_mask(
+            i.logprob, i.rollout_logprob, i.advantage, i.sequence, delta=0.2
+        ),
+        {"delta": 0.2},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(WEIGHTS))
+def test_a_correction(name: str, tokens: TermInputs) -> None:
+    weight, options = WEIGHTS[name]
+    loss = {"name": "policy_gradient"}
+    [plain], [term] = recipe_of(loss=loss).terms, recipe_of(loss=loss, corrections=[{"name": name, **options}]).terms
+    torch.testing.assert_close(term.fn(tokens), plain.fn(tokens) * weight(tokens).double())
+    assert not torch.equal(term.fn(tokens), plain.fn(tokens))
+
+
+@pytest.fixture
+def rewards() -> RewardInputs:
+    """Two groups of four, in which everything that an advantage may look at differs."""
+    random = torch.Generator().manual_seed(1)
+
+    def numbers() -> Tensor:
+        return torch.rand(N, generator=random, dtype=torch.float64)
+
+    per_episode = numbers()[torch.arange(N) // 2 * 2]
+    return RewardInputs(
+        rewards=per_episode,
+        groups=torch.arange(N) // 4,
+        lengths=torch.arange(1, N + 1),
+        episodes=torch.arange(N) // 2,
+        anchors=torch.arange(N) % 2 + torch.arange(N) // 4 * 2,
+        greedy_rewards=numbers(),
+        step_rewards=numbers(),
+        parts={"a": numbers(), "b": numbers()},
+    )
+
+
+def alone(inputs: RewardInputs) -> RewardInputs:
+    """Every experience a rollout of its own."""
+    return inputs._replace(episodes=torch.arange(N))
+
+
+COMPARES: dict[str, tuple[Callable[[RewardInputs], Tensor], dict[str, Any]]] = {
+    "grpo": (lambda i: advantages.grpo(i.rewards, i.groups, scale="batch", ddof=0), {"scale": "batch", "ddof": 0}),
+    "mean_baseline": (lambda i: advantages.mean_baseline(i.rewards, i.groups), {}),
+    "rloo": (lambda i: advantages.rloo(i.rewards, i.groups), {}),
+    "reinforce": (lambda i: advantages.reinforce(i.rewards, i.groups), {}),
+    "remax": (lambda i: advantages.remax(i.rewards, i.greedy_rewards), {}),
+    "opmd": (
+        lambda i: advantages.opmd(i.rewards, i.groups, baseline="logavgexp", tau=0.5),
+        {"baseline": "logavgexp", "tau": 0.5},
+    ),
+    "asymre": (
+        lambda i: advantages.asymre(i.rewards, i.groups, beta=0.3, keep_uniform=True),
+        {"beta": 0.3, "keep_uniform": True},
+    ),
+    "gdpo": (
+        lambda i: advantages.gdpo(torch.stack([i.parts["a"], i.parts["b"]], 1), i.groups, ddof=0),
+        {"ddof": 0},
+    ),
+    "stepwise": (lambda i: steps.stepwise(i.rewards, i.groups, i.episodes, per_step=True), {"per_step": True}),
+    "gigpo": (
+        lambda i: steps.gigpo(i.step_rewards, i.groups, i.episodes, i.anchors, weight=0.3, gamma=0.5, scale="none"),
+        {"weight": 0.3, "gamma": 0.5, "scale": "none"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(COMPARES))
+def test_an_advantage(name: str, rewards: RewardInputs) -> None:
+    expected, options = COMPARES[name]
+    inputs = rewards if name in ("stepwise", "gigpo") else alone(rewards)
+    compare = recipe_of(advantage={"name": name, **options}).advantage
+    assert compare is not None
+    torch.testing.assert_close(compare(inputs).values, expected(inputs))
