@@ -14,10 +14,10 @@ from rollmill.algorithms import (
     RewardInputs,
     TermInputs,
     TokenScores,
-    _by_episode,
     build_recipe,
     token_mean,
 )
+from rollmill.algorithms.build import _by_episode
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.core import Source
 from rollmill.recipes import AlgorithmConfig, known_algorithms
