@@ -12,7 +12,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 import tomllib
 from collections.abc import Iterator
 from fnmatch import fnmatch
@@ -28,19 +27,15 @@ from bench.worker import versions
 AREAS: dict[str, tuple[str, ...]] = {
     "src/rollmill/algorithms/b*.py": (  # binding and building: what a run file's keys turn into
         "tests/algorithms/*.py",
-        "tests/trainer/test_trainer_formulas.py",
-        "tests/trainer/test_trainer_kl.py",
-        "tests/trainer/test_trainer_critic.py",
-        "tests/trainer/test_trainer_distillation.py",
         "tests/recipes/test_recipes_user.py",
+        "tests/trainer/test_trainer_kl.py",
+        "tests/trainer/test_trainer_distillation.py",
     ),
     "src/rollmill/algorithms/*.py": ("tests/algorithms/*.py",),
     "src/rollmill/trainer/objective.py": (
         "tests/trainer/test_trainer_objective.py",
         "tests/trainer/test_trainer_step.py",
         "tests/trainer/test_trainer_kl.py",
-        "tests/trainer/test_trainer_critic.py",
-        "tests/trainer/test_trainer_formulas.py",
     ),
     "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_batch.py", "tests/trainer/test_trainer_packing*.py"),
     "src/rollmill/explorer/recording.py": ("tests/explorer/test_explorer_recording.py",),
@@ -49,7 +44,6 @@ AREAS: dict[str, tuple[str, ...]] = {
 }
 ACCEPTED = Path(__file__).with_name("accepted.toml")
 TARGET = 0.95
-SLOW_S = 600  #: without news from the worker
 
 
 def main(arguments: list[str], only_json: bool) -> int:
@@ -63,41 +57,19 @@ def main(arguments: list[str], only_json: bool) -> int:
     parser.add_argument("--folder", type=Path, default=RESULTS, help="where mutation.json is written")
     parser.add_argument("--log", type=Path, help="a line of JSON for every mutant")
     args = parser.parse_args(arguments)
-    began, found = time.monotonic(), list[dict[str, Any]]()
-    earlier = _earlier(args.folder / "mutation.json")
-    left = [each["key"] for row in earlier.values() for each in row["survivors"]] if args.again else None
+    before = _earlier(args.folder / "mutation.json")
+    left = [each["key"] for row in before.values() for each in row["survivors"]] if args.again else None
+    rows, wrong = dict[str, Any](), list[str]()
     for modules, tests in _areas(args.module):
         note(f"  {', '.join(modules)}")
         spec = {"modules": modules, "tests": tests, "jobs": args.jobs, "budget_s": args.budget_s}
-        spec |= {"only": args.only, "again": left}
-        for line in _worked(spec):
-            if "tests" in line:
-                note(f"  {line['tests']} tests reach them ({line['seconds']:.0f} s)")
-                if line["failed"]:
-                    raise BenchError(f"tests that fail without any change: {', '.join(line['failed'])}")
-                continue
-            if line["outcome"] == "broken":
-                raise BenchError(f"{line['module']}:{line['line']} {line['change']} cannot be made: {line['by']}")
-            found.append(line)
-            if args.log:
-                with args.log.open("a") as log:
-                    log.write(json.dumps(line) + "\n")
-            if line["outcome"] == "survived":
-                note(f"  {line['module']}:{line['line']} {line['function']}: {line['change']} ({line['operator']})")
-    if not found:
+        found = list(_tried(spec | {"only": args.only, "again": left}, args.log))
+        wrong += _judge(found)
+        rows |= _rows(found, before if args.again else {})
+        if not args.only:
+            _write(args.folder, before | rows)
+    if not rows:
         raise BenchError(f"no mutants of {', '.join(args.module) or 'any module'}")
-    wrong = _judge(found)
-    rows = _rows(found, earlier if args.again else {})
-    record = {
-        "bench": "mutation",
-        "seconds": round(time.monotonic() - began, 1),
-        "machine": machine.describe(),
-        "versions": versions("torch", "pytest", "hypothesis"),
-        "modules": dict(sorted((earlier | rows).items())),
-    }
-    if not args.only:
-        args.folder.mkdir(parents=True, exist_ok=True)
-        (args.folder / "mutation.json").write_text(json.dumps(record, indent=1) + "\n")
     if not only_json:
         print(_table(rows))
     for each in wrong:
@@ -105,6 +77,35 @@ def main(arguments: list[str], only_json: bool) -> int:
     killed, counted = (sum(row[key] for row in rows.values()) for key in ("killed", "counted"))
     print(json.dumps({"bench": "mutation", "killed": killed, "of": counted, "share": round(killed / counted, 4)}))
     return int(bool(wrong) or any(row["killed"] < TARGET * row["counted"] for row in rows.values()))
+
+
+def _tried(spec: dict[str, Any], log: Path | None) -> Iterator[dict[str, Any]]:
+    """What became of every mutant; survivors are shown at once."""
+    for line in _worked(spec):
+        if "tests" in line:
+            note(f"  {line['tests']} tests reach them ({line['seconds']:.0f} s)")
+            if line["failed"]:
+                raise BenchError(f"tests that fail without any change: {', '.join(line['failed'])}")
+            continue
+        if line["outcome"] == "broken":
+            raise BenchError(f"{line['module']}:{line['line']} {line['change']} cannot be made: {line['by']}")
+        if log is not None:
+            with log.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+        if line["outcome"] == "survived":
+            note(f"  {line['module']}:{line['line']} {line['function']}: {line['change']} ({line['operator']})")
+        yield line
+
+
+def _write(folder: Path, rows: dict[str, Any]) -> None:
+    record = {
+        "bench": "mutation",
+        "machine": machine.describe(),
+        "versions": versions("torch", "pytest", "hypothesis"),
+        "modules": dict(sorted(rows.items())),
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "mutation.json").write_text(json.dumps(record, indent=1) + "\n")
 
 
 def _areas(patterns: list[str]) -> Iterator[tuple[list[str], list[str]]]:
