@@ -28,6 +28,7 @@ RUN_ELSEWHERE = {
     "rollmill tasks answer examples/minimal.yaml --by teacher.yaml --samples 4 --out solved.jsonl": (
         "tests/master/test_master_answering.py::test_what_a_teacher_solves_is_imitated"
     ),
+    "rollmill check --model DIR": "tests/trainer/test_trainer_check.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
     "make lint": ".ci/run",
     "make test": ".ci/run",
