@@ -1,7 +1,7 @@
 """Labelled answers as models write them: references of published tasks in many phrasings, right and wrong.
 
-Everything is made from the data and a fixed seed. `phrasings` names one of three banks of sentences: `first`, `second`,
-`third`.
+Everything is made from the data and a fixed seed. `phrasings` names one of four banks of sentences, `first` to
+`fourth`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from bench.answer_phrasings import FIRST, SECOND, THIRD, Bank
+from bench.answer_phrasings import FIRST, FOURTH, SECOND, THIRD, Bank
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "date palm"}
 WORDS = ["red", "a dog", "tennis", "skateboard", "kitchen", "pizza", "umbrella", "blue and white", "wood", "snow"]
@@ -35,7 +35,7 @@ class Labelled:
 
 def corpus(data: Path, phrasings: str = "first") -> list[Labelled]:
     """All labelled answers of one bank of phrasings."""
-    bank = {"first": FIRST, "second": SECOND, "third": THIRD}[phrasings]
+    bank = {"first": FIRST, "second": SECOND, "third": THIRD, "fourth": FOURTH}[phrasings]
     rng = random.Random(phrasings)
     made = [*_formulas(data, bank, rng), *_numbers(data, bank, rng), *_chinese(data, bank, rng)]
     made += [*_choices(data, bank, rng), *_own(bank, rng), *_pictures(data, bank, rng)]

@@ -1,12 +1,12 @@
 """Sentences around answers: @o stands for the answer, @w for another one, @u for a unit, @t and @x for their options.
 
-`FIRST` was looked at while the extractor was written. `SECOND` and `THIRD` were first run on a finished version each;
-what they showed was mended afterwards.
+`FIRST` was looked at while the extractor was written. The others were first run on a finished version each; what they
+showed was mended afterwards.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 Phrasings = tuple[list[str], list[str]]
 """Sentences that give the answer, and sentences that name it without giving it."""
@@ -630,5 +630,153 @@ THIRD = Bank(
     questions=(
         ["**Answer:** @o", "answer: @o", "\\boxed{\\text{@o}}", "@o", 'The answer is "@o".', "My answer is @o."],
         ["@w, or maybe @o", "I don't think it is @o.", "Both @o and @w."],
+    ),
+)
+
+
+FOURTH = replace(
+    FIRST,
+    formulas=(
+        [
+            "To sum up, the answer we were after is $@o$.",
+            "Consequently $$@o$$ is what the question asks for.",
+            "The expression equals $@o$ after 2 simplifications.",
+            "**Final result:** \\(@o\\)",
+            "So the required answer comes out as $@o$.",
+            "Here's the answer: $@o$ 😊",
+            "Final Answer: \\boxed{@o}\n\nNote that 3 other approaches give the same.",
+            "We've shown that the quantity in question is $@o$.",
+            "Thus $@o$.",
+            "Therefore, we have $@o$ as the answer to part 2.",
+            "所以原式等于 $@o$。",
+            "本题的最终结果是：$@o$",
+            "解得 $@o$，即为所求。",
+            "<answer>$@o$</answer>",
+            "After working through 4 steps, I arrived at $@o$.",
+            "Hence the solution: $$@o$$",
+            "Answer is $@o$.",
+        ],
+        [
+            "My first attempt gave $@o$, which was wrong; the answer is $@w$.",
+            "The answer is $@w$, rather than $@o$.",
+            "Not $@o$ but $@w$ is the answer.",
+            "The answer is $@w$ or else $@o$.",
+            "We might guess $@o$. Checking shows that the answer is $@w$.",
+            "The answer is $@o$ — no, scratch that, it is $@w$.",
+            "$@o$? The answer is $@w$.",
+            "答案可能是 $@o$ 或 $@w$。",
+            "Two answers are possible: $@w$ and $@o$.",
+        ],
+    ),
+    numbers=(
+        [
+            "Bringing it together, she paid @o dollars overall.",
+            "It comes out to @o.",
+            "There remain @o oranges after 3 days.",
+            "You'd need @o boxes.",
+            "That's a total of **@o** hours across 2 weeks.",
+            "Answer: **@o** apples",
+            "=> @o",
+            "Therefore, there are @o students left on the bus.",
+            "The final tally is @o points.",
+            "So they'd have saved $@o by then.",
+            "Thus, he has @o more marbles than his 2 friends.",
+            "**Result:** @o",
+            "ANSWER: @o",
+            "We conclude that @o cookies were sold.",
+            "The correct answer is therefore @o.",
+            "Total cost: $@o",
+        ],
+        [
+            "The answer is neither @w nor @o.",
+            "Don't answer @o; the answer is @w.",
+            "Could be @o.",
+            "The answer is @w, though it might be @o.",
+            "I would never say @o.",
+            "The answer is @w or @o, take your pick.",
+            "The number is greater than @o.",
+            "@o is too small. The answer is @w.",
+        ],
+    ),
+    chinese=(
+        [
+            "所以总共花了@o@u。",
+            "故共有@o@u。",
+            "他现在有@o@u了。",
+            "答案为@o@u",
+            "因此，答案就是@o@u。",
+            "合计：@o@u",
+            "即一共@o@u。",
+            "那么答案是：@o",
+            "综上：@o@u",
+            "一共要用@o@u，对吗？对的，答案是@o@u。",
+        ],
+        [
+            "答案是@w@u，绝不是@o@u。",
+            "@o@u吗？不对，答案是@w@u。",
+            "大概是@o@u或@w@u。",
+            "答案应该不是@o@u。",
+            "多于@o@u。",
+        ],
+    ),
+    letters=(
+        [
+            "The answer, then, is @o.",
+            "I'd say @o.",
+            "My pick is @o.",
+            "The correct one is @o.",
+            "That makes @o correct.",
+            "So the answer has to be @o.",
+            "选项@o是对的。",
+            "故本题选@o",
+            "所以@o是正确答案。",
+            "@o) @t",
+            "The answer is option @o: @t",
+            "**Answer**: (@o) @t",
+            "Therefore option (@o).",
+            "综合分析，应当选@o。",
+        ],
+        [
+            "Not @o.",
+            "@o is out, so @w.",
+            "Either one of @o and @w.",
+            "The answer is @w, and certainly not @o.",
+            "选@w，@o是错误的。",
+            "我排除了@o，选@w。",
+            "@w & @o",
+            "Is it @o? No, it's @w.",
+        ],
+    ),
+    letter_sets=(
+        [
+            "We choose @o and @2.",
+            "@o and @2 are the correct ones.",
+            "选择@o、@2两项。",
+            "正确的有@o@2。",
+            "(@o), (@2)",
+            "The right options: @o, @2.",
+        ],
+        ["@o, @2, @w", "@w only", "None of @o and @2."],
+    ),
+    counts=(
+        [
+            "The number of dogs is @o.",
+            "I see @o cups and nothing else.",
+            "A total of @o trees can be seen.",
+            "@o.",
+            "画面中共有@o朵花。",
+            "There are @o.",
+            "We count @o boats near the 2 docks.",
+            "It shows @o kids.",
+        ],
+        ["Either @o or @w.", "There are fewer than @o.", "It's @w, not @o.", "Roughly @o to @w."],
+    ),
+    charts=(
+        ["It stood at @o in 2012.", "The value is @o.", "About @o.", "= @o", "答案：@o", "From the graph we read @o."],
+        ["Over @o.", "@w, not @o.", "between @o and @w"],
+    ),
+    questions=(
+        ["I'd answer: @o", "**Final answer:** @o", "The answer would be @o.", "Answer - @o", "Result: @o"],
+        ["neither @o nor @w", "@o? No, @w."],
     ),
 )

@@ -1,6 +1,6 @@
 """Labelled answers judged by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
 
-About 9,800 answers to published tasks, in three banks of phrasings in English and Chinese (`answer_phrasings.py`).
+About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`).
 math-verify extracts formulas, expressions and option letters, as its documentation shows.
 """
 
@@ -17,7 +17,7 @@ from bench.answer_corpus import Labelled, corpus
 from bench.answers import data_dir
 from bench.report import Case, finish
 
-BANKS = ("first", "second", "third")
+BANKS = ("first", "second", "third", "fourth")
 
 
 def main(arguments: list[str], only_json: bool) -> None:

@@ -222,7 +222,7 @@ def test_long_texts_are_read_in_time(piece: str) -> None:
 
 # -- the corpus ------------------------------------------------------------------------------------------------------
 
-LEFT = {"first": 0, "second": 0, "third": 2}
+LEFT = {"first": 0, "second": 0, "third": 2, "fourth": 0}
 """Right answers of each bank that are still rejected."""
 
 
@@ -234,7 +234,7 @@ def _sample(data: Path, bank: str) -> list[Labelled]:
 
 @pytest.mark.parametrize("bank", BANKS)
 def test_every_bank_of_the_corpus_is_judged_as_labelled(data_dir: Path, bank: str) -> None:
-    rows = _sample(data_dir, bank)[BANKS.index(bank) :: 3]
+    rows = _sample(data_dir, bank)[BANKS.index(bank) :: 4]
     rejected, accepted = counts(rows, accepted_by_rollmill(rows))
     assert accepted == 0
     assert rejected <= LEFT[bank]

@@ -19,7 +19,7 @@ _APPROXIMATE = Fraction(1, 100)
 """Relative difference allowed behind an approximation sign."""
 
 _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
-_ROUGHLY = re.compile(r"^(?:=|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
+_ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
 _ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")

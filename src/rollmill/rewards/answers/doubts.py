@@ -34,7 +34,7 @@ _WRONG = (
     r"|impossible)\b|错误?的?(?=[\s,，.。;；!！]|$)|不(?:正确|对|符合)|有误|搞错|算错"
 )
 _RETRACTED = re.compile(
-    rf"[\s*$)\]}}_.,，。\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer"
+    rf"[\s*$)\]}}_.,，。—–\-\"”'’`]*(?:(?:\(|（)?(?:but |however,? |hmm,? |oh,? )?(?:(?:this|that|it|which|the answer"
     rf"|这|那|这个答案|上述答案)\s*)?"
     rf"(?:(?:is|was|are|seems?|looks?|must be|would be|is clearly|isn't|是)\s*)?(?:{_WRONG})"
     r"|(?:no|oops|sorry|scratch that|wait,? no|never ?mind|i made (?:a|an) (?:mistake|error)|不对|不是的|等等,?不|抱歉"
@@ -62,7 +62,7 @@ _CORRECTED = re.compile(
     r"(?:\b(?:should|must|ought to)(?: actually| really| instead| rather)? (?:have been|be)(?: actually)?"
     r"|\b(?:actually|rather|instead|correction|i meant?|make (?:it|that)|i mean)[,:]?(?: (?:it is|it's"
     r"|it should be|the answer is|is))?"
-    r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
+    r"|\bbut(?: rather| actually)?(?: (?:it is|it's|is))?|\bit(?:'s| is)|\bno[,:]?(?: wait[,:]?)?(?: (?:it is|it's))"
     r"|应(?:该|当)?(?:是|为)|而是|更正为|改为|其实是|实际上是)"
     rf"{_OTHER}",
     re.IGNORECASE,

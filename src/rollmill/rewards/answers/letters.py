@@ -18,7 +18,10 @@ _LEAD = (
 _ANY = r"[(\[{\"'“‘]*+[A-Z][)\]}\"'”’.]*+"
 _AND = r"(?> ?(?:, ?and\b|[,;、&+]|and\b|和|与|及|以及) ?| )?+"
 _LIST = rf"{_ANY}(?:{_AND}{_ANY})*+"
-_BEHIND = r" ?(?:(?:are|is) ?)?(?:选项|项|都|均|both|all)? ?是? ?(?:correct|right|true|正确|对)? ?的?[.。!]? ?[✓✔√✅]?"
+_BEHIND = (
+    r" ?(?:(?:are|is) ?)?(?:选项|[两三四]?[项个]|都|均|both|all)? ?是? ?"
+    r"(?:correct|right|true|正确|对)? ?的?[.。!]? ?[✓✔√✅]?"
+)
 _LETTERS = re.compile(rf"{_LEAD}({_LIST}){_BEHIND}")
 _MARKED = re.compile(rf"({_LEAD})(\([a-j]\)|[a-j][).:](?= ))")
 _SMALL = re.compile(r"\(?[a-j]\)?\.?|\(?[a-j]\)?(?:\s*[,;、]\s*\(?[a-j]\)?)+\.?")
@@ -67,7 +70,7 @@ _BUT_NOT = re.compile(
     re.DOTALL,
 )
 _WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
-_NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_])")
+_NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_]|\s*=)")
 _ARTICLE_A = re.compile(
     r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or"
     r" )(?<!, )(?<![A-Za-z'])A "
@@ -233,7 +236,7 @@ def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset
     if found is None or found["letter"] not in known:
         return None
     letter, rest = found["letter"], found["rest"].strip()
-    if not found["open"] and not found["mark"].strip(",、") and re.match(r"[,、;\s]*[$\d\\(]", rest):
+    if not found["open"] and not found["mark"].strip(",、") and re.match(r"[,、;\s]*[=$\d\\(]", rest):
         return None
     own = options.get(letter, "")
     if own and key(rest) == key(own):

@@ -213,7 +213,9 @@ def _found(text: str, *, values: bool) -> FinalAnswer | None:
     if found is None:
         return None
     boxes = tuple(folded(each) for each in found.boxes)
-    return replace(found, text=folded(found.text).strip(), tail=folded(found.tail).strip(), boxes=boxes)
+    return replace(
+        found, text=folded(found.text).strip(), value=folded(found.value), tail=folded(found.tail).strip(), boxes=boxes
+    )
 
 
 def _golds(asked: Question) -> list[str]:

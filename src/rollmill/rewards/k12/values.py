@@ -19,7 +19,7 @@ from rollmill.rewards.k12.unit_words import units, warm
 from rollmill.rewards.numbers import normalised
 from rollmill.rewards.structure import RELATION
 
-_ROUGHLY_SAID = re.compile(r"^[\s$]*(?:=|\\approx(?![A-Za-z])|≈|约(?:为|是)?|about|approximately)\s*")
+_ROUGHLY_SAID = re.compile(r"^[\s$]*(?:=>?|\\approx(?![A-Za-z])|≈|约(?:为|是)?|about|approximately)\s*")
 _IN_WORDS = {"或者": " or ", "或": " or ", "且": " and ", "和": ", ", "、": ", "}
 _BEHIND = re.compile(r"(?<=[\d})])\s*\(\s*[^\W\d_]{1,3}\s*\)\s*$")
 _NAME = re.compile(r"^[^\d=≈]{1,40}?(?=[=≈])")

@@ -12,6 +12,7 @@ from rollmill.rewards.numbers import normalised, quantity
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
 _CURRENCY = re.compile(r"^([+-]?)\s*[$€£¥]\s*([+-]?)(?=[\d.])")
+_ROUGHLY = re.compile(r"^(?:=>?|≈|~|about|approximately|around|roughly|约)\s*", re.IGNORECASE)
 _LONGEST = 60
 
 
@@ -44,6 +45,7 @@ def figure(text: str) -> Figure | None:
 
 def stated(text: str) -> Figure | None:
     """The number that an answer states, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
+    text = _ROUGHLY.sub("", text.strip(), count=1)
     found = figure(text)
     if found is not None or len(text) > _LONGEST:
         return found
