@@ -66,11 +66,11 @@ def _written(
     rng: random.Random,
     metadata: dict[str, Any] | None = None,
     count: int = 2,
-    **more: str,
+    more: dict[str, str] | None = None,
 ) -> Iterator[Labelled]:
     """The reference in some phrasings (right), another answer in one of them, and some that take it back (wrong)."""
     right, wrong = bank
-    keys = metadata or {}
+    keys, more = metadata or {}, more or {}
     for template in rng.sample(right, min(count, len(right))):
         yield Labelled(group, reward, gold, _filled(template, own, other, more), True, keys)
     yield Labelled(group, reward, gold, _filled(rng.choice(right), other, own, more), False, keys)
@@ -113,7 +113,7 @@ def _chinese(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
         for reward, keys in (("k12", {"k12": {"type": "numeric"}}), ("math", {})):
             group = "k12 numeric, Chinese" if reward == "k12" else "math numbers, Chinese"
             yield from _written(
-                group, reward, row["answer"], row["answer"], other, bank.chinese, rng, keys, **{"@u": unit}
+                group, reward, row["answer"], row["answer"], other, bank.chinese, rng, keys, more={"@u": unit}
             )
     cloze = [row["answer"] for row in _rows(data / "k12/gaokao_math_cloze.jsonl") if row["answer"].count("$") in (0, 2)]
     golds = [each.strip("$ ") for each in cloze if not re.search(r"[;；或\u4e00-\u9fff]|\bor\b", each)]
@@ -130,7 +130,7 @@ def _chinese(data: Path, bank: Bank, rng: random.Random) -> Iterator[Labelled]:
             bank.blanks,
             rng,
             {"k12": {"type": "blank"}},
-            **{"@2": second},
+            more={"@2": second},
         )
 
 
@@ -162,7 +162,7 @@ def _choice(
     )
     right, wrong = ([each for each in part if options or ("@t" not in each and "@x" not in each)] for part in bank)
     texts = {"@t": options.get(letter, ""), "@x": options.get(other, "")}
-    yield from _written(group, reward, letter, letter, other, (right, wrong), rng, keys, **texts)
+    yield from _written(group, reward, letter, letter, other, (right, wrong), rng, keys, more=texts)
 
 
 def _own(bank: Bank, rng: random.Random) -> Iterator[Labelled]:
@@ -172,7 +172,7 @@ def _own(bank: Bank, rng: random.Random) -> Iterator[Labelled]:
         one, two = sorted((one, two))
         more = {"@2": two, "@t": options[one], "@s": options[two]}
         keys = {"k12": {"type": "multiple", "options": options}}
-        yield from _written("k12 multiple", "k12", one + two, one, three, bank.letter_sets, rng, keys, **more)
+        yield from _written("k12 multiple", "k12", one + two, one, three, bank.letter_sets, rng, keys, more=more)
     for truth in [True, False] * 12:
         yes, no = (bank.truths, bank.falsehoods) if truth else (bank.falsehoods, bank.truths)
         for text in rng.sample(yes, 2):
