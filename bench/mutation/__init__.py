@@ -157,7 +157,7 @@ def _judge(found: list[dict[str, Any]]) -> list[str]:
             continue
         for change in entry["changes"]:
             key = [module, entry["function"], entry["line"], change]
-            same = [each for each in found if _key(each) == key]
+            same = [each for each in found if _key(each)[:-1] == key]
             left = [each for each in same if each["outcome"] == "survived"]
             for each in left:
                 each["reason"], each["equivalent"] = entry["reason"], entry.get("equivalent", False)
@@ -201,9 +201,9 @@ def _rows(found: list[dict[str, Any]], earlier: dict[str, Any]) -> dict[str, Any
     return rows
 
 
-def _key(mutant: dict[str, Any]) -> list[str]:
+def _key(mutant: dict[str, Any]) -> list[Any]:
     """Stays the same when lines move."""
-    return [mutant[name] for name in ("module", "function", "code", "change")]
+    return [mutant[name] for name in ("module", "function", "code", "change", "nth")]
 
 
 def _table(modules: dict[str, Any]) -> str:

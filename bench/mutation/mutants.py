@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import copy
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -114,6 +115,7 @@ class Mutant:
     cls: str  #: the class that the owner stands in, or ""
     inside: bool  #: in the function's body, rather than evaluated when the module is loaded
     apply: Callable[[], None]
+    nth: int = 0  #: of those with the same change on a line like this one in the function
 
     @property
     def change(self) -> str:
@@ -141,7 +143,12 @@ def mutants(tree: ast.Module, source: str, path: str) -> list[Mutant]:
     lister, found = _Lister(path, source.splitlines(), attributes), list[Mutant]()
     for owner, cls in _owners(tree):
         found += lister.statement(owner, _Place(owner, cls, owner, False, _bound(owner)))
-    return sorted(found, key=lambda mutant: mutant.line)
+    found.sort(key=lambda mutant: mutant.line)
+    seen: Counter[tuple[str, str, str]] = Counter()
+    for mutant in found:
+        alike = (mutant.function, mutant.code, mutant.change)
+        mutant.nth, seen[alike] = seen[alike], seen[alike] + 1
+    return found
 
 
 def _owners(tree: ast.Module) -> Iterator[tuple[ast.stmt, str]]:

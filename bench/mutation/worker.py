@@ -107,7 +107,7 @@ class Mutating:
 
     def _wanted(self, mutant: Mutant) -> bool:
         again = self.spec["again"]
-        left = again is None or [mutant.path, mutant.function, mutant.code, mutant.change] in again
+        left = again is None or [mutant.path, mutant.function, mutant.code, mutant.change, mutant.nth] in again
         return left and self.spec["only"] in f"{mutant.function} {mutant.change}"
 
     @staticmethod
@@ -263,6 +263,7 @@ class Mutating:
                 "function": mutant.function,
                 "operator": mutant.operator,
                 "change": mutant.change,
+                "nth": mutant.nth,
                 "outcome": outcome,
                 "by": by,
                 "seconds": round(seconds, 3),

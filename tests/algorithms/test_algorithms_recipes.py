@@ -99,7 +99,10 @@ def test_mix_is_convex_over_the_whole_grpo_loss() -> None:
 def test_sft_needs_no_rewards() -> None:
     recipe = _recipe(name="sft", aggregation="sequence-mean")
     assert recipe.advantage is None
-    assert recipe.terms[0].fn(_inputs(1)).tolist() == [1]
+    inputs = _inputs(1)
+    elsewhere = inputs._replace(rollout_logprob=inputs.logprob - 3, reference_logprob=inputs.logprob - 5)
+    assert recipe.terms[0].fn(elsewhere).tolist() == [1]
+    assert (recipe.terms[0].weight, recipe.terms[0].source) == (1, Source.EXPERT)
     assert recipe.terms[0].aggregate(torch.tensor([2, 5])).tolist() == pytest.approx([1 / 4, 1 / 10])
 
 
@@ -427,6 +430,11 @@ def test_what_counts_is_asked_of_what_the_advantage_looks_at() -> None:
     alike = uniform._replace(parts={"a": torch.ones(2).double()})
     for drop in (True, False):
         assert _recipe(name="gdpo", drop_uniform_groups=drop).advantage(alike).counted.tolist() == [not drop] * 2
+    differing = {"a": torch.ones(2).double(), "b": torch.tensor([1.0, 0.0]).double()}
+    options = TypeAdapter(AlgorithmConfig).validate_python({"name": "gdpo", "drop_uniform_groups": True})
+    for weight, counted in ((0.0, False), (0.5, True)):  # a part without weight is not looked at
+        recipe = build_recipe(options, max_new_tokens=10, reward_weights={"b": weight})
+        assert recipe.advantage(uniform._replace(parts=differing)).counted.tolist() == [counted] * 2
     greedy = uniform._replace(greedy_rewards=torch.tensor([0.5, float("nan")]).double())
     assert _recipe(name="remax").advantage(greedy).counted.tolist() == [True, False]
     assert _recipe(name="grpo").advantage(greedy).counted.tolist() == [True, True]

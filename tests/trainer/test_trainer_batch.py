@@ -79,9 +79,19 @@ def test_a_row_by_hand() -> None:
     assert set(row.group.tolist()) == {0, 1}
 
 
+def test_what_follows_prompts_lies_longest_first_whatever_the_prompt() -> None:
+    """So that segments of similar length lie side by side."""
+    long = list(range(20))
+    batch = [made("a", "g", long, [5] * 2), made("b", "g", long, [5] * 3)]
+    batch += [made("c", "h", [4], [5] * 4), made("d", "h", [4], [5] * 6)]
+    [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
+    starts = [[*range(20)], [0], [1, 2, 3, 4, 5], [1, 2, 3], [20, 21], [20]]
+    assert row.position_ids[0].tolist() == sum(starts, [])
+
+
 def test_tokens_of_a_source_are_those_of_its_experiences() -> None:
     batch = [
-        made("a", "g", [1], [4, 5]),
+        made("a", "g", [1], [4, 5, 6, 7]),
         made("x", "x", [2], [6, 7, 8], source=Source.EXPERT),
         made("b", "h", [3], [9]),
         made("c", "g", [1], [4]),
@@ -89,7 +99,7 @@ def test_tokens_of_a_source_are_those_of_its_experiences() -> None:
     sources = [each.source for each in batch]
     [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
     found = {source: sorted(row.tokens[row.of_source(source, sources)].tolist()) for source in Source}
-    assert found == {Source.USUAL: [0, 1, 5, 6], Source.EXPERT: [2, 3, 4], Source.PREFERENCE: []}
+    assert found == {Source.USUAL: [0, 1, 2, 3, 7, 8], Source.EXPERT: [4, 5, 6], Source.PREFERENCE: []}
 
 
 @st.composite

@@ -373,6 +373,8 @@ def test_a_term_sees_each_tokens_own_numbers() -> None:
         assert float(inputs.advantage[n]) == pytest.approx(advantage, rel=1e-5)
         assert micro.experiences[int(inputs.sequence[n])] == int(table.experience[token])
     assert len(set(inputs.group.tolist())) == 1
+    precise = whole.inputs(micro, own.double(), own.double(), Source.USUAL)[0]
+    assert whole.terms(precise, tokens, Source.USUAL)["policy"][1].dtype == torch.float64
     experts, tokens = whole.inputs(micro, own, own, Source.EXPERT)
     assert sorted(tokens.tolist()) == [0, 5, 6]
     assert experts.divergence is None
