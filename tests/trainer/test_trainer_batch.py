@@ -86,7 +86,7 @@ def test_what_follows_prompts_lies_longest_first_whatever_the_prompt() -> None:
     batch += [made("c", "h", [4], [5] * 4), made("d", "h", [4], [5] * 6)]
     [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
     starts = [[*range(20)], [0], [1, 2, 3, 4, 5], [1, 2, 3], [20, 21], [20]]
-    assert row.position_ids[0].tolist() == sum(starts, [])
+    assert row.position_ids[0].tolist() == sum(starts, [])  # noqa: RUF017
 
 
 def test_tokens_of_a_source_are_those_of_its_experiences() -> None:
