@@ -3,17 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from pydantic import TypeAdapter
 from torch import Tensor
 
-from rollmill.algorithms import RewardInputs, TermInputs, advantages, build_recipe, corrections, losses, trust_region
+from rollmill.algorithms import (
+    RewardInputs,
+    StepInputs,
+    TermInputs,
+    advantages,
+    build_recipe,
+    corrections,
+    entropy,
+    losses,
+    trust_region,
+)
 from rollmill.algorithms import sequence_losses as sequences
 from rollmill.algorithms import token_advantages as steps
-from rollmill.algorithms.binding import ADVANTAGES, CORRECTIONS, DROPPED, LOSSES, dropped_function, loss_function
+from rollmill.algorithms.binding import (
+    ADVANTAGES,
+    CORRECTIONS,
+    DROPPED,
+    LOSSES,
+    MASKS,
+    SELECTIONS,
+    dropped_function,
+    loss_function,
+)
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.loss import Loss
 from rollmill.config.parts import part_of
@@ -55,6 +74,8 @@ LOSS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "ppo_clip": (losses.ppo_clip, {"clip_low": 0.1, "clip_high": 0.3, "dual_clip": 1.2}),
     "gspo": (sequences.gspo, {"clip_low": 0.01, "clip_high": 0.02}),
     "gspo_token": (sequences.gspo_token, {"clip_low": 0.01, "clip_high": 0.02}),
+    "gmpo": (sequences.gmpo, {"clip_low": 0.1, "clip_high": 0.2}),
+    "surrogate": (losses.surrogate, {}),
     "cispo": (losses.cispo, {"clip_low": 0.2, "clip_high": 0.1}),
     "sapo": (losses.sapo, {"tau_positive": 1.5, "tau_negative": 2.5}),
     "topr": (sequences.topr, {}),
@@ -63,12 +84,17 @@ LOSS: dict[str, tuple[Callable[..., Tensor], dict[str, Any]]] = {
     "softmax_ppo": (losses.softmax_ppo, {"clip": 0.2}),
     "rec": (trust_region.rec, {"clip": "ring", "importance": True, "clip_low": 0.1, "far_high": 0.5}),
 }
-ON_ROLLOUT = {"dppo_tv": (trust_region.dppo_tv, {"bound_low": 0.01, "bound_high": 0.03, "kl": 0.1})}
+ON_ROLLOUT = {
+    "dppo_tv": (trust_region.dppo_tv, {"bound_low": 0.01, "bound_high": 0.03, "kl": 0.1}),
+    "vespo": (sequences.vespo, {"k_positive": 1.5, "lambda_positive": 2.5, "k_negative": 0.5, "lambda_negative": 1.0}),
+}
 PLAIN = {
     "policy_gradient": (losses.policy_gradient, {}),
     "raft": (losses.raft, {}),
     "opmd": (losses.opmd, {"tau": 3.0}),
 }
+
+BY_SEQUENCE = {"gspo", "gspo_token", "gmpo", "vespo", "topr", "kimi_mirror", "sppo"}
 
 
 def arguments_of(name: str, inputs: TermInputs) -> tuple[Tensor, ...]:
@@ -76,11 +102,30 @@ def arguments_of(name: str, inputs: TermInputs) -> tuple[Tensor, ...]:
         return inputs.logprob, inputs.advantage
     old = inputs.rollout_logprob if name in ON_ROLLOUT else inputs.old_logprob
     found = (inputs.logprob, old, inputs.advantage)
-    return (*found, inputs.sequence) if name in ("gspo", "gspo_token", "topr", "kimi_mirror", "sppo") else found
+    return (*found, inputs.sequence) if name in BY_SEQUENCE else found
+
+
+@pytest.fixture
+def step(tokens: TermInputs) -> StepInputs:
+    """The same tokens as the whole of an optimizer step."""
+    random = torch.Generator().manual_seed(2)
+    return StepInputs(
+        logprob=tokens.logprob,
+        old_logprob=tokens.old_logprob,
+        rollout_logprob=tokens.rollout_logprob,
+        advantage=tokens.advantage,
+        entropy=tokens.entropy,
+        dropped=torch.arange(N) == 1,
+        draw=torch.rand(N, generator=random),
+        sequence=tokens.sequence,
+        expected_discriminant=torch.rand(N, generator=random, dtype=torch.float64),
+    )
 
 
 def test_every_name_is_looked_at_below() -> None:
-    assert {*LOSS, *ON_ROLLOUT, *PLAIN} == set(LOSSES)
+    assert {*LOSS, *ON_ROLLOUT, *PLAIN, "kl_cov"} == set(LOSSES)
+    assert set(SELECTIONS) == {"kl_cov"}
+    assert set(MASK) == set(MASKS)
     assert set(WEIGHTS) == set(CORRECTIONS)
     assert set(DROPS) == set(DROPPED)
     assert set(COMPARES) - {"gdpo"} == set(ADVANTAGES)
@@ -98,6 +143,7 @@ DROPS: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.clipped,
     "gspo": sequences.gspo_clipped,
     "gspo_token": sequences.gspo_clipped,
+    "gmpo": sequences.gmpo_clipped,
     "rec": trust_region.rec_clipped,
     "dppo_tv": trust_region.dppo_masked,
 }
@@ -112,9 +158,50 @@ def test_the_tokens_that_a_loss_drops(name: str, tokens: TermInputs) -> None:
         return
     own = {key: value for key, value in options.items() if key not in ("importance", "kl")}
     assert dropped is not None
-    expected = DROPS[name](*arguments_of(name, tokens), **own)
+    arguments = arguments_of(name, tokens)
+    expected = DROPS[name](*(arguments[:3] if name == "gmpo" else arguments), **own)
     assert torch.equal(dropped(tokens), expected)
     assert expected.any()
+
+
+def test_a_loss_that_selects_tokens_over_the_whole_step(tokens: TermInputs, step: StepInputs) -> None:
+    recipe = recipe_of(loss={"name": "kl_cov", "share": 0.3, "coefficient": 0.7})
+    [term] = recipe.terms
+    assert recipe.selection is not None
+    selected = recipe.selection(step)
+    assert torch.equal(selected, entropy.largest_covariance(step.logprob, step.advantage, share=0.3))
+    assert int(selected.sum()) == 2
+    expected = entropy.kl_cov(tokens.logprob, tokens.old_logprob, tokens.advantage, selected, coefficient=0.7)
+    assert torch.equal(term.fn(tokens._replace(selected=selected)), expected)
+
+
+MASK: dict[str, tuple[Callable[[StepInputs], Tensor], dict[str, Any]]] = {
+    "high_entropy": (lambda i: entropy.high_entropy(i.entropy, top=0.5), {"top": 0.5}),
+    "clip_b": (lambda i: entropy.clip_b(i.logprob, i.entropy, i.advantage, mu=0.1), {"mu": 0.1}),
+    "clip_v": (
+        lambda i: entropy.clip_v(
+            i.logprob, i.entropy, cast(Tensor, i.expected_discriminant), i.advantage, mu=0.1, max_share=0.3
+        ),
+        {"mu": 0.1, "max_share": 0.3},
+    ),
+    "clip_cov": (
+        lambda i: entropy.clip_cov(i.logprob, i.advantage, i.dropped, i.draw, share=0.3, low=0.01, high=9.0),
+        {"share": 0.3, "low": 0.01, "high": 9.0},
+    ),
+    "second_moment": (
+        lambda i: trust_region.second_moment(i.logprob, i.old_logprob, i.advantage, threshold=0.01),
+        {"threshold": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", list(MASK))
+def test_a_mask(name: str, step: StepInputs) -> None:
+    keeps, options = MASK[name]
+    [mask] = recipe_of(masks=[{"name": name, **options}]).masks
+    kept = mask(step)
+    assert torch.equal(kept, keeps(step))
+    assert 0 < int(kept.sum()) < N
 
 
 def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: TermInputs) -> None:
@@ -215,6 +302,12 @@ COMPARES: dict[str, tuple[Callable[[RewardInputs], Tensor], dict[str, Any]]] = {
     "mean_baseline": (lambda i: advantages.mean_baseline(i.rewards, i.groups), {}),
     "rloo": (lambda i: advantages.rloo(i.rewards, i.groups), {}),
     "reinforce": (lambda i: advantages.reinforce(i.rewards, i.groups), {}),
+    "opo": (lambda i: advantages.opo(i.rewards, i.groups, i.lengths), {}),
+    "pass_at_k": (lambda i: advantages.pass_at_k(i.rewards, i.groups, k=3), {"k": 3}),
+    "best_of_group": (
+        lambda i: advantages.best_of_group(i.rewards, i.groups, accept="all", threshold=0.2),
+        {"accept": "all", "threshold": 0.2},
+    ),
     "remax": (lambda i: advantages.remax(i.rewards, i.greedy_rewards), {}),
     "opmd": (
         lambda i: advantages.opmd(i.rewards, i.groups, baseline="logavgexp", tau=0.5),

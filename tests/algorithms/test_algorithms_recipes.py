@@ -280,10 +280,10 @@ def test_dpo_measures_how_far_apart_the_completions_of_a_pair_are() -> None:
 
 
 def test_dpo_with_sft_imitates_the_chosen_completions() -> None:
-    """Their mean over pairs is twice the mean over completions."""
+    """Twice their loss: the mean over pairs is twice the mean over completions."""
     [_, term] = _recipe(name="dpo", sft=0.25).terms
-    assert (term.name, term.source, term.weight) == ("sft", Source.PREFERENCE, 0.5)
-    assert term.fn(_pairs()).tolist() == [0, 2, 3, 4, 0]
+    assert (term.name, term.source, term.weight) == ("sft", Source.PREFERENCE, 0.25)
+    assert term.fn(_pairs()).tolist() == [0, 4, 6, 8, 0]
     assert term.aggregate(torch.tensor([1, 1, 2, 1])).tolist() == [0.25, 0.25, 0.125, 0.25]
 
 
@@ -364,7 +364,12 @@ def test_ppos_critic_has_a_lambda_of_its_own_and_missing_rewards_do_not_shift_ad
 def test_uniform_groups_of_token_advantages_count_unless_they_are_dropped(drop: bool) -> None:
     inputs = _rewards([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], [1, 1, 1, 1])
     recipe = _recipe(name="reinforce_plus_plus", kl=0.0, drop_uniform_groups=drop)
-    assert recipe.token_advantage(inputs, torch.arange(4), None).counted.tolist() == [not drop, not drop, True, True]
+    assert recipe.token_advantage(inputs, torch.arange(4), TokenScores()).counted.tolist() == [
+        not drop,
+        not drop,
+        True,
+        True,
+    ]
 
 
 def test_token_advantages_have_the_options_of_the_file() -> None:
@@ -374,13 +379,13 @@ def test_token_advantages_have_the_options_of_the_file() -> None:
         for ddof in (0, 1):
             recipe = _recipe(name="reinforce_plus_plus", kl=0.0, advantage={"baseline": baseline, "ddof": ddof})
             expected = (values - values.mean()) / values.std(correction=ddof)
-            got = recipe.token_advantage(inputs, torch.arange(4), None).values
+            got = recipe.token_advantage(inputs, torch.arange(4), TokenScores()).values
             torch.testing.assert_close(got.float(), expected)
     forked = _rewards([1.0, 1.0, 0.0, 3.0, 0.0], [0, 0, 0, 1, 1], [1] * 5)
     forked = forked._replace(episodes=torch.tensor([4, 4, 1, 2, 3]))
     recipe = _recipe(name="reinforce_plus_plus_baseline", kl=0.0)
     values = torch.tensor([0.5, 0.5, -0.5, 1.5, -1.5]).double()
-    got = recipe.token_advantage(forked, torch.arange(5), None).values
+    got = recipe.token_advantage(forked, torch.arange(5), TokenScores()).values
     torch.testing.assert_close(got, (values - values.mean()) / values.std())
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench.architectures import BEGIN, END, judged, matrix, with_matrix
 from bench.harness import BenchError
 from bench.ours.architectures import judge
 from bench.tiny_architectures import WINDOW, tiny_model
+from rollmill.models.load import load_policy
 from rollmill.trainer.attention import PackedAttention
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,10 +49,14 @@ def test_a_trainer_that_ignores_windows_is_found_wrong(tmp_path: Path, monkeypat
     attend = PackedAttention.attend
 
     def without_window(self: PackedAttention, *args: Any, **kwargs: Any) -> Any:
-        return attend(self, *args, **(kwargs | {"sliding_window": None}))
+        *tensors, options = args
+        return attend(self, *tensors, replace(options, sliding_window=None), **kwargs)
 
+    monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedAttention, "attend", without_window)
-    finding = judge("qwen3", tmp_path)
+    assert judge("qwen3", tmp_path / "checked").verdict == "refused"
+    monkeypatch.setattr("bench.ours.architectures.load_checked", load_policy)
+    finding = judge("qwen3", tmp_path / "unchecked")
     assert finding.verdict == "wrong"
     assert finding.rollout_gap is not None
     assert finding.rollout_gap < 1e-4
@@ -64,6 +70,7 @@ def test_an_error_in_the_trainer_is_a_traceback(tmp_path: Path, monkeypatch: pyt
         raise KeyError("broken")
 
     monkeypatch.setattr(PackedAttention, "attend", broken)
+    monkeypatch.setattr("bench.ours.architectures.load_checked", load_policy)
     finding = judge("llama", tmp_path)
     assert (finding.verdict, finding.stage) == ("traceback", "training")
     assert "KeyError: 'broken'" in finding.why

@@ -127,7 +127,7 @@ def test_json_or_yaml(capsys: pytest.CaptureFixture[str]) -> None:
     ("arguments", "expected"),
     [
         (["chekc"], "No such command 'chekc'"),
-        (["check"], "Missing argument"),
+        (["check"], "give a run file, or --model with the folder of a checkpoint"),
         (["check", "run.yaml", "--jsn"], "--jsn"),
         (["check", "run.yaml", "--set"], "--set"),
     ],

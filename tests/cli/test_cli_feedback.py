@@ -105,7 +105,7 @@ def test_label_studio_there_and_back(run_dir: Path, tmp_path: Path, capsys: pyte
         (["--export-label-studio", "a", "--author", "ann"], 2, "honoured only where the page is served"),
         (["--import-label-studio", "a", "--port", "1"], 2, "honoured only where the page is served"),
         (["--export-label-studio", "a", "--import-label-studio", "b"], 2, "exclude each other"),
-        (["--import-label-studio", "nothing.json"], 2, "nothing.json cannot be read"),
+        (["--import-label-studio", "nothing.json"], 2, "nothing.json: no such file"),
         (["--export-label-studio", "a.json", "--step", "9"], 1, "stores no completions of step 9"),
         (["--author", "a\nb"], 1, "author: a name of visible characters"),
         (["--host", "256.0.0.1", "--port", "0"], 2, "cannot listen on 256.0.0.1 port 0"),

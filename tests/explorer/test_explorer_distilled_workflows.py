@@ -7,9 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from tiny import tiny_run
+from transformers import AutoModelForCausalLM
 
 import rollmill
+from rollmill.core import Experience
+from rollmill.models.load import read_tokenizer
+from rollmill.models.new import save_policy
 
 ROOT = Path(__file__).parents[2]
 NO_REWARDS: dict[str, Any] = {"rewards": None, "evaluation": None, "stages": None}
@@ -69,35 +74,44 @@ def test_turns_with_tools_are_distilled_without_rewards(tmp_path: Path, teacher:
 def test_a_student_comes_closer_to_its_teacher(tmp_path: Path, teacher: Path, workflow: str) -> None:
     (tmp_path / "flow.py").write_text(TWO_TURNS)
     text = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 50, "digits": 2}}
-    student = tmp_path / "student"
-    student.mkdir()
+    other = _other(teacher, tmp_path / "other")
     path = tiny_run(
         tmp_path,
         **NO_REWARDS,
         plugins=["flow.py"],
         taskset=text,
-        steps=8,
+        steps=20,
         model={"path": str(teacher), "new": None},
-        trainer={"lr": 3e-3},
-        rollout={"max_new_tokens": 12},
-        algorithm={"name": "distill", "teacher": str(_other(teacher, student))},
+        trainer={"lr": 1e-3},
+        rollout={"batch": 8, "group_size": 4, "max_new_tokens": 12},
+        algorithm={"name": "distill", "teacher": str(other)},
     )
     rollmill.run(path, [f"workflow={workflow}"], tmp_path / "run")
-    losses = [json.loads(line)["loss"] for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert losses[0] > 0.01
-    assert losses[-1] < 0.8 * losses[0]
-    [*_, one] = rollmill.load_experiences(tmp_path / "run", 8)
+    found = rollmill.load_experiences(tmp_path / "run", 1)
+    before, after = (_divergence(each, other, found) for each in (teacher, tmp_path / "run/checkpoints/step-000020"))
+    assert before > 0.1
+    assert after < 0.75 * before
+    [*_, one] = rollmill.load_experiences(tmp_path / "run", 20)
     assert len(one.turns) == (2 if workflow == "single_turn" else 4)
+
+
+def _divergence(student: Path, teacher: Path, batch: list[Experience]) -> float:
+    """KL(student || teacher) of whole distributions, mean over the action tokens of a batch that both are given."""
+    models = [AutoModelForCausalLM.from_pretrained(folder) for folder in (student, teacher)]
+    total, tokens = 0.0, 0
+    for one in batch:
+        at = torch.tensor(one.action_mask.nonzero()[0]) - 1
+        with torch.no_grad():
+            ids = torch.tensor(one.token_ids)[None].long()
+            own, other = (model(input_ids=ids).logits[0, at].log_softmax(-1) for model in models)
+        total += float((own.exp() * (own - other)).sum())
+        tokens += len(at)
+    return total / tokens
 
 
 def _other(teacher: Path, folder: Path) -> Path:
     """The same architecture and vocabulary with other weights: the teacher is to be reached."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from rollmill.models.load import read_tokenizer
-    from rollmill.models.new import save_policy
-
+    folder.mkdir()
     model = AutoModelForCausalLM.from_pretrained(teacher)
     torch.manual_seed(0)
     for weight in model.parameters():

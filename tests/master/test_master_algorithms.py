@@ -155,9 +155,9 @@ def test_the_teacher_sees_what_the_policy_does_not(
     seen: list[Any] = []
     original = Trainer.step
 
-    def step(self: Trainer, experiences: Any, version: int) -> Any:
+    def step(self: Trainer, experiences: Any, version: int, *probes: Any) -> Any:
         seen.extend(experiences)
-        return original(self, experiences, version)
+        return original(self, experiences, version, *probes)
 
     monkeypatch.setattr(Trainer, "step", step)
     keys = {"success_at_least": 0.0} if context == "success" else {}

@@ -99,9 +99,9 @@ def test_an_evaluation_beside_a_step_uses_the_weights_before_it(
         found = await roll(self, task, sampling, **options)
         return found
 
-    def step(self: Trainer, batch: list[Experience], version: int) -> dict[str, float]:
+    def step(self: Trainer, batch: list[Experience], version: int, *probes: Any) -> dict[str, float]:
         events.append(("learn", version))
-        return learn(self, batch, version)
+        return learn(self, batch, version, *probes)
 
     monkeypatch.setattr(Explorer, "rollout", rollout)
     monkeypatch.setattr(Trainer, "step", step)

@@ -48,7 +48,7 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
     train = Trainer.step
     during: list[int] = []
 
-    def step(self: Trainer, experiences: list[Experience], version: int) -> dict[str, float]:
+    def step(self: Trainer, experiences: list[Experience], version: int, *probes: Any) -> dict[str, float]:
         before = len(module.judged)
         module.training.set()
         enough = threading.Event()
@@ -56,7 +56,7 @@ def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
             enough.wait(0.01)
         during.append(len(module.judged) - before)
         module.training.clear()
-        return train(self, experiences, version)
+        return train(self, experiences, version, *probes)
 
     monkeypatch.setattr(Trainer, "step", step)
     started(

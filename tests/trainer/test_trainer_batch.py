@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.core import Experience, Source
+from rollmill.models.attention import AttentionOptions
 from rollmill.trainer.batch import MicroBatch, micro_batches, token_table
 
 CPU, META = torch.device("cpu"), torch.device("meta")
@@ -31,7 +32,7 @@ def seen(row: MicroBatch) -> torch.Tensor:
     """bool [T, T]: what each place of the row attends to. Equal scores give each its share of a value of its own."""
     length = row.input_ids.numel()
     nothing, own = torch.zeros(1, 1, length, length), torch.eye(length)[None, None]
-    return row.attention.attend(0, nothing, nothing, own, scaling=1.0, sliding_window=None, softcap=None)[0, :, 0] > 0
+    return row.attention.attend(nothing, nothing, own, AttentionOptions(scaling=1.0))[0, :, 0] > 0
 
 
 def test_the_table_has_every_action_token_that_something_comes_before() -> None:
