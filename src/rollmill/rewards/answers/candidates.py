@@ -107,6 +107,7 @@ _NEGATIVE = re.compile(
 )
 _LONGEST_LINE = 200
 _MOST_SENTENCES = 12
+_MOST_MARKS = 40
 
 
 def boxes(text: str) -> list[Candidate]:
@@ -144,7 +145,7 @@ def said(passage: Passage) -> list[Candidate]:
     """What follows each "the answer is" up to the end of its sentence, where that is a claim; and corrections."""
     text = passage.text
     found: list[Candidate] = []
-    for mark in _SAID.finditer(text):
+    for mark in list(_SAID.finditer(text))[-_MOST_MARKS:]:
         if (at := _SKIP.match(text, mark.end())) is None or at.end() >= len(text):
             continue
         start, end = at.end(), passage.sentence_end(at.end())

@@ -194,6 +194,8 @@ _UNIT = re.compile(
     rf"|\s?[/每]?(?P<chinese>(?![是的和与或即且没不就才都也还在了吗呢吧共可能那而但所因只有到至又零])[{CJK}])"
 )
 _MOST_UNITS = 5
+_MOST_OPERATORS = 4
+"""Operators that may follow each other in a formula: a row of thousands of dashes is no formula."""
 _JOINER = re.compile(
     r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|还是|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
     r"(?:also |even |maybe |perhaps |possibly |either |是 ?|为 ?)?",
@@ -438,7 +440,7 @@ def _next(text: str, at: int) -> int:
 def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
     """Start and end of the longest formula that begins at a place."""
     end, joined, last_end = at, True, at
-    brackets = 0
+    brackets = operators = 0
     while True:
         gap = end < len(text) and text[end] == " " and end > at
         place = end + 1 if gap else end
@@ -456,6 +458,9 @@ def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
             if place == at and text[place] not in "-−+±~√|":
                 break
             joined, end = True, stop
+            operators += 1
+            if operators > _MOST_OPERATORS:
+                break
             continue
         if kind is None or (gap and not joined and kind not in ("command", "bracket")):
             break
@@ -464,6 +469,7 @@ def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
         if kind == "letter" and place == at and not _is_variable(text, place, stop):
             break
         brackets += kind == "bracket"
+        operators = 0
         end = last_end = stop
         joined = kind == "command" and text[stop - 1] != "}"
     return (at, last_end) if last_end > at and brackets < 40 else None
