@@ -34,6 +34,7 @@ NAMES = (
     "plan",
     "architectures",
     "mutation",
+    "structure",
     "gpu_check",
 )
 

@@ -30,6 +30,7 @@ def bench(*arguments: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_three_architectures() -> None:
     code, line = bench("--only", "llama", "bloom", "qwen3", "--json")
     assert code == 0

@@ -39,6 +39,8 @@ def checkpoints(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder / "sft/checkpoints"
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_policy_comes_close_to_its_teacher(server: Forks, tmp_path: Path, checkpoints: Path) -> None:
     tiny_run(
         tmp_path,
@@ -58,6 +60,8 @@ def test_the_policy_comes_close_to_its_teacher(server: Forks, tmp_path: Path, ch
     assert rows[-1]["eval/sampled"] > rows[0]["eval/sampled"] + 0.05
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_rewards_may_be_left_out(server: Forks, tmp_path: Path, checkpoints: Path) -> None:
     tiny_run(
         tmp_path,

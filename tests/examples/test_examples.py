@@ -50,6 +50,8 @@ def imitated(server: Forks, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_sft_imitates_a_forgetful_teacher(imitated: Path) -> None:
     """Held-out sums: right where there is no carry to forget, which is 55 % of them, and hardly beyond."""
     rows = [json.loads(line) for line in (imitated / "runs/sft/metrics.jsonl").read_text().splitlines()]
@@ -139,6 +141,8 @@ def check_experts(out: Path, steps: range) -> None:
         assert all(each.response.endswith(f"#{sum(map(int, each.prompt.split('+')))}") for each in shown)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_lora_trains_adapters_and_saves_merged_weights(server: Forks, imitated: Path) -> None:
     rows = run(server, imitated, "lora.yaml", "lora", "steps=15", "evaluation.every=15", "trainer.precision=fp32")
     before, after = greedy(rows)
@@ -181,6 +185,8 @@ LORA_SHORT = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_lora_resumes_with_the_same_numbers(
     server: Forks, imitated: Path, tmp_path: Path, number: signal.Signals, code: int
@@ -203,6 +209,8 @@ def test_lora_resumes_with_the_same_numbers(
     assert adapters[0].read_bytes() == adapters[1].read_bytes()
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("staleness", [0, 1])
 def test_lora_in_bf16(server: Forks, imitated: Path, staleness: int) -> None:
     settings = [*LORA_SHORT[:-1], "trainer.precision=bf16", f"max_staleness={staleness}"]
@@ -231,6 +239,8 @@ def stored(text: str, reward: float | None, stop: StopReason = StopReason.EOS, p
     )
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_shortest_correct_completions_and_pairs_train(
     server: Forks, imitated: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -270,6 +280,8 @@ def test_shortest_correct_completions_and_pairs_train(
         assert {each.response for each in load_experiences(name)} <= {"2+3 #25", "2+3+1 #26", "2+3 1+1 #25"}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_distillation_is_rewarded_by_a_teacher_alone(server: Forks, imitated: Path) -> None:
     teacher = "stages.1.algorithm.teacher=runs/sft/checkpoints/step-000300"
     rows = run(server, imitated, "distill.yaml", "distilled", *SHORT_SFT, teacher, "stages.1.steps=3")

@@ -89,6 +89,8 @@ def test_interrupted_with_rewards_under_way_keeps_them(server: Forks, tmp_path: 
     assert outcome(tmp_path / "out") | {"checkpoints": None} == outcome(tmp_path / "whole") | {"checkpoints": None}
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_interrupted_twice_ends_at_once_with_older_checkpoints_whole(server: Forks, tmp_path: Path) -> None:
     """The first Ctrl-C waits for rewards that a checkpoint has to hold; these take minutes."""
     (tmp_path / "mine.py").write_text(

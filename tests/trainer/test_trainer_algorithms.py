@@ -124,7 +124,9 @@ def _assert_equal(metrics: list[dict[str, float]], gradients: dict[str, list[Ten
         assert all(distance(each, seen[-1]) < bound for each in seen)
 
 
-@pytest.mark.parametrize("dtype", list(BOUNDS), ids=["fp32", "float64"])
+@pytest.mark.parametrize(
+    "dtype", [pytest.param(torch.float32, id="fp32", marks=pytest.mark.slow), pytest.param(torch.float64, id="float64")]
+)
 @pytest.mark.parametrize("name", list(CUT))
 def test_loss_and_gradient_do_not_depend_on_rows(
     toy: Any,

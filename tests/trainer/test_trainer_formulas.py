@@ -62,8 +62,10 @@ def test_every_algorithm_has_a_formula() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "forward", "bound"),
-    [(torch.float32, plain_logprobs, 1e-5), (torch.float64, padded_logprobs, 4e-6)],
-    ids=["fp32 unpacked", "float64 padded"],
+    [
+        pytest.param(torch.float32, plain_logprobs, 1e-5, id="fp32 unpacked", marks=pytest.mark.slow),
+        pytest.param(torch.float64, padded_logprobs, 4e-6, id="float64 padded"),
+    ],
 )
 @pytest.mark.parametrize("name", list(FORMULAS))
 def test_loss_and_gradients_equal_the_formula_written_out(

@@ -24,6 +24,8 @@ from rollmill.trainer.batch import MicroBatch
 from rollmill.trainer.ranks import Ranks, Sharding
 from rollmill.trainer.update import Part, Updates
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "grpo": {"aggregation": "token-mean", "kl": {"coefficient": 0.1, "target": 0.01, "horizon": 20}},
     "dr_grpo": {},
