@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from rollmill.rewards.answers.circumstances import is_circumstance
+from rollmill.rewards.answers.circumstances import OF_THEM, computed, ends_in, is_circumstance, without_details
 from rollmill.rewards.answers.values import Value, values
 from rollmill.rewards.answers.writing import CJK
 
@@ -16,6 +16,11 @@ LONGEST_PHRASE = 2000
 _JOINER = re.compile(
     r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|还是|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
     r"(?:also |even |maybe |perhaps |possibly |either |是 ?|为 ?)?",
+    re.IGNORECASE,
+)
+_DRAWS = re.compile(
+    r"=|\b(?:so|thus|hence|therefore|total\w*|altogether|leav\w+|which (?:is|makes|gives)|number|counts?|counted)\b"
+    r"|所以|因此|故|共|数量|个数|一起|总",
     re.IGNORECASE,
 )
 _TRAILING = re.compile(
@@ -30,6 +35,12 @@ _REASON = re.compile(
     r"|calculated|shown))\b|因为|由于|其中",
     re.IGNORECASE,
 )
+_ALSO = re.compile(
+    r"(?<=\S)\s*(?<!\\)\((?:[\s$]*(?:≈|~|\\approx|about\b|approximately\b|approx\b|roughly\b|大?约)[^()\n]{1,60}"
+    r"|(?<=\d °[CF] \()-?[\d.,]+ ?°[CF]|(?<=\d°[CF] \()-?[\d.,]+ ?°[CF])\)",
+    re.IGNORECASE,
+)
+"""The value in another form behind it: `36π (≈ 113.1)`, `100 °C (212 °F)`."""
 _ASIDE = re.compile(
     r"(?<!\\)\s*[(（](?=[^()（）]*(?:[A-Za-z]{3,}|[\u4e00-\u9fff]{2,}|[A-Za-z]{1,2}\s*=))([^()（）\\$]{1,300})[)）]"
 )
@@ -41,10 +52,6 @@ _BOUND_BEFORE = re.compile(
     r"\s*(?:or equal to\s*)?$",
     re.IGNORECASE,
 )
-_DETAIL = re.compile(
-    r"\b(?:of|for|to|in|on|at|from|with|over|per|than|because|since|when|if|as|while|by|and)\b[^,.;=]{0,30}$",
-    re.IGNORECASE,
-)
 _DELIMITERS = re.compile(
     r"\$\$?|\\[\[\]()]|\\(?:begin|end)\{(?:aligned|align|gathered|gather|equation|split|eqnarray)\*?\}"
     r"|\\therefore(?![A-Za-z])"
@@ -52,14 +59,18 @@ _DELIMITERS = re.compile(
 _SIDES = re.compile(r"=|\\(?:simeq|approx|sim|equiv|[Rr]ightarrow|Longrightarrow|implies|to)(?![A-Za-z])|≈")
 _WHOLE = re.compile(
     r"\\begin|\\(?:text|mathrm|quad)\s*\{? ?(?:or|and)\b|[<>]|\\(?:le|ge|lt|gt|leq|geq|neq)(?![a-z])"
-    r"|, ?[A-Za-z]\w* ?=|\bor\b"
+    r"|[,，](?:[\s$]|\\q?quad|\\[,;: ])*[A-Za-z]\w*(?:\([^()]{1,20}\))? ?=|\b(?:or|and)\b"
 )
 _NAMES = re.compile(
     r"(?<!\\)(?<![A-Za-z])(?!(?:cdot|times|frac)(?![a-z]))[A-Za-z]"
     r"|\\(?:theta|lambda|omega|mu|sigma|alpha|beta|phi|pi|nu|tau|Delta)"
 )
 _CUT_SIDE = re.compile(r"(?:[-+*/×÷)−–]|\d\s*[xX]|\b(?:times|plus|minus|by|of|and))\s*\$?\s*$")
-_NEGATIVE = re.compile(r"(?:负|零下)$")
+_MONTH = re.compile(
+    r"\b(?:Jan(?:uary)?|Feb(?:ruary)?|March|April|May|June|July|Aug(?:ust)?|Sept?(?:ember)?|Oct(?:ober)?|Nov(?:ember)?"
+    r"|Dec(?:ember)?)\.? $"
+)
+_NEGATIVE = re.compile(r"(?:负|零下|(?<![\d)$] )\b(?:negative|minus) )$", re.IGNORECASE)
 _BOUND_BEHIND = re.compile(
     rf"\s*[{CJK}]?\s*(?:以上|以下|以内|左右|之间|多(?=[{CJK}]))|\s*(?:[a-z]+\s+)?or (?:more|less|fewer|greater|higher"
     rf"|lower|above|below|so)\b|\+(?!\d)",
@@ -69,7 +80,7 @@ _LEAD = re.compile(
     r"(?:\s|[:*_>#\"“”'‘’]|-\s|(?:(?:therefore|thus|hence|so|then|just|simply|exactly|approximately|about|roughly|nearly|around"
     r"|clearly|indeed|now|actually|really|probably|likely|also|only|always|given by|equal to|equals"
     r"|found to be|that|both|either"
-    r"|option|choice|approx)\b|大约|约|是|为|等于|共|有|就|应|该)[ ,:]*)*",
+    r"|option|choice|approx|negative|minus)\b|大约|约|是|为|等于|共|有|就|应|该)[ ,:]*)*",
     re.IGNORECASE,
 )
 
@@ -86,12 +97,12 @@ def tidy(text: str) -> str:
 
 
 def without_asides(text: str) -> str:
-    """The text without remarks in parentheses: `5 cats (2 black, 3 white)`. Alternatives in them stay."""
+    """The text without remarks in parentheses: `5 cats (2 black, 3 white)`, `9π (≈ 28.3)`. Alternatives stay."""
 
     def kept(found: re.Match[str]) -> str:
         return found[0] if re.match(r"\s*(?:or|and|maybe|perhaps|或)\b", found[1], re.IGNORECASE) else " "
 
-    return _ASIDE.sub(kept, text) if "(" in text else text
+    return _ASIDE.sub(kept, _ALSO.sub(" ", text)) if "(" in text else text
 
 
 def value_of(phrase: str, *, leads: bool) -> str:
@@ -107,9 +118,7 @@ def value_of(phrase: str, *, leads: bool) -> str:
     groups = _groups(text, values(text))
     if not groups:
         return _without_reason(text)
-    reason = _REASON.search(text, groups[0].end)
-    if reason is not None and "=" not in text[reason.end() :]:
-        groups = [group for group in groups if group.start < reason.start()]
+    groups = _main(text, groups, leads=leads)
     lead = _LEAD.match(text)
     is_subject = (
         len(groups) > 1 and re.match(f"[{CJK}]", text[groups[0].unit_end :]) is not None
@@ -117,20 +126,18 @@ def value_of(phrase: str, *, leads: bool) -> str:
     if leads and lead is not None and groups[0].start <= lead.end() + 1 and not is_subject:
         return _written(text, groups[0])
     chosen = next((group for group in reversed(groups) if not is_circumstance(text, group)), groups[-1])
-    if not leads and (computed := _computed(text, groups)) is not None:
-        chosen = computed
+    if not leads and (result := computed(text, groups)) is not None:
+        chosen = result
     written = _written(text, chosen)
     return written if leads else last_side(written)
 
 
-def _computed(text: str, groups: list[Value]) -> Value | None:
-    """The last value that is computed, as in `50 / 10 = 5 days to use 50 liters`, where only details follow it."""
-    for group in reversed(groups):
-        if "=" in text[group.start : group.end]:
-            return group
-        if not _DETAIL.search(text, max(0, group.start - 40), group.start):
-            return None
-    return None
+def _main(text: str, groups: list[Value], *, leads: bool) -> list[Value]:
+    """The values before any reason, without those that only explain one before."""
+    reason = _REASON.search(text, groups[0].end)
+    if reason is not None and "=" not in text[reason.end() :]:
+        groups = [group for group in groups if group.start < reason.start()]
+    return without_details(text, groups, said=leads)
 
 
 def last_side(formula: str) -> str:
@@ -150,7 +157,8 @@ def last_side(formula: str) -> str:
 def has_conclusion(sentence: str) -> bool:
     """Whether a sentence names a value that does not only say when or where."""
     text = tidy(without_asides(sentence[:LONGEST_PHRASE]))
-    return any(not is_circumstance(text, group) for group in _groups(text, values(text)))
+    groups = _groups(text, values(text))
+    return any(not is_circumstance(text, group) for group in groups) or ends_in(text, groups)
 
 
 def _written(text: str, group: Value) -> str:
@@ -158,13 +166,25 @@ def _written(text: str, group: Value) -> str:
     before = _BOUND_BEFORE.search(text, max(0, group.start - 40), group.start)
     behind = _BOUND_BEHIND.match(text, group.end) or _BOUND_BEHIND.match(text, group.unit_end)
     negative = _NEGATIVE.search(text, 0, group.start)
-    start = (before or negative).start() if before or negative else group.start  # type: ignore[union-attr]
+    month = _MONTH.search(text, max(0, group.start - 12), group.start)
+    lead = before or negative or month
+    start = lead.start() if lead is not None else group.start
     written = text[start : behind.end() if behind else group.unit_end].strip().strip("_")
     if "=" in written and _CUT_SIDE.search(text, max(0, group.start - 20), group.start):
         written = written.rpartition("=")[
             2
         ].strip()  # of `72 cubic feet * 3/4 = 54 cubic feet` the left side is no formula
     return written.replace(" (or ", " or ") if written.count("(") > written.count(")") else written
+
+
+def several(sentence: str) -> bool:
+    """Whether a sentence names several values of different things and concludes none, as in `3 boats and 4 people`."""
+    text = tidy(without_asides(sentence[:LONGEST_PHRASE]))
+    groups = _groups(text, values(text))
+    if not groups or _DRAWS.search(text):
+        return False
+    main = [each for each in _main(text, groups, leads=False) if not is_circumstance(text, each)]
+    return len({text[each.start : each.unit_end] for each in main}) > 1
 
 
 def has_value(text: str) -> bool:
@@ -184,7 +204,12 @@ def _groups(text: str, found: list[Value]) -> list[Value]:
         between = text[groups[-1].unit_end : value.start] if groups else ""
         unit = text[groups[-1].end : groups[-1].unit_end].strip() if groups else ""
         goes_on = unit != "" and " " not in unit and value.unit_end > value.end and between in ("", " ", "又", "零")
-        if groups and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start])):
+        is_part = OF_THEM.match(text, value.unit_end) is not None
+        if (
+            groups
+            and not is_part
+            and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start]))
+        ):
             groups[-1] = Value(groups[-1].start, value.end, value.unit_end)
         else:
             groups.append(value)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES
+from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES, SPELLED
 from rollmill.rewards.answers.passage import Formula, Passage
 from rollmill.rewards.answers.unit_ends import unit_end
 from rollmill.rewards.answers.writing import CJK
@@ -34,6 +34,12 @@ _SIGN = re.compile(r"[°%‰!√π∞∅²³⁴⁵⁶⁷⁸⁹⁰¹½¼¾⅓⅔�
 _OPEN = "(["
 _CHINESE_VALUE = re.compile(
     rf"(?<![第{HAN}])(?:{CHINESE})(?=[{MEASURES}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
+)
+_SPELLED_VALUE = re.compile(
+    r"(?<!the )(?<!these )(?<!those )(?<!both )(?<!of )(?<!other )(?<!all )(?<!last )(?<!first )(?<!next )(?<!any )"
+    rf"(?<!in )(?!one(?! (?:hundred|thousand|million|billion|half|third|fourth|quarter|fifth|sixth|eighth|tenth)|\W*$))"
+    rf"{SPELLED}",
+    re.IGNORECASE,
 )
 _LABELLED = re.compile(
     r"(?:\b(?:step|case|fig(?:ure)?|question|equation|eq|part|problem|section|theorem|example|method|type|option|choice"
@@ -71,7 +77,8 @@ def values(text: str) -> list[Value]:
     if not found:
         found = [
             Value(each.start(), each.end(), unit_end(text, each.start(), each.end()))
-            for each in _CHINESE_VALUE.finditer(text)
+            for pattern in (_CHINESE_VALUE, _SPELLED_VALUE)
+            for each in pattern.finditer(text)
         ]
     return found
 
@@ -177,7 +184,7 @@ def _counts(text: str, start: int, end: int, passage: Passage) -> bool:
     run = text[start:end]
     formula: Formula | None = passage.formula_at(start)
     if formula is not None and formula.end >= end:
-        return bool(formula.inner)
+        return formula.inner.strip("$ ") not in ("", "\\blacksquare", "\\square", "\\Box", "\\qed")
     if not re.search(r"[\dπ∞∅√\\①-⑳]|[A-Za-z]\s?[=<>≤≥≠^+*/(-]|[=+*/]\s?[A-Za-z]|infty|infinity|\(", run):
         return False
     if re.fullmatch(r"\([A-Za-z]\)|\(?\d{1,2}\)", run) and start and text[start - 1] not in " \n:：":
