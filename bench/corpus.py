@@ -1,6 +1,7 @@
 """Labelled answers judged by rollmill and by math-verify: right ones that are rejected, wrong ones that are accepted.
 
-About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`).
+About 13,000 answers to published tasks, in four banks of phrasings in English and Chinese (`answer_phrasings.py`), and
+about 700 completions as chat models write them (`chat_answers.py`), whose groups begin with "chat:".
 math-verify extracts formulas, expressions and option letters, as its documentation shows.
 """
 
@@ -15,6 +16,7 @@ from typing import Any
 
 from bench.answer_corpus import Labelled, corpus
 from bench.answers import data_dir
+from bench.chat_answers import PREFIX, chat_answers
 from bench.report import Case, finish
 
 BANKS = ("first", "second", "third", "fourth")
@@ -23,7 +25,7 @@ BANKS = ("first", "second", "third", "fourth")
 def main(arguments: list[str], only_json: bool) -> None:
     """Run the benchmark; see the module's docstring."""
     argparse.ArgumentParser(prog="bench corpus", description=__doc__).parse_args(arguments)
-    rows = [row for bank in BANKS for row in corpus(data_dir(), bank)]
+    rows = [*(row for bank in BANKS for row in corpus(data_dir(), bank)), *chat_answers()]
     ours, peer = accepted_by_rollmill(rows), accepted_by_math_verify(rows)
     groups = dict.fromkeys(row.group for row in rows)
     cases = [_case(group, *_of(group, rows, ours, peer)) for group in groups]
@@ -68,7 +70,7 @@ def accepted_by_math_verify(rows: Sequence[Labelled]) -> list[bool]:
     letters = [*places, StringExtractionConfig(strings=tuple("ABCD"), lowercase=False)]
     found = []
     for row in rows:
-        configs = letters if row.group in ("k12 single", "math letters") else places
+        configs = letters if _kind(row) in ("k12 single", "math letters") else places
         gold = _reference(row)
         found.append(bool(verify(parse(gold, letters if configs is letters else places), parse(row.text, configs))))
     return found
@@ -101,12 +103,16 @@ def _case(name: str, rows: list[Labelled], ours: list[bool], peer: list[bool]) -
     return Case(name, "math-verify 0.9", "share judged as labelled", [shares[0]], [shares[1]], True, extra)
 
 
+def _kind(row: Labelled) -> str:
+    return row.group.removeprefix(PREFIX)
+
+
 def _reference(row: Labelled) -> str:
     if isinstance(row.gold, dict):
         return ", ".join(f"{left}-{right}" for left, right in row.gold.items())
     if isinstance(row.gold, list):
         return "$" + ", ".join(map(str, row.gold)) + "$"
-    return str(row.gold) if row.group in ("k12 single", "math letters", "vqa") else f"${row.gold}$"
+    return str(row.gold) if _kind(row) in ("k12 single", "math letters", "vqa") else f"${row.gold}$"
 
 
 def _completion(text: str) -> Any:

@@ -17,6 +17,7 @@ from reward_helpers import completion, judged, task
 from rule_helpers import ADAPTER
 
 from bench.answer_corpus import Labelled, corpus
+from bench.chat_answers import chat_answers
 from bench.corpus import BANKS, accepted_by_math_verify, accepted_by_rollmill, counts
 from rollmill.config.rewards import MathReward
 from rollmill.rewards import Judge, build_judge
@@ -238,6 +239,24 @@ def test_every_bank_of_the_corpus_is_judged_as_labelled(data_dir: Path, bank: st
     rejected, accepted = counts(rows, accepted_by_rollmill(rows))
     assert accepted == 0
     assert rejected <= LEFT[bank]
+
+
+def test_completions_of_chat_models_are_judged_as_labelled() -> None:
+    rows = chat_answers()[::4]
+    rejected, accepted = counts(rows, accepted_by_rollmill(rows))
+    assert rejected <= 1
+    assert accepted == 0
+
+
+@pytest.mark.slow
+def test_all_completions_of_chat_models_against_math_verify() -> None:
+    rows = chat_answers()
+    rejected, accepted = counts(rows, accepted_by_rollmill(rows))
+    peer = counts(rows, accepted_by_math_verify(rows))
+    assert rejected <= 3
+    assert accepted == 0
+    assert 10 * rejected <= peer[0]
+    assert peer[1] > 0
 
 
 @pytest.mark.slow

@@ -142,7 +142,7 @@ NUMBERS = [
     ("0", "-0", True),
     ("5", "(5)", True),
     ("007", "7", True),
-    ("5", "five", False),  # numbers in words are no numbers here
+    ("5", "five", True),
     (r"-\frac{1}{2}", r"\frac{-1}{2}", True),
     (r"-\frac{1}{2}", r"\frac{1}{-2}", True),
     (r"\frac{1}{2}", r"\dfrac12", True),

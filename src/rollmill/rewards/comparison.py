@@ -22,6 +22,9 @@ _SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
 _ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
 _ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
 _CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
+_TIMES_100 = re.compile(r"(?:\\times|\\cdot|\*|x) ?100(?![\d.%]).*=")
+CALL = re.compile(r"^[A-Z] ?\([^()]{0,40}=[^()]{1,40}\) ?=")
+"""The name of a value with an equation in it, as in `P(X = 2) = 16/35`."""
 _LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")
 _VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
 _SEVERAL = re.compile(
@@ -156,7 +159,10 @@ def _settle_sides(gold: str, answer: str, rules: Rules) -> bool | list[Question]
     number = quantity(gold)
     if answer.count("%") > 1 and answer.endswith("%"):  # `35% - 15% = 20%`
         answer = answer.replace("%", "")
-    pieces = [piece.strip() for piece in _SIGNS.split(answer)]
+    if answer.endswith("%") and gold.endswith("%") and _TIMES_100.search(answer):  # `20/80 * 100 = 25%`
+        gold, answer = gold.rstrip("%"), answer.rstrip("%")
+        number = quantity(gold)
+    pieces = [piece.strip() for piece in _SIGNS.split(CALL.sub("", answer, count=1))]
     sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
     while len(sides) > 1 and _LETTER.search(sides[0][1]):
         sides = [("=", sides[1][1]), *sides[2:]]

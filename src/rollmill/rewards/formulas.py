@@ -68,6 +68,7 @@ def _cases_apart(texts: list[str]) -> list[str]:
 
 def _latex(text: str) -> str:
     """The text as LaTeX that math-verify reads: sqrt(2), pi and 1e-7 are common in answers too."""
+    text = re.sub(r"\\[dt]?binom ?(\d) ?(\d)", r"\\binom{\1}{\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])sqrt\(([^()]*)\)", r"\\sqrt{\1}", text)
     text = re.sub(r"√ ?(?:\(([^()]*)\)|(\d+|[a-z]))", r"\\sqrt{\1\2}", text)
     text = re.sub(r"(?<![\\A-Za-z])pi(?![A-Za-z])", r"\\pi ", text)

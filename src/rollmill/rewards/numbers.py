@@ -152,7 +152,8 @@ def split_unit(text: str) -> tuple[str, Unit | str | None]:
         symbol = measured(money[2])
         if isinstance(also, Unit) and symbol is not None and re.search(r"\bper |/", text):
             also = symbol  # `$16 per week`
-        return (behind, symbol) if also is None or also == symbol else (text, None)
+        is_word = isinstance(also, Unit) and measured(str(next(iter(also.measure))[0])) is None
+        return (behind, symbol) if also is None or also == symbol or is_word else (text, None)
     for match in _BEFORE_UNIT.finditer(text):
         words = text[match.end() :]
         if _PERCENT.fullmatch(words):

@@ -94,10 +94,22 @@ _REMARK = re.compile(
     r"|this (?:makes sense|matches|is consistent|agrees|confirms)"
     r"|which (?!leaves|gives|means|leads|yields|makes|is\b|equals)|where\b|as (?:required|desired|expected"
     r"|claimed)|as a check|sanity check|for example|e\.g|explanation|reason\w*\b|why\b|source|reference"
-    r"|do you|would you|is there|great|good luck|remember|~|-[A-Za-z]"
+    r"|do you|would you|is there|does (?:this|that|it) make sense|indeed\b|great|good luck|remember|~|-[A-Za-z]"
+    r"|(?:with(?:out)?|if|had)\b[^\n]{0,80}\bwould\b|(?<=\()[A-Z]\w* "
     r"|检验|验证|验算|注意?[:：]?|希望|如有|如果您|备注|解释|解析|理由)",
     re.IGNORECASE,
 )
+_UNFINISHED = re.compile(
+    r"(?:[=+/×÷·<]| \*|[\w)] ?[-−]|\b(?:to|the|of|and|is|are|a|an|by|with|for|that|be|have to))\s*$", re.IGNORECASE
+)
+"""The end of a text that was cut off."""
+_TURNS = re.compile(
+    r"[=\n]|\b(?:so|thus|hence|therefore|total\w*|altogether|but|however|wait|actually|no|answer)\b|所以|因此|故|共|但|不|答",
+    re.IGNORECASE,
+)
+"""What shows that a value at the beginning of a text was not its answer."""
+_TICKED = re.compile(r"[✓✔✗✘]")
+_CHECKING = re.compile(r"[\s*#(]*(?:to |let|we |now|does |验|检|\w*-?check|verif)", re.IGNORECASE)
 _MARKED = re.compile(
     r"\*\*(?P<bold>[^*\n]{1,200}?)\*\*|(?<!`)`(?P<code>[^`\n]{1,200})`(?!`)|__(?P<under>[^_\n]{1,200}?)__"
 )
@@ -226,13 +238,15 @@ def concluding(passage: Passage) -> Candidate | None:
     """
     spans = passage.sentences()[-_MOST_SENTENCES:]
     text = passage.text
+    if _UNFINISHED.search(text):
+        return None
+    if len(spans) > 1 and _is_bare(text[slice(*spans[0])]) and not _TURNS.search(text, spans[0][1]):
+        spans = spans[:1]
     remarks = [index for index, (start, end) in enumerate(spans) if _REMARK.match(text[start:end])]
     checks = [
         index
         for index in remarks
-        if index
-        and has_value(text[slice(*spans[index - 1])])
-        and re.match(r"[\s*#(]*(?:to |let|we |now|验|检|\w*-?check|verif)", text[slice(*spans[index])], re.IGNORECASE)
+        if index and has_value(text[slice(*spans[index - 1])]) and _CHECKING.match(text[slice(*spans[index])])
     ]
     if (
         checks
@@ -240,9 +254,11 @@ def concluding(passage: Passage) -> Candidate | None:
         and not any(_CONCLUDES.search(text[start:end]) for start, end in spans[checks[0] + 1 :])
     ):
         spans = spans[: checks[0]]
+    first = spans[0][0] if spans else 0
     for start, end in [*_conclusive(text, spans), *reversed(spans)]:
         sentence = text[start:end]
-        if _REMARK.match(sentence) or text[end : end + 1] in ("?", "？"):
+        is_check = start > first and _TICKED.search(text[start : end + 3]) and has_value(text[first:start])
+        if _REMARK.match(sentence) or text[end : end + 1] in ("?", "？") or is_check:
             continue
         marked = [each for each in _MARKED.finditer(sentence) if _is_value(each)]
         if marked:
@@ -271,6 +287,12 @@ def concluding(passage: Passage) -> Candidate | None:
 def _conclusive(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     """The sentences from the last one on that name a value which is no mere circumstance."""
     return [span for span in reversed(spans) if has_conclusion(text[slice(*span)])]
+
+
+def _is_bare(sentence: str) -> bool:
+    """Whether a sentence is nothing but a value, as in `Three. Two of them are red.`"""
+    plain = tidy(sentence)
+    return 0 < len(plain) <= 30 and "=" not in plain and has_value(plain) and value_of(plain, leads=True) == plain
 
 
 def _is_value(marked: re.Match[str]) -> bool:

@@ -24,6 +24,7 @@ from rollmill.rewards.answers.candidates import (
 from rollmill.rewards.answers.doubts import hedges
 from rollmill.rewards.answers.passage import Passage
 from rollmill.rewards.answers.phrase import has_value, value_of
+from rollmill.rewards.answers.statement import stated
 from rollmill.rewards.answers.writing import half_width
 from rollmill.rewards.base import inside_last
 
@@ -131,6 +132,8 @@ def _standing(passage: Passage, contents: list[Candidate], candidate: Candidate)
             return None
         candidate = kept
     value = _value(candidate)
+    if candidate.kind == "line" and (words := stated(text)) and not has_value(words[0]):
+        value = words[0]
     at = text.rfind(value, candidate.start, candidate.end) if value else -1
     behind = text[candidate.end if at < 0 else at + len(value) :]
     hedged = bool(value) and candidate.kind != "bare" and hedges(value, behind)

@@ -29,7 +29,7 @@ _LED = re.compile(
     rf"{_LEAD}(?P<open>[(\[])?(?P<letter>[A-Z])(?![A-Za-z'\d^_])(?P<mark>[)\].:,、]*+) ?(?P<rest>.*)", re.DOTALL
 )
 _REASON = re.compile(r"\b(?:because|since|as|not|rather than|instead of)\b|因为|由于|而不是|不是|不选", re.IGNORECASE)
-_SENTENCE = re.compile(r"(?:because|since|as|is|are|for|due|not)\b|[,-]|\Z")
+_SENTENCE = re.compile(r"(?:because|since|as|is|are|for|due|not|here)\b|[,-]|\Z")
 _DENIED = re.compile(
     r"\W*(?:选项|项)?(?:是)?\s?"
     r"(?:(?:is|are|was)(?:n't| not| wrong| incorrect| false| eliminated| ruled)|错|不|wrong|incorrect)",
@@ -50,7 +50,7 @@ _WRONG = (
 _STATED = re.compile(
     rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option"
     rf"|clearly|therefore|only)"
-    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗)"
+    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗| ?\?)"
 )
 _JUDGED_LINE = re.compile(
     rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+"
@@ -80,6 +80,10 @@ _ARTICLE_A = re.compile(
 _ENDS_IN = re.compile(rf"(?:\b(?:is|are|be|has|have|with)|[:是为有])[ :]*(?P<list>{_LIST})$")
 _NEGATION = re.compile(
     r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许",
+    re.IGNORECASE,
+)
+_COMPARED = re.compile(
+    r"\b(?:than|unlike|except|between|would|could|might|whereas|while|although|instead|rather|if|or)\b|[比或]|除了",
     re.IGNORECASE,
 )
 _OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
@@ -112,8 +116,11 @@ def chosen(found: FinalAnswer, options: dict[str, str], *, several: bool) -> fro
         if letters is not None:
             return letters
     stated = _stated(found, options, known)
+    if stated is None and not several and found.kind in ("line", "sentence"):
+        stated = _at_the_end(_plain(found.tail), options)
     if stated is None and not several and found.kind == "line":
-        stated = _sole(_plain(found.text), known)
+        same = _same_text(_plain(found.value), options)
+        stated = _sole(_plain(found.text), known) if same is None else frozenset(same)
     return stated if stated is not None and (several or len(stated) == 1) else None
 
 
@@ -123,6 +130,22 @@ def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
     if len(letters) != 1 or not letters <= known or sentence.endswith("?") or _NEGATION.search(sentence):
         return None
     return frozenset(letters)
+
+
+def _at_the_end(text: str, options: dict[str, str]) -> frozenset[str] | None:
+    """The option whose words end the last sentence, as in `it gets higher in the sky`, where it names no other one."""
+    sentence = re.split(r"(?<=[.!?。！？])\s+|(?<=[。！？])|\n", text.strip(" .。"))[-1].casefold()
+    ends = [name for name, option in options.items() if _ends_in(sentence, option.strip(" .。").casefold())]
+    longest = max(ends, key=lambda name: len(options[name]), default=None)
+    if longest is None or _LABEL.search(text) or _NEGATION.search(sentence) or _COMPARED.search(sentence):
+        return None
+    rest = sentence[: len(sentence) - len(options[longest].strip(" .。"))]
+    others = [option.strip(" .。").casefold() for name, option in options.items() if name != longest]
+    return None if any(each in rest for each in others) else frozenset(longest)
+
+
+def _ends_in(sentence: str, option: str) -> bool:
+    return len(option) >= 4 and re.search(rf"(?:^|[\W_]){re.escape(option)}$", sentence) is not None
 
 
 def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:

@@ -12,7 +12,7 @@ HAN = "零〇一二两三四五六七八九十百千万亿"
 """Characters of Chinese numerals, for character classes of regular expressions."""
 CHINESE = rf"[{HAN}]{{1,20}}(?:分之[{HAN}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
 """Regular expression of a Chinese numeral, perhaps a fraction or a decimal. Linear."""
-MEASURES = "个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
+MEASURES = "块个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
 """Chinese measure words of one character."""
 
 _SPELLED = (
@@ -36,6 +36,15 @@ SCALE = (
 _LARGE = {"thousand": 1000, "million": 10**6, "billion": 10**9}
 NUMBER_WORDS = {word: value for value, word in enumerate(_SPELLED.split())} | {"none": 0} | _TENS
 """English words of single numbers, in small letters."""
+_ONE_WORD = rf"(?:{'|'.join(sorted({*NUMBER_WORDS, *_SCALES, *_LARGE} - {'none'}, key=len, reverse=True))})(?![A-Za-z])"
+_PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8}
+_PARTS |= {"halve": 2, "ninth": 9, "tenth": 10, "hundredth": 100}
+SPELLED = (
+    rf"(?<![A-Za-z-])(?:{_ONE_WORD}(?:(?:[ -]|(?<=hundred) and |(?<=thousand) and ){_ONE_WORD}){{0,12}}"
+    rf"(?:[ -](?:{'|'.join(_PARTS)})s?(?![A-Za-z])| and a (?:half|quarter)(?![A-Za-z]))?)(?!-?[A-Za-z]*(?<=-)[A-Za-z])"
+)
+"""Regular expression of a number in English words: `one hundred and ten`, `two thirds`, `two and a half`."""
+_SPELLED_NUMBER = re.compile(rf"(?:(?P<sign>negative|minus) )?(?:(?P<words>{SPELLED})|(?=[$\d.√\\(]))", re.IGNORECASE)
 _WORDS = re.compile(r"[a-z]+|[^\sa-z-]")
 _SCALED = re.compile(rf"(?P<number>[+-]?[$€£¥]? ?\d[\d,]*(?:\.\d+)?) ?(?P<scale>{SCALE})")
 _MIXED = re.compile(r"(?P<high>\d{1,8}(?:\.\d{1,4})?)万(?P<low>\d{1,4})(?P<place>[千百]?)")
@@ -76,7 +85,14 @@ def _placed(whole: str) -> int:
 
 
 def in_digits(text: str) -> str:
-    """A number at the beginning of a text in digits: `一万五千元` is `15000 元`, `1.2 million` is `1.2*10^6`."""
+    """A number at the beginning of a text in digits: `一万五千元` is `15000 元`, `1.2 million` is `1.2*10^6`.
+
+    In English words too: `one hundred and ten dollars` is `110 dollars`, `minus 3` is `-3`.
+    """
+    words = _SPELLED_NUMBER.match(text)
+    if words is not None and words.end():
+        in_full = f"{spelled(words['words'])} " if words["words"] else ""
+        return f"{'-' if words['sign'] else ''}{in_full}{text[words.end() :].strip()}".strip()
     mixed = _MIXED.match(text)
     if mixed is not None:
         low = int(mixed["low"] or 0) * {"千": 1000, "百": 100}.get(mixed["place"], 1)
@@ -107,6 +123,16 @@ def numeral_value(text: str) -> Fraction | None:
 def counted_in_chinese(text: str) -> list[Fraction]:
     """The numerals that stand before a measure word, as in `有五只猫`."""
     return [value for found in _COUNTED.findall(text) if (value := chinese(found)) is not None]
+
+
+def spelled(words: str) -> Fraction:
+    """The value of a number in English words that `SPELLED` matches."""
+    whole, *part = re.split(rf"[ -](?:and a )?(?=(?:{'|'.join(_PARTS)})s?$)", words.lower(), maxsplit=1)
+    value = spoken(whole)[-1]
+    if not part:
+        return value
+    share = Fraction(1, _PARTS[part[0].removesuffix("s")])
+    return value + share if " and a " in words.lower() else value * share
 
 
 def spoken(text: str) -> list[Fraction]:

@@ -11,7 +11,7 @@ from rollmill.core.errors import RewardError
 from rollmill.rewards.answers.limits import too_much
 from rollmill.rewards.answers.writing import has_cjk, key, number_of
 from rollmill.rewards.base import OK
-from rollmill.rewards.comparison import Rules
+from rollmill.rewards.comparison import CALL, Rules
 from rollmill.rewards.formulas import compared
 from rollmill.rewards.grader import GraderPool, Reply
 from rollmill.rewards.k12.amounts import Amount, amount, same, word_of
@@ -78,6 +78,7 @@ async def equal(gold: str, text: str, value: str, gauge: Gauge, *, unit: str | N
     got = amount(answer)
     if want is not None and got is not None:
         return Reply(OK, float(await _same(want, got, gauge)))
+    answer = CALL.sub("", answer.strip(" $"), count=1) if CALL.match(answer.strip(" $")) else answer
     if want is not None and _EQUALS.search(answer) and not RELATION.search(normalised(answer)):
         return await _chain(want, normalised(answer), gauge)
     return await _formula(gold, answer, gauge)

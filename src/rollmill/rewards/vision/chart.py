@@ -6,8 +6,9 @@ import re
 
 from rollmill.config.rewards import ChartReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import answer_part, final_answer
+from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
 from rollmill.rewards.answers.phrase import tidy
+from rollmill.rewards.answers.statement import stated as said_in_words
 from rollmill.rewards.answers.writing import half_width
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
 from rollmill.rewards.text.reading import judged_part
@@ -16,6 +17,16 @@ from rollmill.rewards.vision.ocr import references
 
 _YEAR = re.compile(r"(?:19|20)\d\d")
 _BETWEEN = re.compile(r";|\n"), re.compile(r";|\n|,(?=\s)"), re.compile(r";|\n|,(?=\s)|\band\b")
+_SAID_YEAR = re.compile(r"(?<![\d.,$€£¥])(?:19|20)\d\d(?![\d%]|[.,]\d)")
+_BESIDE = re.compile(
+    r"(?:^\W*(?:in|from|between|since|by|compared)|\b(?:than(?: in)?|from|between|since|after|before|until|to|and|with"
+    r"|unlike|not(?: in)?))\s*(?:the )?(?:years? )?$",
+    re.IGNORECASE,
+)
+"""What makes a year one that the answer is only set beside."""
+_CHAIN = re.compile(
+    r"[\s$]*[\d\s.,%+*/×÷·−–()-]+(?:\s*=\s*[\d\s.,%+*/×÷·−–()-]+)*=\s*(?P<result>[^=+*/×÷]{1,60}?)[\s$]*"
+)
 _LONGEST = 2000
 
 
@@ -46,13 +57,26 @@ class Chart:
         if len(whole) > _LONGEST:
             whole = found.text
         if not isinstance(task.answer, list | tuple):
-            said = dict.fromkeys((whole, found.text, found.value))
+            said = dict.fromkeys((whole, found.text, *_values(golds[0], found, answer_part(text))))
             return Verdict(float(any(same_value(golds[0], each, config) for each in said if each)))
         splits = [[part for part in between.split(whole.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
         values = next((values for values in splits if len(values) == len(golds)), None)
         if values is None:
             return Verdict(0.0)
         return Verdict(float(all(same_value(*pair, config) for pair in zip(golds, values, strict=True))))
+
+
+def _values(gold: str, found: FinalAnswer, part: str) -> list[str]:
+    """What an answer names, read as the reference is: a year, a number behind its calculation, or words."""
+    if stated(gold) is None:
+        return [found.value, *said_in_words(part)]
+    years = (
+        [] if found.kind != "sentence" or not _YEAR.fullmatch(gold.strip()) else list(_SAID_YEAR.finditer(found.text))
+    )
+    if years:
+        return [next((each for each in years if not _BESIDE.search(found.text, 0, each.start())), years[-1])[0]]
+    chain = _CHAIN.fullmatch(found.value)
+    return [found.value, *([chain["result"]] if chain else [])]
 
 
 def same_value(gold: str, value: str, config: ChartReward) -> bool:

@@ -10,6 +10,7 @@ from rollmill.config.rewards import CountReward
 from rollmill.core.types import Completion, Task
 from rollmill.rewards.answers.final import FinalAnswer, final_answer
 from rollmill.rewards.answers.numerals import counted_in_chinese, spoken
+from rollmill.rewards.answers.phrase import several
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
 from rollmill.rewards.numbers import normalised, quantity
 from rollmill.rewards.text.reading import judged_part
@@ -42,8 +43,9 @@ class Count:
             return Verdict(0.0, NO_ANSWER)
         count = counted(found)
         if count is None:
-            several = found.hedged or _SEVERAL.search(found.value or found.text) is not None
-            return Verdict(0.0, HEDGED if several else NO_ANSWER)
+            is_vague = found.hedged or _SEVERAL.search(found.value or found.text) is not None
+            is_vague = is_vague or (found.kind == "sentence" and several(found.text))
+            return Verdict(0.0, HEDGED if is_vague else NO_ANSWER)
         if config.credit == "exact":
             return Verdict(float(count == gold))
         return Verdict(float(max(Fraction(0), 1 - abs(count - gold) / max(gold, Fraction(1)))))
@@ -54,7 +56,9 @@ def counted(found: FinalAnswer) -> Fraction | None:
     text = found.value[:_LONGEST]
     if found.hedged or _SEVERAL.search(text):
         return None
-    number = quantity(normalised(text))
+    if found.kind == "sentence" and several(found.text):
+        return None
+    number = quantity(normalised(text.rpartition("=")[2]))
     if number is not None:
         return None if number.percent else number.value
     words = spoken(text) or counted_in_chinese(text)

@@ -7,11 +7,14 @@ from collections.abc import Sequence
 
 from rollmill.config.rewards import VQAReward
 from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import answer_part, final_answer
+from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
 from rollmill.rewards.answers.numerals import NUMBER_WORDS
 from rollmill.rewards.answers.phrase import tidy
+from rollmill.rewards.answers.statement import stated
 from rollmill.rewards.answers.writing import half_width
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
+from rollmill.rewards.numbers import normalised as normal
+from rollmill.rewards.numbers import quantity
 from rollmill.rewards.text.reading import judged_part
 from rollmill.rewards.vision.ocr import references
 
@@ -47,10 +50,17 @@ class VQA:
         if found.hedged:
             return Verdict(0.0, HEDGED)
         is_said = found.kind in ("boxed", "hash", "said", "corrected")
-        answers = [tidy(found.text), found.value] if is_said else [tidy(answer_part(text))]
+        part = answer_part(text)
+        answers = [tidy(found.text), found.value] if is_said else [tidy(part), *stated(part), *_counted(found)]
         if len(answers[0]) > _LONGEST:
             return Verdict(0.0, "too_long")
         return Verdict(max(accuracy(answer, golds) for answer in answers))
+
+
+def _counted(found: FinalAnswer) -> list[str]:
+    """The number of `There are two people`."""
+    amount = quantity(normal(found.value)) if found.kind == "sentence" and "=" not in found.value else None
+    return [] if amount is None or amount.percent else [str(amount.value)]
 
 
 def accuracy(answer: str, golds: Sequence[str]) -> float:

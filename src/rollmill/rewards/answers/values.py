@@ -1,0 +1,192 @@
+"""Where the values of a text stand: numbers, formulas in delimiters, bare formulas such as y = -2x + 5, numerals.
+
+Never raises, and linear in the length of the text but for brackets, of which a few are looked at.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES, SPELLED
+from rollmill.rewards.answers.passage import Formula, Passage
+from rollmill.rewards.answers.unit_ends import unit_end
+from rollmill.rewards.answers.writing import CJK
+
+_FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|sqrt|log|ln|exp|pi|infty|infinity|max|min|lim"
+_COMMAND = re.compile(
+    r"\\(?:begin\{(?P<env>\w+)\*?\}.{0,1500}?\\end\{(?P=env)\*?\}|[A-Za-z]+\*?|[{}%,;!|\\ ])"
+    r"(?:\s?(?:\[[^\[\]{}]{0,20}\])?\{(?:[^{}]|\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\})*\}){0,2}",
+    re.DOTALL,
+)
+_NUMBER = re.compile(
+    r"\d{1,30}分之\d{1,30}|[$€£¥]?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?: \d{3})+(?![\d,]|\.\d)"
+    r"|\d+)(?:\.\d+)?(?:[eE][+-]?\d{1,3}(?![\w]))?(?: \d{1,9}/\d{1,9}(?![\d/]))?|\.\d+"
+)
+_WORD = re.compile(
+    rf"\d+(?:st|nd|rd|th)\b(?! root)|\d+-[A-Za-z]{{2,}}[A-Za-z-]*|[A-Za-z]-[A-Za-z]{{2,}}[A-Za-z-]*"
+    rf"|(?!(?:{_FUNCTION})(?![a-z]))[A-Za-z]{{2,}}(?:[-'’][A-Za-z]+)*|第[{HAN}\d]+|[{CJK}]|['’\"“”]"
+)
+_FUNCTIONS = re.compile(rf"(?:{_FUNCTION})(?![a-z])")
+_LETTER = re.compile(r"[A-Za-zα-ωΔΩθ]['′]{0,2}(?:_(?:\{[^{}]{1,20}\}|\w))?")
+_OPERATOR = re.compile(r"<=|>=|!=|\*\*|->|[-+*/^=<>≤≥≠≈±·×÷∪∩∈:−–~|]")
+_SIGN = re.compile(r"[°%‰!√π∞∅²³⁴⁵⁶⁷⁸⁹⁰¹½¼¾⅓⅔′″{}_①-⑳]")
+_OPEN = "(["
+_CHINESE_VALUE = re.compile(
+    rf"(?<![第{HAN}])(?:{CHINESE})(?=[{MEASURES}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
+)
+_SPELLED_VALUE = re.compile(
+    r"(?<!the )(?<!these )(?<!those )(?<!both )(?<!of )(?<!other )(?<!all )(?<!last )(?<!first )(?<!next )(?<!any )"
+    rf"(?<!in )(?!one(?! (?:hundred|thousand|million|billion|half|third|fourth|quarter|fifth|sixth|eighth|tenth)|\W*$))"
+    rf"{SPELLED}",
+    re.IGNORECASE,
+)
+_LABELLED = re.compile(
+    r"(?:\b(?:step|case|fig(?:ure)?|question|equation|eq|part|problem|section|theorem|example|method|type|option|choice"
+    r"|chapter|page|line|row|item|no|number|solution|scenario|phase|stage|point|way)\.?|第|步骤|方法|情况|图|题)\s*[#(]?$",
+    re.IGNORECASE,
+)
+_ENUMERATED = re.compile(r"(?:^|\n)[ \t>*]*\(?\d{1,2}[.)](?=\s)")
+_MOST_OPERATORS = 4
+"""Operators that may follow each other in a formula: a row of thousands of dashes is no formula."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One value of a phrase: where it stands, and where the unit behind it ends."""
+
+    start: int
+    end: int
+    unit_end: int
+
+
+def values(text: str) -> list[Value]:
+    """All values of a text, in order."""
+    passage = Passage(text)
+    found: list[Value] = []
+    at = 0
+    while at < len(text):
+        run = _run(text, at, passage)
+        if run is None:
+            at = _next(text, at)
+            continue
+        start, end = run
+        if _counts(text, start, end, passage):
+            found.append(Value(start, end, unit_end(text, start, end)))
+        at = max(end, at + 1)
+    if not found:
+        found = [
+            Value(each.start(), each.end(), unit_end(text, each.start(), each.end()))
+            for pattern in (_CHINESE_VALUE, _SPELLED_VALUE)
+            for each in pattern.finditer(text)
+        ]
+    return found
+
+
+def _next(text: str, at: int) -> int:
+    """The next place where a value may begin: behind a word or one sign."""
+    word = _WORD.match(text, at)
+    return word.end() if word is not None else at + 1
+
+
+def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
+    """Start and end of the longest formula that begins at a place."""
+    end, joined, last_end = at, True, at
+    brackets = operators = 0
+    while True:
+        gap = end < len(text) and text[end] == " " and end > at
+        place = end + 1 if gap else end
+        if place >= len(text):
+            break
+        kind, stop = _token(text, place, passage)
+        if kind == "operator":
+            if (
+                gap
+                and text[place] in "-–"
+                and text[place + 1 : place + 2] == " "
+                and not _starts(text, place + 2, passage)
+            ):
+                break
+            if place == at and text[place] not in "-−+±~√|":
+                break
+            joined, end = True, stop
+            operators += 1
+            if operators > _MOST_OPERATORS:
+                break
+            continue
+        if kind is None or (gap and not joined and kind not in ("command", "bracket")):
+            break
+        if gap and kind == "bracket" and not joined:
+            break
+        if kind == "letter" and place == at and not _is_variable(text, place, stop):
+            break
+        brackets += kind == "bracket"
+        operators = 0
+        end = last_end = stop
+        joined = kind == "command" and text[stop - 1] != "}"
+    return (at, last_end) if last_end > at and brackets < 40 else None
+
+
+def _token(text: str, at: int, passage: Passage) -> tuple[str | None, int]:
+    formula = passage.formula_at(at)
+    if formula is not None:
+        return ("formula", formula.end) if at == formula.start else (None, at)
+    if text[at] == "{":
+        end = _closing(text, at)
+        return ("bracket", end) if end is not None else (None, at)
+    enumerated = _ENUMERATED.match(text, at)
+    if enumerated is not None and (at == 0 or text[at - 1] == "\n"):
+        return None, at
+    if text.startswith("\\{", at) and (end := _closing(text, at + 1)) is not None:
+        return "bracket", end
+    for kind, pattern in (("command", _COMMAND), ("word", _WORD), ("number", _NUMBER), ("function", _FUNCTIONS)):
+        found = pattern.match(text, at)
+        if found is not None:
+            return (None if kind == "word" else kind), found.end()
+    if text[at] in _OPEN:
+        end = _closing(text, at)
+        return ("bracket", end) if end is not None else (None, at)
+    for kind, pattern in (("letter", _LETTER), ("operator", _OPERATOR), ("sign", _SIGN)):
+        found = pattern.match(text, at)
+        if found is not None:
+            return kind, found.end()
+    return None, at
+
+
+def _starts(text: str, at: int, passage: Passage) -> bool:
+    return at < len(text) and _token(text, at, passage)[0] in ("number", "command", "formula", "bracket")
+
+
+def _closing(text: str, at: int) -> int | None:
+    """Behind the bracket that closes the one at `at`; None where what is inside is no formula."""
+    depth = 0
+    for place in range(at, min(len(text), at + 400)):
+        depth += (text[place] in "([{") - (text[place] in ")]}")
+        if depth == 0:
+            inside = text[at + 1 : place]
+            plain = re.sub(r"\\[A-Za-z]+", "", inside)
+            words = re.findall(r"[A-Za-z]{2,}", _FUNCTIONS.sub("", plain))
+            prose = any(re.search("[aeiou]", word) and len(word) > 2 for word in words) or re.search(f"[{CJK}]", inside)
+            return None if prose or not inside.strip() else place + 1
+    return None
+
+
+def _is_variable(text: str, at: int, end: int) -> bool:
+    """Whether a lone letter begins a formula: `x = 5`, but not `a cat`, `A is` or `I`."""
+    behind = text[end : end + 12]
+    return bool(
+        re.match(r"\s?(?:[=<>≤≥≠≈∈]|\\(?:le|ge|in|neq|approx|to)(?![a-z]))|[-+*/^(_\d]|\s[+*/^-]\s", behind)
+    ) and not (re.match(r"-[A-Za-z]{2}", text[end : end + 3]))
+
+
+def _counts(text: str, start: int, end: int, passage: Passage) -> bool:
+    """Whether a run of signs is a value rather than a mark, a word or the number of a step."""
+    run = text[start:end]
+    formula: Formula | None = passage.formula_at(start)
+    if formula is not None and formula.end >= end:
+        return formula.inner.strip("$ ") not in ("", "\\blacksquare", "\\square", "\\Box", "\\qed")
+    if not re.search(r"[\dπ∞∅√\\①-⑳]|[A-Za-z]\s?[=<>≤≥≠^+*/(-]|[=+*/]\s?[A-Za-z]|infty|infinity|\(", run):
+        return False
+    if re.fullmatch(r"\([A-Za-z]\)|\(?\d{1,2}\)", run) and start and text[start - 1] not in " \n:：":
+        return False
+    return not (re.match(r"[#(]?\d", run) and _LABELLED.search(text, max(0, start - 14), start))
