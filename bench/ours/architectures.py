@@ -80,10 +80,18 @@ def judge(architecture: str, folder: Path) -> Finding:
         lambda: load_checked(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
     )
     if policy is None:
-        return finding
+        return _without(folder, finding)
     _guarded(finding, "rollout", lambda: _compare_rollouts(policy, reference, finding))
     _guarded(finding, "training", lambda: _compare_training(policy.model, reference, finding))
     _decide(finding, reference)
+    return _without(folder, finding)
+
+
+def _without(folder: Path, finding: Finding) -> Finding:
+    """Leave the temporary folder out of the reason, so that results can be compared."""
+    finding.why = (
+        finding.why.removeprefix("model.path: ").removeprefix(f"{folder}: ").replace(str(folder), "the folder")
+    )
     return finding
 
 

@@ -90,8 +90,9 @@ def test_data_is_mixed_verified_refilled_and_replayed(server: Forks, tmp_path: P
     assert all(row["completions"] == 128 for row in repair), "no batch is short"
     assert sum(row["pipeline/group_variance/dropped"] for row in repair) > 0
     assert all(row["pipeline/group_variance/dropped"] == 8 * (row["raw/groups"] - 16) for row in repair)
-    assert sum(row["pipeline/verify/confirmed"] for row in repair) > 0
-    assert sum(row["pipeline/verify/changed"] for row in repair) == 0, "both rules say the same"
+    confirmed, changed = (sum(row[f"pipeline/verify/{key}"] for row in repair) for key in ("confirmed", "changed"))
+    assert confirmed > 100
+    assert changed < 0.05 * confirmed, "both rules say the same, but of odd texts such as `#9r`"
     assert [row["replay/groups"] for row in repair] == [0] + [4] * 19
     assert repair[-1]["tasks/large/share"] == pytest.approx(0.75, abs=0.01)
 

@@ -37,6 +37,7 @@ def costly_answers() -> list[str]:
     made += ["+".join(["x"] * count) for count in (100, 400, 900)]
     made += ["\\cdot ".join(f"(x+{n})" for n in range(count)) for count in (30, 60, 100)]
     made += [f"({'+'.join('abcdexyz'[:terms])})^{{{power}}}" for terms in (2, 3, 5, 8) for power in (30, 100, 500)]
+    made += [" | ".join(map(str, range(100, 100 + count))) for count in (12, 20, 60)]
     made += [r"\sqrt{2+" * count + "1" + "}" * count for count in (8, 15, 40, 90)]
     made += [r"\frac{1}{1+" * count + "x" + "}" * count for count in (8, 15, 40, 90)]
     made += [rf"\sqrt[{index}]{{{10**size + 7}}}" for index in (3, 17, 97) for size in (20, 60)]

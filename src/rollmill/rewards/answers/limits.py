@@ -31,6 +31,7 @@ _DEEPEST_NESTING = 4
 _LARGEST_FACTORIAL = 170
 _LARGEST_BINOMIAL = 500
 _MOST_CELLS = 60
+_MOST_BARS = 8
 _MOST_DIGITS = 120
 _MOST_DIGITS_IN_A_ROOT = 12
 
@@ -87,6 +88,7 @@ def too_costly(gold: str, answer: str) -> bool:
         (len(_FUNCTIONS.findall(answer)), _MOST_FUNCTIONS),
         (len(_LETTERS.findall(answer)), _MOST_LETTERS),
         (answer.count("&"), _MOST_CELLS),
+        (answer.count("|"), _MOST_BARS),
     )
     return any(found > most for found, most in counts) or _has_large_numbers(answer)
 
