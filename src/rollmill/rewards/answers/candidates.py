@@ -124,7 +124,7 @@ _MOST_MARKS = 40
 
 def boxes(text: str) -> list[Candidate]:
     r"""Every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`."""
-    found: list[Candidate] = []
+    found: list[tuple[int, int]] = []
     open_braces: list[int] = []  # start of the box that a brace opens, -1 for other braces
     for token in _BRACES.finditer(text):
         if token[0] in ("\\\\", "\\{", "\\}"):
@@ -132,15 +132,14 @@ def boxes(text: str) -> list[Candidate]:
         if token[0] == "}":
             start = open_braces.pop() if open_braces else -1
             if start >= 0:
-                while found and found[-1].start > start:
+                while found and found[-1][0] > start:
                     found.pop()
-                content = _OPENING.sub("", text[start : token.end()])[1:-1].strip()
-                found.append(Candidate("boxed", content, start, token.end()))
+                found.append((start, token.end()))
         else:
             open_braces.append(token.start() if len(token[0]) > 1 else -1)
     if not found:
-        found = [Candidate("boxed", each[1] or each[2], *each.span()) for each in _UNBRACED.finditer(text)]
-    return found
+        return [Candidate("boxed", each[1] or each[2], *each.span()) for each in _UNBRACED.finditer(text)]
+    return [Candidate("boxed", _OPENING.sub("", text[start:end])[1:-1].strip(), start, end) for start, end in found]
 
 
 def hashed(text: str) -> Candidate | None:

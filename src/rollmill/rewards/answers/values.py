@@ -32,6 +32,7 @@ _LETTER = re.compile(r"[A-Za-zα-ωΔΩθ]['′]{0,2}(?:_(?:\{[^{}]{1,20}\}|\w))
 _OPERATOR = re.compile(r"<=|>=|!=|\*\*|->|[-+*/^=<>≤≥≠≈±·×÷∪∩∈:−–~|]")
 _SIGN = re.compile(r"[°%‰!√π∞∅²³⁴⁵⁶⁷⁸⁹⁰¹½¼¾⅓⅔′″{}_①-⑳]")
 _OPEN = "(["
+_BRACKETS = re.compile(r"[(\[{)\]}]")
 _CHINESE_VALUE = re.compile(
     rf"(?<![第{HAN}])(?:{CHINESE})(?=[{MEASURES}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
 )
@@ -160,9 +161,12 @@ def _starts(text: str, at: int, passage: Passage) -> bool:
 def _closing(text: str, at: int) -> int | None:
     """Behind the bracket that closes the one at `at`; None where what is inside is no formula."""
     depth = 0
-    for place in range(at, min(len(text), at + 400)):
-        depth += (text[place] in "([{") - (text[place] in ")]}")
+    for bracket in _BRACKETS.finditer(text, at, at + 400):
+        depth += 1 if bracket[0] in "([{" else -1
+        if depth > 40:
+            return None
         if depth == 0:
+            place = bracket.start()
             inside = text[at + 1 : place]
             plain = re.sub(r"\\[A-Za-z]+", "", inside)
             words = re.findall(r"[A-Za-z]{2,}", _FUNCTIONS.sub("", plain))
