@@ -99,12 +99,12 @@ def test_a_run_whose_rank_dies_says_so_and_goes_on_from_its_checkpoint(
 ) -> None:
     step = RankedTrainer.step
 
-    def dying(self: RankedTrainer, experiences: list[Experience], version: int) -> dict[str, float]:
+    def dying(self: RankedTrainer, experiences: list[Experience], version: int, *probes: Any) -> dict[str, float]:
         if version == 3:
             (other,) = self._others
             assert isinstance(other, RankProcess)
             os.kill(other.pid, signal.SIGKILL)
-        return step(self, experiences, version)
+        return step(self, experiences, version, *probes)
 
     with monkeypatch.context() as patch:
         patch.setattr(RankedTrainer, "step", dying)
