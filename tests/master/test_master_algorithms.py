@@ -45,6 +45,7 @@ EXTRA: dict[str, dict[str, Any]] = {
     "ppo": {"algorithm": {"kl": {"coefficient": 0.1, "estimator": "k1", "where": "reward", "target": 0.01}}},
     "grpo": {"algorithm": {"kl": {"coefficient": 0.1, "refresh_every": 2}, "corrections": ["tis"]}, "max_staleness": 1},
     "dapo": {"algorithm": {"overlong_buffer": 4}},
+    "pass_at_k": {"algorithm": {"advantage": {"k": 2}}},
     "self_distill": {"algorithm": {"template": "{context} {prompt}", "weights": "ema"}},
 }
 

@@ -117,6 +117,13 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
+def test_a_frozen_model_is_checked_and_stays_frozen() -> None:
+    """A teacher, whose folder another run may train."""
+    model = tiny_model("qwen3").requires_grad_(False)
+    assert all(gap.right for gap in check_model(model, FOLDER))
+    assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
+
+
 def test_large_models_are_checked_with_two_layers_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rollmill.models.own_forward._SMALL", 0)
     model: Any = tiny_model("lfm2")

@@ -92,12 +92,25 @@ def check_model(model: Any, folder: Path) -> list[Gap]:
     Raises:
         ModelError: the model cannot be run by one of them.
     """
-    with cut_down(model):
+    with cut_down(model), _unfrozen(model):
         gaps = _gaps(model, folder)
         small = sum(p.numel() for p in model.parameters()) <= _EXACT
         if small and not all(gap.right for gap in gaps) and next(model.parameters()).dtype == torch.float32:
             gaps = _without_rounding(model, folder, gaps)
     return gaps
+
+
+@contextmanager
+def _unfrozen(model: Any) -> Iterator[None]:
+    """All parameters take gradients meanwhile: a teacher's do not, but the same folder may be trained later."""
+    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
 
 
 def _without_rounding(model: Any, folder: Path, gaps: list[Gap]) -> list[Gap]:
