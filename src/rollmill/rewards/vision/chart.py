@@ -53,11 +53,12 @@ class Chart:
             return Verdict(0.0, HEDGED)
         if found.kind == "line" and len(text) > _LONGEST:
             return Verdict(0.0, "too_long")
-        whole = tidy(found.text) if found.kind in ("boxed", "hash", "said", "corrected") else tidy(answer_part(text))
+        is_said = found.kind in ("boxed", "hash", "said", "corrected")
+        whole = tidy(found.text) if is_said else tidy(answer_part(text))
         if len(whole) > _LONGEST:
             whole = found.text
         if not isinstance(task.answer, list | tuple):
-            said = dict.fromkeys((whole, found.text, *_values(golds[0], found, answer_part(text))))
+            said = dict.fromkeys((whole, found.text, *_values(golds[0], found, "" if is_said else answer_part(text))))
             return Verdict(float(any(same_value(golds[0], each, config) for each in said if each)))
         splits = [[part for part in between.split(whole.strip().strip("[]")) if part.strip()] for between in _BETWEEN]
         values = next((values for values in splits if len(values) == len(golds)), None)
@@ -67,7 +68,7 @@ class Chart:
 
 
 def _values(gold: str, found: FinalAnswer, part: str) -> list[str]:
-    """What an answer names, read as the reference is: a year, a number behind its calculation, or words."""
+    """Readings of an answer in the reference's kind: a year, a number behind its calculation, words of `part`."""
     if stated(gold) is None:
         return [found.value, *said_in_words(part)]
     years = (
