@@ -39,13 +39,15 @@ def accepted_by_rollmill(rows: Sequence[Labelled], time_limit_s: float = 20.0) -
     from pydantic import TypeAdapter
 
     from rollmill.config.rewards import RewardConfig
-    from rollmill.core.types import Task
-    from rollmill.rewards import build_judge
+    from rollmill.rewards import build_reward_manager
+    from rollmill.types import Task
 
     adapter: TypeAdapter[Any] = TypeAdapter(RewardConfig)
     limits = {"math": {"time_limit_s": time_limit_s}, "k12": {"time_limit_s": time_limit_s}}
     names = sorted({row.reward for row in rows})
-    judges = {name: build_judge([adapter.validate_python({"name": name, **limits.get(name, {})})]) for name in names}
+    judges = {
+        name: build_reward_manager([adapter.validate_python({"name": name, **limits.get(name, {})})]) for name in names
+    }
 
     async def judged() -> list[bool]:
         found = [
@@ -118,7 +120,7 @@ def _reference(row: Labelled) -> str:
 def _completion(text: str) -> Any:
     import numpy as np
 
-    from rollmill.core.types import Completion, StopReason
+    from rollmill.types import Completion, StopReason
 
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=0)

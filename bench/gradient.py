@@ -22,10 +22,10 @@ from torch import Tensor
 from bench.report import Case, finish
 from rollmill.algorithms import Recipe, build_recipe
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.core import Experience, Source
 from rollmill.recipes import known_algorithms
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.objective import Objective, Scores, judge
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.loss import PrecomputedScores, StepLoss, compute_advantages
+from rollmill.types import Experience, ExperienceSource
 
 END = 1
 EXACT = ("rloo", "remax", "dr_grpo", "topr", "kimi", "sppo", "pass_at_k")
@@ -92,21 +92,25 @@ class Tree:
 
     def _loss(self, recipe: Recipe, chosen: tuple[int, ...], logprobs: list[Tensor]) -> Tensor:
         experiences = [self._experience(i, n, logprobs[n]) for n, i in enumerate(chosen)]
-        table = token_table(experiences, torch.device("cpu"))
+        table = build_token_table(experiences, torch.device("cpu"))
         logprob = torch.cat(logprobs)
         own = logprob.detach()
         full = torch.cat([self.distributions(self.completions[i]) for i in chosen])
         p = full.exp()
         entropy, collision = -(p * full).sum(-1), (p * p).sum(-1)
-        scores = Scores(reference=own, policy=own, collision=collision)
-        objective = Objective(recipe, table, judge(experiences, table, recipe, scores), scores, [*range(len(chosen))])
-        if recipe.looks_at_steps:
+        scores = PrecomputedScores(reference=own, policy=own, collision=collision)
+        objective = StepLoss(
+            recipe, table, compute_advantages(experiences, table, recipe, scores), scores, [*range(len(chosen))]
+        )
+        if recipe.needs_step_statistics:
             discriminant = (p * p * (entropy[:, None] + full)).sum(-1)
             objective.choose(own, entropy, discriminant, torch.linspace(0, 1, len(own)))
         loss = torch.zeros((), dtype=torch.float64)
-        for micro in micro_batches(experiences, table, objective.learned, 10_000, torch.device("cpu")):
-            inputs, tokens = objective.inputs(micro, logprob[micro.tokens], entropy[micro.tokens], Source.USUAL)
-            for weight, value in objective.terms(inputs, tokens, Source.USUAL).values():
+        for micro in build_micro_batches(experiences, table, objective.learned, 10_000, torch.device("cpu")):
+            inputs, tokens = objective.inputs(
+                micro, logprob[micro.tokens], entropy[micro.tokens], ExperienceSource.ROLLOUT
+            )
+            for weight, value in objective.terms(inputs, tokens, ExperienceSource.ROLLOUT).values():
                 loss = loss + weight * value
         return loss
 

@@ -102,7 +102,7 @@ def task_folder(seed: int) -> Path:
     held_out = stage.evaluation
     assert held_out is not None
     assert held_out.taskset is not None
-    _write(folder / "train.jsonl", rows(**stage.tasks_from.options))
+    _write(folder / "train.jsonl", rows(**stage.required_taskset.options))
     _write(folder / "held_out.jsonl", rows(**{**held_out.taskset.options, "size": HELD_OUT}))
     settings = {
         "prompts": stage.rollout.batch,

@@ -1,6 +1,6 @@
 """Steps a second of many workers, by simulation with measured costs; of two workers also measured, as a check.
 
-The pacing rule, explorers, a trainer and weights under way are simulated (src/rollmill/planning/simulate.py) with
+The pacing rule, explorers, a trainer and weights under way are simulated (src/rollmill/planning/simulation.py) with
 decode passes, training times and transfers measured in the same run: GRPO on the 3.2M model, 8 prompts x 8 completions
 a step. Two workers share this machine, so a worker's costs are those measured while another process does the other
 one's work; but without staleness they take turns, and then costs are those of a process alone. For 8, 64 and 512
@@ -90,11 +90,11 @@ def simulated(
     costs: dict[str, Any], explorers: int, bound: int, batch: int, tokens: int, *, ranks: int = 1, steps: int = STEPS
 ) -> float:
     """Steps a second."""
-    from rollmill.master.pacing import Pacing
-    from rollmill.planning.simulate import Costs, simulate
+    from rollmill.orchestrator.pacing import Pacing
+    from rollmill.planning.simulation import SimulationCosts, simulate_stage
 
     passes = costs["passes"]
-    step = Costs(
+    step = SimulationCosts(
         groups=[[tokens] * 8],
         train_s=training(costs, batch, ranks),
         pass_s=passes["step"],
@@ -102,17 +102,17 @@ def simulated(
         group_s=costs["group_s"] + passes["prompt"] * PROMPT,
         **{name: costs[name] for name in ("judge_s", "publish_s", "take_s", "again_s")},
     )
-    return 1 / simulate(step, Pacing(batch, bound, 10**6), explorers, steps=steps).step_s()
+    return 1 / simulate_stage(step, Pacing(batch, bound, 10**6), explorers, steps=steps).step_s()
 
 
 def training(costs: dict[str, Any], batch: int, ranks: int) -> list[float]:
     """Training times of a batch: the measured ones, moved along a line through both measured batches. Ranks share what
     grows with the batch, and move gradients twice, at the rate of the weights' transfer."""
-    from rollmill.planning.fits import line
+    from rollmill.planning.fits import fit_line
 
     times = {int(size): values for size, values in costs["train_s"].items()}
     largest = max(times)
-    constant, slope = line(list(times), [statistics.median(values) for values in times.values()])
+    constant, slope = fit_line(list(times), [statistics.median(values) for values in times.values()])
     expected = constant + slope * batch / ranks + (2 * costs["publish_s"] if ranks > 1 else 0.0)
     middle = statistics.median(times[largest])
     return [each / middle * (middle if (batch, ranks) == (largest, 1) else expected) for each in times[largest]]

@@ -22,30 +22,31 @@ from typing import Any
 from bench.harness import RESULTS, ROOT, BenchError
 
 SOURCE = ROOT / "src" / "rollmill"
-LOOP = "master"  #: the package of the training loop
+LOOP = "orchestrator"  #: the package of the training loop
 #: Packages from the bottom up: imports should point downwards.
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("core",),
+    ("errors", "types", "seeds", "files", "strict_files", "timeouts", "registry", "serialization"),
     ("config", "recipes"),
     ("web", "sandbox", "models"),
-    ("algorithms", "engines", "tasks", "sync"),
-    ("buffer", "rewards", "monitor"),
-    ("pipelines", "explorer", "trainer", "residency"),
-    ("cluster", "audit", "feedback", "planning"),
-    ("master",),
+    ("algorithms", "engines", "data", "weights"),
+    ("buffer", "rewards", "trackers", "report"),
+    ("pipelines", "rollout", "trainer", "offload"),
+    ("audit", "feedback", "planning"),
+    ("orchestrator", "remote", "serve"),
+    ("launch",),
     ("quickstart", "cli"),
 )
 #: Classes that a completion of one turn is carried in, from the engine to the loss.
 CARRIERS = (
-    "Row",
+    "SequenceState",
     "Completion",
     "Experience",
-    "Waiting",
+    "PendingGroup",
     "Group",
-    "Entry",
+    "CacheEntry",
     "TokenTable",
     "MicroBatch",
-    "TermInputs",
+    "LossInputs",
     "Sample",
     "Trajectory",
     "Batch",
@@ -53,9 +54,9 @@ CARRIERS = (
 #: One built-in of each kind, by the words that stand for it: the files that have one are those a new one would touch.
 BUILT_IN = {
     "algorithm": r"\b(?:gmpo|GMPO|GMPOLoss|gmpo_clipped)\b",
-    "reward": r"\b(?:citation|CitationReward|Citation)\b",
-    "workflow": r"\b(?:few_shot|FewShot)\b",
-    "operator": r"\b(?:near_duplicates|NearDuplicates)\b",
+    "reward": r"\b(?:citation|CitationReward|CitationScorer)\b",
+    "workflow": r"\b(?:few_shot|FewShotWorkflow)\b",
+    "operator": r"\b(?:near_duplicates|NearDuplicatesOperator|NearDuplicates)\b",
 }
 TARGETS = {
     "files": 320,
@@ -273,7 +274,7 @@ def _circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 def _points_up(name: str, other: str) -> bool:
     ranks = {package: rank for rank, packages in enumerate(LAYERS) for package in packages}
-    one, two = (ranks.get(path.split("/")[0]) for path in (name, other))
+    one, two = (ranks.get(path.split("/")[0].removesuffix(".py")) for path in (name, other))
     return one is not None and two is not None and two > one
 
 

@@ -14,16 +14,16 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.base import Section
 from rollmill.config.environments import EnvironmentSection
-from rollmill.config.hints import Home, homes, quoted, sections_of, unwrap
-from rollmill.config.order import OrderSection, TrackedOrder
+from rollmill.config.hints import SectionLocation, join_quoted, section_classes, section_locations, unwrap_annotation
+from rollmill.config.order import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
 from rollmill.config.run import RunConfig
+from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
 from rollmill.config.tools import ToolSection
-from rollmill.config.workflows.agents import AgentSection
+from rollmill.config.workflows.agents import ToolWorkflowSection
 
 HEAD = """\
 # The run file: every section and key
@@ -73,9 +73,9 @@ FAMILIES = (
     Family(RowsSection, "taskset", "keys of all sources of rows", "Where rows come from and how they become tasks."),
     Family(TasksetSection, "taskset", "keys of tasksets and entries of a mix", "How tasks are prepared and ordered."),
     Family(OrderSection, "taskset.order", "keys of all orders", "The tables of the orders list their own keys."),
-    Family(TrackedOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
+    Family(SuccessRateOrder, "taskset.order", "keys of {members}", "What these orders keep of each task."),
     Family(EnvironmentSection, "environment", "keys of all environments", "The tables below list their own keys."),
-    Family(AgentSection, "workflow", "keys of {members}", "How the policy calls tools."),
+    Family(ToolWorkflowSection, "workflow", "keys of {members}", "How the policy calls tools."),
     Family(ToolSection, "tools", "keys of all tools", "The tables below list their own keys."),
     Family(
         PolicyGradientOptions,
@@ -91,7 +91,12 @@ FAMILIES = (
 
 def reference() -> str:
     """The page."""
-    return "\n".join([HEAD, *_top_level(), *(line for home in homes()[1:] for line in _section(home))]).rstrip() + "\n"
+    return (
+        "\n".join(
+            [HEAD, *_top_level(), *(line for home in section_locations()[1:] for line in _section(home))]
+        ).rstrip()
+        + "\n"
+    )
 
 
 def _top_level() -> Iterator[str]:
@@ -103,9 +108,9 @@ def _top_level() -> Iterator[str]:
     yield from _table({key: field for key, field in _fields(RunConfig).items() if key not in RUN_KEYS})
 
 
-def _section(home: Home) -> Iterator[str]:
+def _section(home: SectionLocation) -> Iterator[str]:
     for family in FAMILIES:
-        if home.section is next(each.section for each in homes() if issubclass(each.section, family.base)):
+        if home.section is next(each.section for each in section_locations() if issubclass(each.section, family.base)):
             yield from _family(family)
     selector = f" (`name: {home.tag}`)" if home.tag else ""
     yield f"## `{home.prefix}`{selector}"
@@ -120,8 +125,8 @@ def _section(home: Home) -> Iterator[str]:
 
 
 def _family(family: Family) -> Iterator[str]:
-    tags = [str(home.tag) for home in homes() if issubclass(home.section, family.base) and home.tag]
-    yield f"## `{family.prefix}`: {family.title.format(members=quoted(tags) if tags else '')}"
+    tags = [str(home.tag) for home in section_locations() if issubclass(home.section, family.base) and home.tag]
+    yield f"## `{family.prefix}`: {family.title.format(members=join_quoted(tags) if tags else '')}"
     yield ""
     yield family.note
     yield from _table(dict(family.common()))
@@ -151,7 +156,7 @@ def _differs(field: FieldInfo, other: FieldInfo) -> bool:
 
 
 def _kind(field: FieldInfo) -> str:
-    annotation, optional = unwrap(field.annotation), type(None) in get_args(field.annotation)
+    annotation, optional = unwrap_annotation(field.annotation), type(None) in get_args(field.annotation)
     bounds = [
         f"{word} {getattr(rule, name):g}"
         for rule in field.metadata
@@ -162,17 +167,17 @@ def _kind(field: FieldInfo) -> str:
 
 
 def _type(annotation: Any) -> str:
-    annotation = unwrap(annotation)
+    annotation = unwrap_annotation(annotation)
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
     if origin is list:
-        return "list of sections" if sections_of(arguments[0]) else f"list of {_type(arguments[0])}"
+        return "list of sections" if section_classes(arguments[0]) else f"list of {_type(arguments[0])}"
     if origin is tuple:
         return f"[{', '.join(_type(argument) for argument in arguments)}]"
     if origin is dict:
         return "mapping"
-    if sections_of(annotation):
+    if section_classes(annotation):
         return "section"
     if arguments:
         return " or ".join(_type(argument) for argument in arguments)
@@ -218,8 +223,8 @@ def _code(text: str) -> str:
 
 
 def _meaning(key: str, field: FieldInfo) -> str:
-    inner = unwrap(field.annotation)
-    sections = sections_of(get_args(inner)[0] if get_origin(inner) is list else inner)
+    inner = unwrap_annotation(field.annotation)
+    sections = section_classes(get_args(inner)[0] if get_origin(inner) is list else inner)
     if field.description:
         return _words(field.description)
     if len(sections) == 1:

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from rollmill import load_experiences
-from rollmill.core.types import Experience, Source, StopReason
+from rollmill.types import Experience, ExperienceSource, StopReason
 
 Row = dict[str, str]
 
@@ -24,7 +24,7 @@ def by_task(experiences: Iterable[Experience]) -> list[list[Experience]]:
     """Judged rollouts in groups of the same prompt, each group from the shortest to the longest."""
     groups: dict[str, list[Experience]] = defaultdict(list)
     for experience in experiences:
-        if experience.source is Source.USUAL and experience.reward is not None:
+        if experience.source is ExperienceSource.ROLLOUT and experience.reward is not None:
             groups[experience.prompt].append(experience)
     return [sorted(group, key=lambda each: each.action_tokens) for group in groups.values()]
 

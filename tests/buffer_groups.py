@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import EXPLORER, Group, Shelf
-from rollmill.core.types import Experience, Source, StopReason, Turn
+from rollmill.buffer.base import EXPLORER, ExperienceKind, Group
+from rollmill.types import Experience, ExperienceSource, StopReason, Turn
 
 ARRAYS = ("token_ids", "action_mask", "logprobs", "versions", "advantage", "routing")
 
@@ -35,7 +35,7 @@ def group(
     name: str,
     *,
     version: int = 0,
-    shelf: Shelf = Shelf.USUAL,
+    shelf: ExperienceKind = ExperienceKind.ROLLOUT,
     writer: str = EXPLORER,
     priority: float = 1.0,
     rewards: tuple[float | None, ...] = (1.0, 0.0),
@@ -59,7 +59,7 @@ def awkward() -> Experience:
         versions=np.array([-1, 3, 4, -1, 4, -1, -1, 2**31 - 1], np.int32),
         reward=float("nan"),
         reward_parts={"math": -0.0, "judge": None, "code": float("inf")},
-        source=Source.EXPERT,
+        source=ExperienceSource.EXPERT,
         stop_reason=StopReason.ABORTED,
         temperature=0.7000000000000001,
         turns=[Turn("user", 0, 1, "\0"), Turn("tool", 1, 3, "\ud83d"), Turn("assistant", 3, 8, "\x1b[31mred")],

@@ -13,13 +13,13 @@ from toys import CONTEXT, toy_model, toy_tokenizer
 
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
-from rollmill.explorer.chat import ChatFormat
-from rollmill.explorer.serving.build import Limits, application_service
-from rollmill.explorer.serving.front import Rules
-from rollmill.explorer.serving.server import Server
-from rollmill.explorer.serving.service import Service
-from rollmill.explorer.serving.sessions import Finished
-from rollmill.web.hosts import listen
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.application import ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.server import EndpointServer
+from rollmill.rollout.endpoint.service import EndpointService
+from rollmill.rollout.endpoint.session_store import FinishedSession
+from rollmill.web.hosts import open_listener
 
 KEY = "sk-test"
 
@@ -28,12 +28,12 @@ KEY = "sk-test"
 class Kept:
     """A sink that keeps what it takes."""
 
-    finished: list[Finished] = field(default_factory=list)
+    finished: list[FinishedSession] = field(default_factory=list)
 
     def check(self, session: Any) -> None:
         """Everything is taken."""
 
-    def take(self, finished: Finished) -> int:
+    def take(self, finished: FinishedSession) -> int:
         """Keep it."""
         self.finished.append(finished)
         return 0
@@ -44,10 +44,10 @@ class Running:
     """A server that answers, in a thread with an event loop of its own."""
 
     address: str
-    service: Service
+    service: EndpointService
     kept: Kept
     loop: asyncio.AbstractEventLoop
-    server: Server
+    server: EndpointServer
 
     @property
     def base_url(self) -> str:
@@ -93,7 +93,7 @@ def toy_engine(seed: int = 0, **model: Any) -> tuple[NativeEngine, Any]:
 def running(
     says: Sequence[str] = (),
     *,
-    limits: Limits | None = None,
+    limits: ServiceLimits | None = None,
     key: str | None = KEY,
     sink: bool = True,
     max_new_tokens: int = 16,
@@ -110,18 +110,18 @@ def running(
         tokenizer.chat_template = template
     if says:
         scripted(engine, tokenizer, says)
-    limits, kept = limits or Limits(), Kept()
-    service = application_service(
+    limits, kept = limits or ServiceLimits(), Kept()
+    service = build_application_service(
         engine,
-        ChatFormat(tokenizer, frozenset([tokenizer.eos_token_id])),
+        ChatRenderer(tokenizer, frozenset([tokenizer.eos_token_id])),
         name="toy",
         context=engine._context,
         sampling=SamplingConfig(max_new_tokens=max_new_tokens, repetition=repetition),
         limits=limits,
         sink=kept if sink else None,
     )
-    listener = listen("127.0.0.1", 0)
-    server = Server(service, Rules(host, key, limits.most_bytes), listener)
+    listener = open_listener("127.0.0.1", 0)
+    server = EndpointServer(service, AccessRules(host, key, limits.most_bytes), listener)
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever)
     thread.start()

@@ -12,16 +12,16 @@ from pathlib import Path
 
 import numpy as np
 
-from rollmill.buffer import Group, Shelf
+from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
-from rollmill.core.types import Experience, StopReason, Turn
-from rollmill.feedback import Desk, open_desk
-from rollmill.feedback.guard import Guard
-from rollmill.feedback.serve import make_server
+from rollmill.feedback import FeedbackService, open_feedback
+from rollmill.feedback.guard import RequestGuard
+from rollmill.feedback.serve import build_server
 from rollmill.models.run_tokenizer import save_run_tokenizer
 from rollmill.models.tokenizer import train_tokenizer
-from rollmill.monitor.rollouts import RolloutStore
-from rollmill.web.hosts import listen
+from rollmill.trackers.rollout_log import RolloutLog
+from rollmill.types import Experience, StopReason, Turn
+from rollmill.web.hosts import open_listener
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]
 TOKENIZER = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), TEXTS)
@@ -78,18 +78,21 @@ def make_run(folder: Path, steps: int = 2) -> Path:
     (folder / "machine.json").write_text(json.dumps({"threads": 1, "precision": "fp32", "run_id": "apples-1"}))
     save_run_tokenizer(folder, TOKENIZER, END)
     for step in range(1, steps + 1):
-        RolloutStore(folder / "rollouts").write(step, groups_of(step))
+        RolloutLog(folder / "rollouts").write(step, groups_of(step))
     return folder
 
 
-def shelf(desk: Desk, name: Shelf) -> list[Group]:
+def shelf(desk: FeedbackService, name: ExperienceKind) -> list[Group]:
     """What a reader of the store finds."""
     return [group for _, group in desk.acts._store.read(name)]
 
 
-def everything(desk: Desk) -> dict[str, list[Group]]:
+def everything(desk: FeedbackService) -> dict[str, list[Group]]:
     """All that a training run would read of feedback."""
-    return {str(name): shelf(desk, name) for name in (Shelf.RATED, Shelf.EXPERT, Shelf.PREFERENCE)}
+    return {
+        str(name): shelf(desk, name)
+        for name in (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
+    }
 
 
 @dataclass
@@ -97,17 +100,17 @@ class Served:
     """A server that answers."""
 
     address: str
-    desk: Desk
-    guard: Guard
+    desk: FeedbackService
+    guard: RequestGuard
 
 
 @contextmanager
 def served(run_dir: Path, host: str = "127.0.0.1", token: str | None = None) -> Iterator[Served]:
     """A real server for a run, in a thread."""
-    desk = open_desk(run_dir)
-    guard = Guard(host, token)
-    server = make_server(desk, guard, "ann")
-    listener = listen("127.0.0.1", 0)
+    desk = open_feedback(run_dir)
+    guard = RequestGuard(host, token)
+    server = build_server(desk, guard, "ann")
+    listener = open_listener("127.0.0.1", 0)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     while not server.started:

@@ -7,7 +7,7 @@ import sys
 from functools import cache
 
 from rollmill.sandbox.landlock import landlock_version
-from rollmill.sandbox.landlocked import LEAST_VERSION
+from rollmill.sandbox.landlock_backend import LEAST_VERSION
 
 _NEW_USER_AND_MOUNT = 0x10000000 | 0x00020000
 _UNSHARE = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).unshare({_NEW_USER_AND_MOUNT}) != 0)"

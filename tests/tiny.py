@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 import rollmill
-from rollmill.monitor.view import View
+from rollmill.trackers.console import RunView
 
 TASKS = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 300, "seed": 1, "digits": 2}}
 HELD_OUT = {"function": "rollmill.quickstart.addition:rows", "options": {"size": 6, "seed": 2, "digits": 2}}
@@ -46,7 +46,7 @@ def tiny_run(folder: Path, **changes: Any) -> Path:
     return path
 
 
-def ran(base: dict[str, Any], folder: Path, name: str, view: View | None = None, **changes: Any) -> Path:
+def ran(base: dict[str, Any], folder: Path, name: str, view: RunView | None = None, **changes: Any) -> Path:
     """The directory of a tiny run with `base` and then `changes` merged in, in `folder/name`."""
     folder = folder / name
     folder.mkdir()

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 from rollmill.config.model import TokenizerConfig
-from rollmill.models.new import save_policy
+from rollmill.models.from_scratch import save_policy
 from rollmill.models.tokenizer import train_tokenizer
 
 CONTEXT = 256

@@ -32,15 +32,15 @@ AREAS: dict[str, tuple[str, ...]] = {
         "tests/trainer/test_trainer_distillation.py",
     ),
     "src/rollmill/algorithms/*.py": ("tests/algorithms/*.py",),
-    "src/rollmill/trainer/objective.py": (
+    "src/rollmill/trainer/loss.py": (
         "tests/trainer/test_trainer_objective.py",
         "tests/trainer/test_trainer_step.py",
         "tests/trainer/test_trainer_kl.py",
     ),
     "src/rollmill/trainer/batch.py": ("tests/trainer/test_trainer_batch.py", "tests/trainer/test_trainer_packing*.py"),
-    "src/rollmill/explorer/recording.py": ("tests/explorer/test_explorer_recording.py",),
-    "src/rollmill/buffer/queue.py": ("tests/buffer/test_buffer_queue.py",),
-    "src/rollmill/master/pacing.py": ("tests/master/test_master_pacing.py",),
+    "src/rollmill/rollout/recorder.py": ("tests/rollout/test_rollout_recording.py",),
+    "src/rollmill/buffer/group_queue.py": ("tests/buffer/test_buffer_queue.py",),
+    "src/rollmill/orchestrator/pacing.py": ("tests/orchestrator/test_orchestrator_pacing.py",),
 }
 ACCEPTED = Path(__file__).with_name("accepted.toml")
 TARGET = 0.95

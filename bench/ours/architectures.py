@@ -1,7 +1,8 @@
 """The judge of `bench architectures`: rollouts and training of one tiny model against transformers' own forward pass.
 
 The reference is `AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")` in fp32 and eval mode, fed
-with one sequence at a time, without padding, mask or cache. Everything of rollmill's goes through `load_checked`.
+with one sequence at a time, without padding, mask or cache. Everything of rollmill's goes through
+`load_verified_policy`.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 from bench.tiny_architectures import UNBUILT, VOCABULARY, tiny_model
 from rollmill.config.model import ModelConfig, TokenizerConfig
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.errors import RollmillError
-from rollmill.core.types import Completion, Experience
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.models.new import quiet
-from rollmill.models.norms import find_norms, replaced
+from rollmill.errors import RollmillError
+from rollmill.models.from_scratch import silence_transformers
+from rollmill.models.norms import find_norms, use_fast_norms
 from rollmill.models.tokenizer import train_tokenizer
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.check import load_checked
-from rollmill.trainer.logprobs import attending_to, predict
-from rollmill.trainer.preparation import evaluation_mode
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
+from rollmill.trainer.model_setup import evaluation_mode
+from rollmill.trainer.verification import load_verified_policy
+from rollmill.types import Completion, Experience
 
 GAP, GRADIENT = 1e-3, 1e-2  #: largest |log-prob - reference| in nats, and relative L2 difference of gradients
 NEW_TOKENS = 40
@@ -77,7 +78,7 @@ def judge(architecture: str, folder: Path) -> Finding:
     policy = _guarded(
         finding,
         "load",
-        lambda: load_checked(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
+        lambda: load_verified_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu")),
     )
     if policy is None:
         return _without(folder, finding)
@@ -156,7 +157,7 @@ def _built(architecture: str, folder: Path, finding: Finding) -> Any:
     """The reference, read from the folder it was saved in."""
     tokens = torch.tensor([_tokens(np.random.default_rng(1), 100).tolist()])
     try:
-        with quiet():
+        with silence_transformers():
             model: Any = tiny_model(architecture)
             finding.model = type(model).__name__
             finding.parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -237,7 +238,7 @@ async def _rolled_out(policy: Any, *, prefill_tokens: int, update: Callable[[], 
     )
     rng = np.random.default_rng(2)
     requests = [
-        Request(_tokens(rng, length).tolist(), SamplingConfig(max_new_tokens=NEW_TOKENS), n=n, seed=n)
+        GenerationRequest(_tokens(rng, length).tolist(), SamplingConfig(max_new_tokens=NEW_TOKENS), n=n, seed=n)
         for length, n in zip(PROMPTS, (4, 2), strict=True)
     ]
     running = asyncio.gather(*(engine.generate(request) for request in requests))
@@ -281,14 +282,14 @@ def _rollout_gap(completions: Sequence[Completion], references: Sequence[Any]) -
 def _compare_training(model: Any, reference: Any, finding: Finding) -> None:
     experiences = _experiences()
     expected, expected_grads = _reference_pass(reference, experiences)
-    table = token_table(experiences, torch.device("cpu"))
+    table = build_token_table(experiences, torch.device("cpu"))
     found = torch.zeros_like(expected)
     weights = _loss_weights(len(expected))
     model.zero_grad(set_to_none=True)
     with _as_trained(model):
-        for micro in micro_batches(experiences, table, range(len(experiences)), 8192, torch.device("cpu")):
-            with attending_to(model, micro):
-                logprob, _ = predict(model, micro, table)
+        for micro in build_micro_batches(experiences, table, range(len(experiences)), 8192, torch.device("cpu")):
+            with use_packed_attention(model, micro):
+                logprob, _ = compute_logprobs(model, micro, table)
                 (logprob * weights[micro.tokens]).sum().backward()
             found[micro.tokens] = logprob.detach()
     finding.training_gap = float((found - expected).abs().nan_to_num(nan=torch.inf).max())
@@ -298,7 +299,7 @@ def _compare_training(model: Any, reference: Any, finding: Finding) -> None:
 @contextmanager
 def _as_trained(model: Any) -> Iterator[None]:
     """The model as the trainer has it during a pass."""
-    with evaluation_mode(model), replaced(find_norms(model)):
+    with evaluation_mode(model), use_fast_norms(find_norms(model)):
         yield
 
 

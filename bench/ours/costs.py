@@ -35,9 +35,9 @@ TRAINER = ("train_s", "publish_s")
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The costs of a simulation, as JSON; training by the number of groups."""
-    from rollmill.planning.rollouts import PassCosts
-    from rollmill.planning.samples import watched
-    from rollmill.planning.transfer import transfer
+    from rollmill.planning.measurement import record_engine_steps
+    from rollmill.planning.rollouts import EngineStepCosts
+    from rollmill.planning.transfer import measure_weight_transfer
 
     train: dict[int, list[float]] = {}
     around, judge, passes = [], [], []
@@ -47,7 +47,7 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         stage.begin({})
         await stage.step()
         for _ in range(args.steps):
-            with watched(stage.engine) as found:
+            with record_engine_steps(stage.engine) as found:
                 seconds = (await stage.step()).seconds
             passes += found
             train.setdefault(batch, []).append(seconds["total"] - seconds["rollout"] - seconds["reward"])
@@ -56,10 +56,10 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if batch == args.prompts:
             passes += await many_rows(stage.engine, args)
             again = await recomputed(stage.engine, args)
-            publish_s, take_s = transfer(stage.policy, precision)
+            publish_s, take_s = measure_weight_transfer(stage.policy, precision)
         await stage.close()
     return {
-        "passes": asdict(PassCosts.fitted(passes)),
+        "passes": asdict(EngineStepCosts.fitted(passes)),
         "train_s": {str(batch): times for batch, times in train.items()},
         "group_s": max(statistics.median(around), 0.0),
         "judge_s": statistics.median(judge),
@@ -71,9 +71,9 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 async def many_rows(engine: Any, args: argparse.Namespace) -> list[Any]:
     """Passes with as many completions as the engine decodes together."""
-    from rollmill.planning.samples import watched
+    from rollmill.planning.measurement import record_engine_steps
 
-    with watched(engine) as passes:
+    with record_engine_steps(engine) as passes:
         await asyncio.gather(*asked(engine, args, MANY // args.group))
     return passes
 
@@ -97,11 +97,11 @@ async def recomputed(engine: Any, args: argparse.Namespace) -> float:
 def asked(engine: Any, args: argparse.Namespace, count: int) -> Iterator[Any]:
     """Requests for groups."""
     from rollmill.config.rollout import SamplingConfig
-    from rollmill.engines.base import Request
+    from rollmill.engines.base import GenerationRequest
 
     sampling = SamplingConfig(max_new_tokens=args.new_tokens)
     for ids in prompts(args.model, count, PROMPT):
-        yield engine.generate(Request(prompt_ids=ids, sampling=sampling, n=args.group, seed=1))
+        yield engine.generate(GenerationRequest(prompt_ids=ids, sampling=sampling, n=args.group, seed=1))
 
 
 @contextmanager

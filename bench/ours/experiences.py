@@ -7,7 +7,7 @@ import math
 import numpy as np
 
 from bench.peers.rollouts import Rollouts, mean_id
-from rollmill.core.types import Experience
+from rollmill.types import Experience
 
 
 def experiences(rollouts: Rollouts, vocab: int) -> list[Experience]:

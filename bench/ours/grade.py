@@ -19,17 +19,17 @@ def main() -> None:
 
     import numpy as np
 
-    from rollmill.config.judging import JudgingConfig
+    from rollmill.config.judging import RewardManagerConfig
     from rollmill.config.rewards import MathReward
-    from rollmill.core.types import Completion, StopReason, Task
-    from rollmill.rewards import build_judge
+    from rollmill.rewards import build_reward_manager
+    from rollmill.types import Completion, StopReason, Task
 
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     answers = [
         (Task(str(i), "", answer), Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=0))
         for i, (text, answer) in enumerate(pairs(args.count))
     ]
-    judge = build_judge([MathReward(name="math", time_limit_s=10.0)], JudgingConfig(workers=2))
+    judge = build_reward_manager([MathReward(name="math", time_limit_s=10.0)], RewardManagerConfig(workers=2))
 
     async def judged() -> list[Any]:
         return await asyncio.gather(*(judge.judge(task, completion) for task, completion in answers))

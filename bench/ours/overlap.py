@@ -62,7 +62,7 @@ async def collected(stage: Any, seconds: float, waits: bool) -> tuple[float, lis
 
 async def judged(stage: Any, experiences: list[Any], seconds: float, waits: bool) -> float:
     """Seconds to judge a batch that is there already."""
-    from rollmill.core.types import Completion, Task
+    from rollmill.types import Completion, Task
 
     def again(experience: Any) -> Completion:
         ids = experience.token_ids[experience.action_mask]

@@ -19,9 +19,9 @@ SETTLE = 4
 async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) -> None:
     """Follow the parent's commands."""
     from rollmill.config.engine import NativeEngineConfig
-    from rollmill.config.placement import Inline, OnRay
+    from rollmill.config.placement import InlinePlacement, RayPlacement
 
-    placement = OnRay(explorers=args.explorers) if args.placement == "ray" else Inline()
+    placement = RayPlacement(explorers=args.explorers) if args.placement == "ray" else InlinePlacement()
     more: dict[str, Any] = {"max_staleness": args.max_staleness, "placement": placement, "run_dir": folder}
     more["engine"] = NativeEngineConfig(after_update=args.after_update)
     stage, precision = build_stage(args, "bench.ours.step:even_ids", **more)

@@ -39,7 +39,7 @@ def load(model: str) -> Any:
 def serve_passes(channel: Channel, model: Any, once: Callable[[list[Any]], tuple[float, int]], args: Any) -> None:
     """Serve `once(experiences) -> (loss, tokens of all rows)`: its seconds, and its peak memory above the model."""
     from bench.ours.experiences import experiences
-    from rollmill.models.norms import find_norms, replaced
+    from rollmill.models.norms import find_norms, use_fast_norms
 
     norms, vocab = find_norms(model), SHAPES[args.model].vocab_size
     short, batch = (experiences(rollouts(vocab, groups), vocab) for groups in (SHORT, args.groups))
@@ -47,7 +47,7 @@ def serve_passes(channel: Channel, model: Any, once: Callable[[list[Any]], tuple
     def run() -> dict[str, Any]:
         model.zero_grad(set_to_none=True)
         began, cpu = time.perf_counter(), time.process_time()
-        with replaced(norms):
+        with use_fast_norms(norms):
             (loss, tokens), peak = with_peak(lambda: once(batch))
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu
         norm = sum(float(p.grad.square().sum()) for p in model.parameters()) ** 0.5
@@ -56,7 +56,7 @@ def serve_passes(channel: Channel, model: Any, once: Callable[[list[Any]], tuple
             "seconds": seconds, "cpu_s": cpu_s, "tokens": tokens, "peak_mib": peak_mib, "loss": loss, "grad_norm": norm
         }  # fmt: skip
 
-    with replaced(norms):
+    with use_fast_norms(norms):
         once(short)
     model.zero_grad(set_to_none=True)
     model_only = resident()
@@ -70,18 +70,18 @@ def main() -> None:
     channel = Channel()
     import torch
 
-    from rollmill.trainer.batch import micro_batches, token_table
-    from rollmill.trainer.logprobs import attending_to, predict
+    from rollmill.trainer.batch import build_micro_batches, build_token_table
+    from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 
     model, device = load(args.model), torch.device("cpu")
 
     def once(batch: list[Any]) -> tuple[float, int]:
-        table = token_table(batch, device)
-        micros = micro_batches(batch, table, range(len(batch)), BUDGET, device, share_prefixes=not args.unshared)
+        table = build_token_table(batch, device)
+        micros = build_micro_batches(batch, table, range(len(batch)), BUDGET, device, share_prefixes=not args.unshared)
         total = 0.0
         for micro in micros:
-            with attending_to(model, micro):
-                logprob, _ = predict(model, micro, table, bf16=args.dtype == "bf16")
+            with use_packed_attention(model, micro):
+                logprob, _ = compute_logprobs(model, micro, table, bf16=args.dtype == "bf16")
                 loss = -logprob.sum() / len(table.target)
                 loss.backward()
             total += loss.item()

@@ -15,7 +15,7 @@ from bench.worker import Channel, versions
 
 def predicted(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """By stage: seconds a step, tokens a second and peaks of memory in GB."""
-    from rollmill.planning.plan import plan_run
+    from rollmill.planning.planner import plan_run
 
     found = {}
     for plan in plan_run(Path(args.config), overrides(args)):
@@ -28,9 +28,9 @@ def predicted(args: argparse.Namespace) -> dict[str, dict[str, float]]:
 
 def measured(args: argparse.Namespace) -> dict[str, dict[str, float]]:
     """The same of a run: medians over the second half of its steps, with kernels compiled, and the highest peaks."""
-    from rollmill.master import run
-    from rollmill.monitor import read_metrics
-    from rollmill.monitor.view import PlainView
+    from rollmill.launch import run
+    from rollmill.trackers import read_metrics
+    from rollmill.trackers.console import PlainView
 
     with tempfile.TemporaryDirectory(prefix="bench-plan-") as folder:
         run(args.config, overrides(args), out=Path(folder) / "run", view=PlainView(io.StringIO()))

@@ -30,19 +30,19 @@ def main() -> None:
     from bench.ours.experiences import experiences
     from rollmill.config.trainer import TrainerConfig
     from rollmill.recipes import GRPO
-    from rollmill.trainer import RankedTrainer
-    from rollmill.trainer.build import Plan
-    from rollmill.trainer.ranks import Ranks
+    from rollmill.trainer import DistributedTrainer
+    from rollmill.trainer.distributed.ranks import RankGroup
+    from rollmill.trainer.distributed.spec import TrainerSpec
 
     torch.set_num_threads(1)
     vocab, cpu = SHAPES[args.model].vocab_size, torch.device("cpu")
     model: Any = AutoModelForCausalLM.from_pretrained(model_dir(args.model), dtype=torch.float32)
     config = TrainerConfig(lr=1e-5, ranks=args.ranks, sharding=args.sharding)
-    plan = Plan(GRPO(), config, "fp32", 100_000, args.new_tokens, seed=0)
+    plan = TrainerSpec(GRPO(), config, "fp32", 100_000, args.new_tokens, seed=0)
     batch = experiences(rollouts(vocab, [(20, [args.new_tokens] * args.group)] * args.prompts), vocab)
     with tempfile.TemporaryDirectory(prefix="bench-ranks-") as folder:
-        ranked = RankedTrainer(plan, model, None, cpu, Path(folder)) if args.ranks > 1 else None
-        trainer = ranked or plan.trainer(model, None, cpu, Ranks())
+        ranked = DistributedTrainer(plan, model, None, cpu, Path(folder)) if args.ranks > 1 else None
+        trainer = ranked or plan.trainer(model, None, cpu, RankGroup())
         if ranked is not None:
             ranked.start()
 

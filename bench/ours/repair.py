@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollmill.config.taskset import TasksetConfig
-    from rollmill.master.stage import StageRun
+    from rollmill.orchestrator.loop import TrainingLoop
 
 
 def repair_stage(
@@ -17,7 +17,7 @@ def repair_stage(
     train: TasksetConfig,
     held_out: TasksetConfig,
     changes: dict[str, Any] | None = None,
-) -> tuple[StageRun, str, Callable[[], Awaitable[float]]]:
+) -> tuple[TrainingLoop, str, Callable[[], Awaitable[float]]]:
     """The stage on the checkpoint `args.folder / "model"`, its compute type, and what measures its sampled accuracy.
 
     Args:
@@ -27,13 +27,13 @@ def repair_stage(
 
     from rollmill.config.loader import load_run
     from rollmill.config.model import ModelConfig
-    from rollmill.master.buffers import Buffers
-    from rollmill.master.context import RunContext
-    from rollmill.master.selection import select_tasks
-    from rollmill.master.stage import StageRun
+    from rollmill.data import load_taskset
     from rollmill.models.load import load_policy
+    from rollmill.orchestrator.buffers import Buffers
+    from rollmill.orchestrator.context import RunContext
+    from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.task_selection import select_tasks
     from rollmill.quickstart import addition
-    from rollmill.tasks import load_taskset
     from rollmill.trainer import choose_precision
 
     torch.set_num_threads(1)
@@ -51,7 +51,7 @@ def repair_stage(
     tasks = select_tasks(config, policy, load_taskset(train), {"": load_taskset(held_out)})
     buffers = Buffers(args.folder, "", read_only=True)
     context = RunContext(args.folder, "", args.seed, precision, 1, buffers)
-    stage = StageRun(config, policy, tasks, context, index=0, first_version=0)
+    stage = TrainingLoop(config, policy, tasks, context, index=0, first_version=0)
 
     async def accuracy() -> float:
         assert stage.evaluator is not None

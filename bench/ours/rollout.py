@@ -26,10 +26,10 @@ def main() -> None:
     from transformers import AutoModelForCausalLM
 
     from rollmill.config.rollout import SamplingConfig
-    from rollmill.core.types import Completion
-    from rollmill.engines.base import Request
+    from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
     from rollmill.trainer import choose_precision
+    from rollmill.types import Completion
 
     if args.device == "cpu":
         torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def main() -> None:
             nonlocal first
             sampling = SamplingConfig(temperature=1.0, max_new_tokens=args.new_tokens)
             got = []
-            async for completion in native.stream(Request(ids, sampling, n=args.group, seed=index)):
+            async for completion in native.stream(GenerationRequest(ids, sampling, n=args.group, seed=index)):
                 first = first or time.perf_counter() - began
                 got.append(completion)
             return got
@@ -59,7 +59,9 @@ def main() -> None:
 
     began_engine = time.perf_counter()
     native = NativeEngine(model, context=model.config.max_position_embeddings, dtype=dtype, max_sequences=256)
-    asyncio.run(native.generate(Request(prompts[0], SamplingConfig(max_new_tokens=1))))  # ready: it has given a token
+    asyncio.run(
+        native.generate(GenerationRequest(prompts[0], SamplingConfig(max_new_tokens=1)))
+    )  # ready: it has given a token
     startup_s = time.perf_counter() - began_engine
 
     def run() -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import cast
 from bench.peers.processes import PROGRAM, timed
 from bench.worker import Channel, serve, versions
 from rollmill.sandbox import Sandbox
-from rollmill.sandbox.walls import BackendName
+from rollmill.sandbox.backend import BackendName
 
 EXECUTIONS = 500
 STARTS = 30

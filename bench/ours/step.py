@@ -39,19 +39,19 @@ def build_stage(
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
     from rollmill.config.engine import NativeEngineConfig
-    from rollmill.config.placement import Inline
+    from rollmill.config.placement import InlinePlacement
     from rollmill.config.rewards import PythonReward
     from rollmill.config.rollout import RolloutConfig
     from rollmill.config.run import StageConfig
     from rollmill.config.taskset import TasksetConfig
     from rollmill.config.trainer import TrainerConfig
-    from rollmill.master.buffers import Buffers
-    from rollmill.master.context import RunContext
-    from rollmill.master.selection import StageTasks
-    from rollmill.master.stage import StageRun
-    from rollmill.models.load import Policy
+    from rollmill.data import load_taskset
+    from rollmill.models.load import PolicyModel
+    from rollmill.orchestrator.buffers import Buffers
+    from rollmill.orchestrator.context import RunContext
+    from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.task_selection import StageTasks
     from rollmill.recipes import GRPO
-    from rollmill.tasks import load_taskset
     from rollmill.trainer import choose_precision
 
     device = torch.device(args.device)
@@ -71,11 +71,11 @@ def build_stage(
         trainer=TrainerConfig(lr=lr),
     )
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    policy = Policy(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
-    tasks = StageTasks(load_taskset(config.tasks_from), experts=None, held_out={}, notes=[])
-    buffers, placement = Buffers(run_dir, "", read_only=True), placement or Inline()
+    policy = PolicyModel(model, tokenizer, frozenset(), 0, model.config.max_position_embeddings, device)
+    tasks = StageTasks(load_taskset(config.required_taskset), experts=None, held_out={}, notes=[])
+    buffers, placement = Buffers(run_dir, "", read_only=True), placement or InlinePlacement()
     context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, placement=placement)
-    return StageRun(config, policy, tasks, context, index=0, first_version=0), precision
+    return TrainingLoop(config, policy, tasks, context, index=0, first_version=0), precision
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:

@@ -48,11 +48,11 @@ class Pickled:
 
 def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
     """The sending side."""
-    from rollmill.sync import BroadcastSender, FolderSender, SharedSender
+    from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender
 
     match kind:
         case "shared":
-            return SharedSender(path / "weights", weights)
+            return SharedMemorySender(path / "weights", weights)
         case "folder" | "delta":
             return FolderSender(path, weights, whole_every=1 if kind == "folder" else 10**6)
         case "broadcast":
@@ -64,12 +64,12 @@ def sender(kind: str, path: Path, weights: dict[str, Tensor]) -> Sends:
 
 def receive(kind: str, path: Path, weights: dict[str, Tensor], commands: Connection) -> None:
     """The other process: says when it has each version."""
-    from rollmill.sync import BroadcastReceiver, FolderReceiver, SharedReceiver
+    from rollmill.weights import BroadcastReceiver, FolderReceiver, SharedMemoryReceiver
 
     torch.set_num_threads(1)
     get: Callable[[int], Any]
     if kind == "shared":
-        shared = SharedReceiver(path / "weights")
+        shared = SharedMemoryReceiver(path / "weights")
         get = lambda version: shared.newest() == version and shared.hold()  # noqa: E731
     elif kind in ("folder", "delta"):
         folder = FolderReceiver(path)

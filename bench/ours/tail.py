@@ -31,23 +31,23 @@ def rows(size: int) -> Iterator[dict[str, str]]:
 
 def length(seed: int, median: int, longest: int) -> int:
     """Tokens of the completion with this seed: log-normal, sigma 1, cut at `longest`."""
-    from rollmill.engines.native.rng import fold
+    from rollmill.seeds import derive_seed
 
-    share = (fold(seed, 0x7A11) % (1 << 52) + 0.5) / (1 << 52)
+    share = (derive_seed(seed, 0x7A11) % (1 << 52) + 0.5) / (1 << 52)
     return max(1, min(longest, round(median * math.exp(NormalDist().inv_cdf(share)))))
 
 
 def drawn_lengths_engine(median: int, longest: int) -> Any:
     """Makes native engines whose completions end at a length drawn by their seed, wherever they were interrupted."""
     from rollmill.config.run import StageConfig
-    from rollmill.core.types import StopReason
-    from rollmill.engines.base import Request
+    from rollmill.engines.base import GenerationRequest
     from rollmill.engines.native import NativeEngine
-    from rollmill.engines.native.sequence import Group, Row
-    from rollmill.master.engine import native_engine
-    from rollmill.models.load import Policy
+    from rollmill.engines.native.sequence import SequenceGroup, SequenceState
+    from rollmill.models.load import PolicyModel
+    from rollmill.orchestrator.engine import build_native_engine
+    from rollmill.types import StopReason
 
-    class DrawnRow(Row):
+    class DrawnRow(SequenceState):
         __slots__ = ()
 
         def append(self, *token: Any) -> bool:
@@ -68,7 +68,7 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
             self.passes += 1
             super().step()
 
-        def submit(self, request: Request) -> Group:
+        def submit(self, request: GenerationRequest) -> SequenceGroup:
             group = super().submit(request)
             for row in list(group.waiting):
                 row.__class__ = DrawnRow
@@ -79,8 +79,8 @@ def drawn_lengths_engine(median: int, longest: int) -> Any:
                     group.hand_out(row)
             return group
 
-    def made(policy: Policy, config: StageConfig, precision: str) -> NativeEngine:
-        engine = native_engine(policy, config.rollout, precision)
+    def made(policy: PolicyModel, config: StageConfig, precision: str) -> NativeEngine:
+        engine = build_native_engine(policy, config.rollout, precision)
         engine.__class__ = DrawnLengths
         engine._eos_ids = frozenset()
         return engine
@@ -94,12 +94,12 @@ def tail_stage(args: argparse.Namespace) -> Any:
 
     from rollmill.config.model import ModelConfig
     from rollmill.config.run import StageConfig
-    from rollmill.master import stage as stages
-    from rollmill.master.buffers import Buffers
-    from rollmill.master.context import RunContext
-    from rollmill.master.selection import select_tasks
+    from rollmill.data import load_taskset
     from rollmill.models.load import load_policy
-    from rollmill.tasks import load_taskset
+    from rollmill.orchestrator import loop as stages
+    from rollmill.orchestrator.buffers import Buffers
+    from rollmill.orchestrator.context import RunContext
+    from rollmill.orchestrator.task_selection import select_tasks
 
     torch.set_num_threads(1)
     options = {"size": 4 * args.steps * args.prompts}
@@ -121,13 +121,13 @@ def tail_stage(args: argparse.Namespace) -> Any:
     )
     model = ModelConfig.model_validate({"path": "new", "new": new})
     policy = load_policy(model, texts=lambda: iter(["0123456789"]), seed=0, device=torch.device("cpu"))
-    tasks = select_tasks(config, policy, load_taskset(config.tasks_from), {})
+    tasks = select_tasks(config, policy, load_taskset(config.required_taskset), {})
     vars(stages)["make_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
-    def make() -> stages.StageRun:
+    def make() -> stages.TrainingLoop:
         context = RunContext(Path(), "", args.seed, "fp32", 1, buffers)
-        stage = stages.StageRun(config, policy, tasks, context, index=0, first_version=0)
+        stage = stages.TrainingLoop(config, policy, tasks, context, index=0, first_version=0)
         stage.begin({})
         return stage
 

@@ -19,8 +19,8 @@ import numpy as np
 
 from bench.worker import Channel, serve, versions
 from rollmill.buffer.base import Group
-from rollmill.buffer.rows import experiences_row
-from rollmill.core.types import Experience, Turn
+from rollmill.buffer.row_codec import encode_experience_columns
+from rollmill.types import Experience, Turn
 
 GROUP, BATCH, TOKENS, PROMPT = 8, 256, 1000, 100
 _QUESTION, _ANSWER = "How many apples are left? ", "So we subtract 3 from 12, "
@@ -55,7 +55,7 @@ def _experience(group: str, index: int, draw: np.random.Generator) -> Experience
 
 def row_bytes(batch: list[Group]) -> bytes:
     """What our rows of a batch hold, end to end."""
-    values = [value for group in batch for value in experiences_row(group.experiences).values()]
+    values = [value for group in batch for value in encode_experience_columns(group.experiences).values()]
     return b"".join(value.encode() if isinstance(value, str) else value for value in values)
 
 

@@ -6,34 +6,34 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.core.registry import reward as reward
-    from rollmill.explorer.user import environment as environment
-    from rollmill.explorer.user import tool as tool
-    from rollmill.explorer.user import workflow as workflow
-    from rollmill.master import run as run
-    from rollmill.monitor.rollouts import load_experiences as load_experiences
-    from rollmill.pipelines.user import operator as operator
-    from rollmill.recipes.user import advantage as advantage
-    from rollmill.recipes.user import algorithm as algorithm
-    from rollmill.recipes.user import loss as loss
-    from rollmill.tasks.operators.user import task_operator as task_operator
-    from rollmill.tasks.samplers.users import order as order
+    from rollmill.data.operators.custom import task_operator as task_operator
+    from rollmill.data.samplers.custom import order as order
+    from rollmill.launch import run as run
+    from rollmill.pipelines.custom import operator as operator
+    from rollmill.recipes.decorators import advantage as advantage
+    from rollmill.recipes.decorators import algorithm as algorithm
+    from rollmill.recipes.decorators import loss as loss
+    from rollmill.registry import reward as reward
+    from rollmill.rollout.decorators import environment as environment
+    from rollmill.rollout.decorators import tool as tool
+    from rollmill.rollout.decorators import workflow as workflow
+    from rollmill.trackers.rollout_log import load_experiences as load_experiences
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "advantage": "rollmill.recipes.user",
-    "environment": "rollmill.explorer.user",
-    "tool": "rollmill.explorer.user",
-    "workflow": "rollmill.explorer.user",
-    "algorithm": "rollmill.recipes.user",
-    "loss": "rollmill.recipes.user",
-    "operator": "rollmill.pipelines.user",
-    "order": "rollmill.tasks.samplers.users",
-    "reward": "rollmill.core.registry",
-    "run": "rollmill.master",
-    "task_operator": "rollmill.tasks.operators.user",
-    "load_experiences": "rollmill.monitor.rollouts",
+    "advantage": "rollmill.recipes.decorators",
+    "environment": "rollmill.rollout.decorators",
+    "tool": "rollmill.rollout.decorators",
+    "workflow": "rollmill.rollout.decorators",
+    "algorithm": "rollmill.recipes.decorators",
+    "loss": "rollmill.recipes.decorators",
+    "operator": "rollmill.pipelines.custom",
+    "order": "rollmill.data.samplers.custom",
+    "reward": "rollmill.registry",
+    "run": "rollmill.launch",
+    "task_operator": "rollmill.data.operators.custom",
+    "load_experiences": "rollmill.trackers.rollout_log",
 }
 
 __all__ = [

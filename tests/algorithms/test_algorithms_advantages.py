@@ -25,11 +25,11 @@ from rollmill.algorithms.advantages import (
     whiten,
 )
 from rollmill.algorithms.token_advantages import (
-    at_last_token,
     discounted_returns,
     gae,
     gigpo,
     length_adaptive_lambda,
+    reward_at_last_token,
     stepwise,
 )
 from rollmill.algorithms.token_advantages import reinforce_plus_plus as per_token
@@ -371,7 +371,7 @@ def loop_gae(
 )
 def test_gae_golden_numbers(lam: float, expected: list[float]) -> None:
     values, sequence = doubles(0.5, 0.6, 0.7), ids(0, 0, 0)
-    got = gae(values, at_last_token(doubles(1), sequence), sequence, lam=lam)
+    got = gae(values, reward_at_last_token(doubles(1), sequence), sequence, lam=lam)
     torch.testing.assert_close(got.advantages, doubles(*expected), rtol=0, atol=1e-12)
     torch.testing.assert_close(got.returns, values + doubles(*expected))
 
@@ -440,7 +440,7 @@ def test_gae_of_a_long_sequence_in_float32() -> None:
 
 def test_gae_of_a_sequence_without_a_reward_teaches_nothing() -> None:
     values, sequence = torch.tensor([0.5, 0.1, 0.6, 0.2]).requires_grad_(), ids(0, 1, 0, 1)
-    got = gae(values, at_last_token(torch.tensor([NAN, 1.0]), sequence), sequence, lam=0.9)
+    got = gae(values, reward_at_last_token(torch.tensor([NAN, 1.0]), sequence), sequence, lam=0.9)
     assert (got.advantages[[0, 2]] == 0).all()
     assert torch.equal(got.returns[[0, 2]], values[[0, 2]])
     alone = gae(values[[1, 3]], torch.tensor([0, 1.0]), ids(0, 0), lam=0.9)
@@ -450,7 +450,7 @@ def test_gae_of_a_sequence_without_a_reward_teaches_nothing() -> None:
 
 
 def test_a_terminal_reward_lies_on_the_last_token() -> None:
-    assert at_last_token(torch.tensor([1.0, 2, 3]), ids(2, 0, 0, 2, 0)).tolist() == [0, 0, 0, 3, 1]
+    assert reward_at_last_token(torch.tensor([1.0, 2, 3]), ids(2, 0, 0, 2, 0)).tolist() == [0, 0, 0, 3, 1]
 
 
 def test_lambda_grows_with_the_length() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.algorithms.kl import AdaptiveKL, KLEstimator, absolute, estimator, unbiased
+from rollmill.algorithms.kl import AdaptiveKL, KLEstimator, absolute, get_kl_estimator, unbiased
 
 LOGITS = torch.tensor([0.3, -0.2, 0.5], dtype=torch.float64)
 REFERENCE = torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log()
@@ -24,7 +24,7 @@ def expected(name: KLEstimator, behaviour: Tensor | None = None) -> tuple[float,
     logits = LOGITS.clone().requires_grad_()
     log_p = torch.log_softmax(logits, 0)
     old = log_p.detach() if behaviour is None else behaviour
-    loss = (old.exp() * estimator(name)(log_p, REFERENCE, old)).sum()
+    loss = (old.exp() * get_kl_estimator(name)(log_p, REFERENCE, old)).sum()
     return loss.item(), torch.autograd.grad(loss, logits)[0]
 
 
@@ -81,8 +81,8 @@ def test_absolute_value_and_gradient_are_bounded_linear() -> None:
 @pytest.mark.parametrize("name", get_args(KLEstimator))
 def test_every_name_has_an_estimator_that_is_zero_for_equal_policies(name: KLEstimator) -> None:
     logprob = -torch.rand(20)
-    assert (estimator(name)(logprob, logprob.clone(), logprob - 0.1) == 0).all()
-    differs = estimator(name)(logprob, logprob + 0.5, logprob - 0.1)
+    assert (get_kl_estimator(name)(logprob, logprob.clone(), logprob - 0.1) == 0).all()
+    differs = get_kl_estimator(name)(logprob, logprob + 0.5, logprob - 0.1)
     assert (differs == 0).all() == (name == "none")
 
 

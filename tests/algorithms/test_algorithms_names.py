@@ -11,9 +11,9 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from rollmill.algorithms import (
-    RewardInputs,
-    StepInputs,
-    TermInputs,
+    AdvantageInputs,
+    LossInputs,
+    MaskInputs,
     advantages,
     build_recipe,
     corrections,
@@ -25,18 +25,18 @@ from rollmill.algorithms import sequence_losses as sequences
 from rollmill.algorithms import token_advantages as steps
 from rollmill.algorithms.binding import (
     ADVANTAGES,
+    CLIP_INDICATORS,
     CORRECTIONS,
-    DROPPED,
     LOSSES,
     MASKS,
     SELECTIONS,
-    dropped_function,
-    loss_function,
+    bind_clip_indicator,
+    bind_loss,
 )
 from rollmill.algorithms.recipe import Recipe
-from rollmill.config.loss import Loss
-from rollmill.config.parts import part_of
-from rollmill.core.errors import ConfigError
+from rollmill.config.loss import LossSection
+from rollmill.config.parts import section_from_signature
+from rollmill.errors import ConfigError
 from rollmill.recipes import AlgorithmConfig
 
 N = 8
@@ -48,7 +48,7 @@ def recipe_of(**options: Any) -> Recipe:
 
 
 @pytest.fixture
-def tokens() -> TermInputs:
+def tokens() -> LossInputs:
     """Two sequences of four tokens, far enough from the old policy that every bound matters to some."""
     random = torch.Generator().manual_seed(0)
 
@@ -56,7 +56,7 @@ def tokens() -> TermInputs:
         return scale * torch.randn(N, generator=random, dtype=torch.float64)
 
     logprob, sequence = -1.5 + numbers(0.3), torch.tensor([0, 1] * 4)
-    return TermInputs(
+    return LossInputs(
         logprob=logprob,
         old_logprob=logprob + numbers(0.4),
         rollout_logprob=logprob + numbers(0.6) + 0.6 * sequence,
@@ -97,7 +97,7 @@ PLAIN = {
 BY_SEQUENCE = {"gspo", "gspo_token", "gmpo", "vespo", "topr", "kimi_mirror", "sppo"}
 
 
-def arguments_of(name: str, inputs: TermInputs) -> tuple[Tensor, ...]:
+def arguments_of(name: str, inputs: LossInputs) -> tuple[Tensor, ...]:
     if name in PLAIN:
         return inputs.logprob, inputs.advantage
     old = inputs.rollout_logprob if name in ON_ROLLOUT else inputs.old_logprob
@@ -106,10 +106,10 @@ def arguments_of(name: str, inputs: TermInputs) -> tuple[Tensor, ...]:
 
 
 @pytest.fixture
-def step(tokens: TermInputs) -> StepInputs:
+def step(tokens: LossInputs) -> MaskInputs:
     """The same tokens as the whole of an optimizer step."""
     random = torch.Generator().manual_seed(2)
-    return StepInputs(
+    return MaskInputs(
         logprob=tokens.logprob,
         old_logprob=tokens.old_logprob,
         rollout_logprob=tokens.rollout_logprob,
@@ -127,12 +127,12 @@ def test_every_name_is_looked_at_below() -> None:
     assert set(SELECTIONS) == {"kl_cov"}
     assert set(MASK) == set(MASKS)
     assert set(WEIGHTS) == set(CORRECTIONS)
-    assert set(DROPS) == set(DROPPED)
+    assert set(DROPS) == set(CLIP_INDICATORS)
     assert set(COMPARES) - {"gdpo"} == set(ADVANTAGES)
 
 
 @pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])
-def test_a_loss(name: str, tokens: TermInputs) -> None:
+def test_a_loss(name: str, tokens: LossInputs) -> None:
     function, options = (LOSS | ON_ROLLOUT | PLAIN)[name]
     tokens = tokens._replace(advantage=tokens.reward)  # GSPO's two forms differ where advantages do
     [term] = recipe_of(loss={"name": name, **options}).terms
@@ -150,7 +150,7 @@ DROPS: dict[str, Callable[..., Tensor]] = {
 
 
 @pytest.mark.parametrize("name", [*LOSS, *ON_ROLLOUT, *PLAIN])
-def test_the_tokens_that_a_loss_drops(name: str, tokens: TermInputs) -> None:
+def test_the_tokens_that_a_loss_drops(name: str, tokens: LossInputs) -> None:
     options = (LOSS | ON_ROLLOUT | PLAIN)[name][1]
     dropped = recipe_of(loss={"name": name, **options}).dropped
     if name not in DROPS:
@@ -164,7 +164,7 @@ def test_the_tokens_that_a_loss_drops(name: str, tokens: TermInputs) -> None:
     assert expected.any()
 
 
-def test_a_loss_that_selects_tokens_over_the_whole_step(tokens: TermInputs, step: StepInputs) -> None:
+def test_a_loss_that_selects_tokens_over_the_whole_step(tokens: LossInputs, step: MaskInputs) -> None:
     recipe = recipe_of(loss={"name": "kl_cov", "share": 0.3, "coefficient": 0.7})
     [term] = recipe.terms
     assert recipe.selection is not None
@@ -175,7 +175,7 @@ def test_a_loss_that_selects_tokens_over_the_whole_step(tokens: TermInputs, step
     assert torch.equal(term.fn(tokens._replace(selected=selected)), expected)
 
 
-MASK: dict[str, tuple[Callable[[StepInputs], Tensor], dict[str, Any]]] = {
+MASK: dict[str, tuple[Callable[[MaskInputs], Tensor], dict[str, Any]]] = {
     "high_entropy": (lambda i: entropy.high_entropy(i.entropy, top=0.5), {"top": 0.5}),
     "clip_b": (lambda i: entropy.clip_b(i.logprob, i.entropy, i.advantage, mu=0.1), {"mu": 0.1}),
     "clip_v": (
@@ -196,7 +196,7 @@ MASK: dict[str, tuple[Callable[[StepInputs], Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(MASK))
-def test_a_mask(name: str, step: StepInputs) -> None:
+def test_a_mask(name: str, step: MaskInputs) -> None:
     keeps, options = MASK[name]
     [mask] = recipe_of(masks=[{"name": name, **options}]).masks
     kept = mask(step)
@@ -204,13 +204,13 @@ def test_a_mask(name: str, step: StepInputs) -> None:
     assert 0 < int(kept.sum()) < N
 
 
-def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: TermInputs) -> None:
+def test_a_users_loss_of_the_name_of_another_drops_no_tokens(tokens: LossInputs) -> None:
     def ppo_clip(logprob: Tensor, advantage: Tensor, *, half: float = 0.5) -> Tensor:
         return half * logprob * advantage
 
-    part = part_of(ppo_clip, Loss)()
-    assert dropped_function(part) is None
-    assert torch.equal(loss_function(part)(tokens), 0.5 * tokens.logprob * tokens.advantage)
+    part = section_from_signature(ppo_clip, LossSection)()
+    assert bind_clip_indicator(part) is None
+    assert torch.equal(bind_loss(part)(tokens), 0.5 * tokens.logprob * tokens.advantage)
 
 
 def test_a_parameter_that_stands_for_nothing_is_an_error_wherever_it_stands() -> None:
@@ -222,10 +222,10 @@ def test_a_parameter_that_stands_for_nothing_is_an_error_wherever_it_stands() ->
 
     for function in (first, last):
         with pytest.raises(ConfigError, match=f"{function.__name__}: the parameter `mystery` stands for nothing"):
-            loss_function(part_of(function, Loss)())
+            bind_loss(section_from_signature(function, LossSection)())
 
 
-WEIGHTS: dict[str, tuple[Callable[[TermInputs], Tensor], dict[str, Any]]] = {
+WEIGHTS: dict[str, tuple[Callable[[LossInputs], Tensor], dict[str, Any]]] = {
     "tis": (lambda i: corrections.truncated_importance(i.old_logprob, i.rollout_logprob, 1.1), {"cap": 1.1}),
     "sequence_tis": (
         lambda i: corrections.sequence_truncated_importance(i.old_logprob, i.rollout_logprob, i.sequence, 1.3),
@@ -263,7 +263,7 @@ WEIGHTS: dict[str, tuple[Callable[[TermInputs], Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(WEIGHTS))
-def test_a_correction(name: str, tokens: TermInputs) -> None:
+def test_a_correction(name: str, tokens: LossInputs) -> None:
     weight, options = WEIGHTS[name]
     loss = {"name": "policy_gradient"}
     [plain], [term] = recipe_of(loss=loss).terms, recipe_of(loss=loss, corrections=[{"name": name, **options}]).terms
@@ -272,7 +272,7 @@ def test_a_correction(name: str, tokens: TermInputs) -> None:
 
 
 @pytest.fixture
-def rewards() -> RewardInputs:
+def rewards() -> AdvantageInputs:
     """Two groups of four, in which everything that an advantage may look at differs."""
     random = torch.Generator().manual_seed(1)
 
@@ -280,7 +280,7 @@ def rewards() -> RewardInputs:
         return torch.rand(N, generator=random, dtype=torch.float64)
 
     per_episode = numbers()[torch.arange(N) // 2 * 2]
-    return RewardInputs(
+    return AdvantageInputs(
         rewards=per_episode,
         groups=torch.arange(N) // 4,
         lengths=torch.arange(1, N + 1),
@@ -292,12 +292,12 @@ def rewards() -> RewardInputs:
     )
 
 
-def alone(inputs: RewardInputs) -> RewardInputs:
+def alone(inputs: AdvantageInputs) -> AdvantageInputs:
     """Every experience a rollout of its own."""
     return inputs._replace(episodes=torch.arange(N))
 
 
-COMPARES: dict[str, tuple[Callable[[RewardInputs], Tensor], dict[str, Any]]] = {
+COMPARES: dict[str, tuple[Callable[[AdvantageInputs], Tensor], dict[str, Any]]] = {
     "grpo": (lambda i: advantages.grpo(i.rewards, i.groups, scale="batch", ddof=0), {"scale": "batch", "ddof": 0}),
     "mean_baseline": (lambda i: advantages.mean_baseline(i.rewards, i.groups), {}),
     "rloo": (lambda i: advantages.rloo(i.rewards, i.groups), {}),
@@ -330,7 +330,7 @@ COMPARES: dict[str, tuple[Callable[[RewardInputs], Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize("name", list(COMPARES))
-def test_an_advantage(name: str, rewards: RewardInputs) -> None:
+def test_an_advantage(name: str, rewards: AdvantageInputs) -> None:
     expected, options = COMPARES[name]
     inputs = rewards if name in ("stepwise", "gigpo") else alone(rewards)
     compare = recipe_of(advantage={"name": name, **options}).advantage

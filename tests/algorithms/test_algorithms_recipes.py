@@ -9,27 +9,27 @@ import torch
 from pydantic import TypeAdapter
 
 from rollmill.algorithms import (
+    AdvantageInputs,
+    LossInputs,
     LossTerm,
     Recipe,
-    RewardInputs,
-    TermInputs,
-    TokenScores,
+    TokenAdvantageInputs,
     build_recipe,
     token_mean,
 )
-from rollmill.algorithms.build import _by_episode
+from rollmill.algorithms.policy_recipes import _advantage_by_episode
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.core import Source
 from rollmill.recipes import AlgorithmConfig, known_algorithms
+from rollmill.types import ExperienceSource
 
 
 def _recipe(**options: object) -> object:
     return build_recipe(TypeAdapter(AlgorithmConfig).validate_python(options), max_new_tokens=10)
 
 
-def _inputs(n: int) -> TermInputs:
+def _inputs(n: int) -> LossInputs:
     zeros = torch.zeros(n)
-    return TermInputs(
+    return LossInputs(
         logprob=zeros - 1,
         old_logprob=zeros - 1,
         rollout_logprob=zeros - 1,
@@ -45,9 +45,9 @@ def _inputs(n: int) -> TermInputs:
     )
 
 
-def _rewards(rewards: list[float], groups: list[int], lengths: list[int]) -> RewardInputs:
+def _rewards(rewards: list[float], groups: list[int], lengths: list[int]) -> AdvantageInputs:
     values, n = torch.tensor(rewards).double(), len(rewards)
-    return RewardInputs(
+    return AdvantageInputs(
         rewards=values,
         groups=torch.tensor(groups),
         lengths=torch.tensor(lengths),
@@ -69,7 +69,7 @@ def test_policy_gradient_terms(name: str) -> None:
     assert [t.name for t in recipe.terms] == ["policy"]
     assert not recipe.uses_reference
     assert not recipe.uses_entropy
-    assert recipe.terms[0].source is Source.USUAL
+    assert recipe.terms[0].source is ExperienceSource.ROLLOUT
     full = _recipe(name=name, kl=0.2, entropy=0.01, corrections=["tis"])
     assert {t.name: t.weight for t in full.terms} == {"policy": 1, "kl": 1, "entropy": -0.01}
     assert [t.name for t in full.terms if t.is_kl] == ["kl"]
@@ -92,8 +92,8 @@ def test_default_aggregations(name: str, expected: list[float]) -> None:
 def test_mix_is_convex_over_the_whole_grpo_loss() -> None:
     terms = {t.name: t for t in _recipe(name="mix", mu=0.1, kl=0.5).terms}
     assert {n: t.weight for n, t in terms.items()} == pytest.approx({"policy": 0.9, "kl": 0.9, "sft": 0.1})
-    assert terms["sft"].source is Source.EXPERT
-    assert terms["policy"].source is Source.USUAL
+    assert terms["sft"].source is ExperienceSource.EXPERT
+    assert terms["policy"].source is ExperienceSource.ROLLOUT
 
 
 def test_sft_needs_no_rewards() -> None:
@@ -102,7 +102,7 @@ def test_sft_needs_no_rewards() -> None:
     inputs = _inputs(1)
     elsewhere = inputs._replace(rollout_logprob=inputs.logprob - 3, reference_logprob=inputs.logprob - 5)
     assert recipe.terms[0].fn(elsewhere).tolist() == [1]
-    assert (recipe.terms[0].weight, recipe.terms[0].source) == (1, Source.EXPERT)
+    assert (recipe.terms[0].weight, recipe.terms[0].source) == (1, ExperienceSource.EXPERT)
     assert recipe.terms[0].aggregate(torch.tensor([2, 5])).tolist() == pytest.approx([1 / 4, 1 / 10])
 
 
@@ -151,7 +151,7 @@ def test_the_group_s_mean_of_reinforce_plus_plus_counts_a_rollout_once() -> None
     recipe = _recipe(name="reinforce_plus_plus_baseline")
     assert recipe.token_advantage is not None
     forked = _rewards([1.0, 1.0, 1.0, 0.0], [0, 0, 0, 0], [1, 1, 1, 1])._replace(episodes=torch.tensor([2, 2, 2, 5]))
-    got = recipe.token_advantage(forked, torch.arange(4), TokenScores()).values
+    got = recipe.token_advantage(forked, torch.arange(4), TokenAdvantageInputs()).values
     centred = torch.tensor([0.5, 0.5, 0.5, -0.5]).double()
     torch.testing.assert_close(got, (centred - centred.mean()) / centred.std())
 
@@ -162,7 +162,7 @@ def test_unjudged_experiences_are_not_counted() -> None:
         recipe = _recipe(name=name)
         if recipe.advantage is None:
             half = torch.full((3,), 0.5)
-            scores = TokenScores(logprob=half.log(), collision=half)
+            scores = TokenAdvantageInputs(logprob=half.log(), collision=half)
             result = recipe.token_advantage(inputs, torch.arange(3), scores)
         else:
             result = recipe.advantage(inputs._replace(greedy_rewards=torch.zeros(3).double()))
@@ -230,7 +230,7 @@ def test_raft_learns_from_what_was_accepted_alone() -> None:
     assert term.only_positive
 
 
-def _pairs() -> TermInputs:
+def _pairs() -> LossInputs:
     """Two pairs: group 0 is sequences 0 (rejected) and 2 (chosen, two tokens), group 1 is 1 (chosen) and 3."""
     sequence = torch.tensor([0, 1, 2, 2, 3])
     logprob = torch.tensor([-1.0, -2.0, -3.0, -4.0, -6.0], dtype=torch.float64)
@@ -251,7 +251,7 @@ CHOSEN, REJECTED = torch.tensor([2.0, -1.0]).double(), torch.tensor([0.5, -1.0])
 def test_dpo_compares_the_completions_of_a_pair() -> None:
     beta, e = 0.4, 0.1
     [term] = _recipe(name="dpo", beta=beta, label_smoothing=e).terms
-    assert (term.name, term.source, term.uses_reference, term.weight) == ("dpo", Source.PREFERENCE, True, 1)
+    assert (term.name, term.source, term.uses_reference, term.weight) == ("dpo", ExperienceSource.PREFERENCE, True, 1)
     h = beta * (CHOSEN - REJECTED)
     loss = -(1 - e) * torch.nn.functional.logsigmoid(h) - e * torch.nn.functional.logsigmoid(-h)
     torch.testing.assert_close(term.fn(_pairs()), loss[[0, 1, 0, 0, 1]])
@@ -267,7 +267,7 @@ def test_dpo_compares_the_completions_of_a_pair() -> None:
 
 def test_dpo_measures_how_far_apart_the_completions_of_a_pair_are() -> None:
     recipe = _recipe(name="dpo", beta=0.4)
-    assert recipe.keeps_groups
+    assert recipe.keep_groups_together
     assert recipe.measures is not None
     found = {name: values.tolist() for name, values in recipe.measures(_pairs()).items()}
     assert found.pop("pairs/accuracy") == [1.0, 0.5]  # the second pair is a draw
@@ -282,7 +282,7 @@ def test_dpo_measures_how_far_apart_the_completions_of_a_pair_are() -> None:
 def test_dpo_with_sft_imitates_the_chosen_completions() -> None:
     """Twice their loss: the mean over pairs is twice the mean over completions."""
     [_, term] = _recipe(name="dpo", sft=0.25).terms
-    assert (term.name, term.source, term.weight) == ("sft", Source.PREFERENCE, 0.25)
+    assert (term.name, term.source, term.weight) == ("sft", ExperienceSource.PREFERENCE, 0.25)
     assert term.fn(_pairs()).tolist() == [0, 4, 6, 8, 0]
     assert term.aggregate(torch.tensor([1, 1, 2, 1])).tolist() == [0.25, 0.25, 0.125, 0.25]
 
@@ -364,7 +364,7 @@ def test_ppos_critic_has_a_lambda_of_its_own_and_missing_rewards_do_not_shift_ad
 def test_uniform_groups_of_token_advantages_count_unless_they_are_dropped(drop: bool) -> None:
     inputs = _rewards([1.0, 1.0, 0.0, 1.0], [0, 0, 1, 1], [1, 1, 1, 1])
     recipe = _recipe(name="reinforce_plus_plus", kl=0.0, drop_uniform_groups=drop)
-    assert recipe.token_advantage(inputs, torch.arange(4), TokenScores()).counted.tolist() == [
+    assert recipe.token_advantage(inputs, torch.arange(4), TokenAdvantageInputs()).counted.tolist() == [
         not drop,
         not drop,
         True,
@@ -379,13 +379,13 @@ def test_token_advantages_have_the_options_of_the_file() -> None:
         for ddof in (0, 1):
             recipe = _recipe(name="reinforce_plus_plus", kl=0.0, advantage={"baseline": baseline, "ddof": ddof})
             expected = (values - values.mean()) / values.std(correction=ddof)
-            got = recipe.token_advantage(inputs, torch.arange(4), TokenScores()).values
+            got = recipe.token_advantage(inputs, torch.arange(4), TokenAdvantageInputs()).values
             torch.testing.assert_close(got.float(), expected)
     forked = _rewards([1.0, 1.0, 0.0, 3.0, 0.0], [0, 0, 0, 1, 1], [1] * 5)
     forked = forked._replace(episodes=torch.tensor([4, 4, 1, 2, 3]))
     recipe = _recipe(name="reinforce_plus_plus_baseline", kl=0.0)
     values = torch.tensor([0.5, 0.5, -0.5, 1.5, -1.5]).double()
-    got = recipe.token_advantage(forked, torch.arange(5), TokenScores()).values
+    got = recipe.token_advantage(forked, torch.arange(5), TokenAdvantageInputs()).values
     torch.testing.assert_close(got, (values - values.mean()) / values.std())
 
 
@@ -393,13 +393,13 @@ def test_a_rollout_that_forked_is_as_long_as_its_branches_together_and_has_each_
     """Lengths are seen by users' advantages, parts by GDPO."""
     forked = _rewards([1.0, 1.0, 0.0], [0, 0, 0], [4, 2, 3])._replace(episodes=torch.tensor([7, 7, 3]))
     parts = {"a": torch.tensor([1.0, 0.5, 0.0]).double(), "b": torch.tensor([0.0, 0.0, 2.0]).double()}
-    seen: list[RewardInputs] = []
+    seen: list[AdvantageInputs] = []
 
-    def watching(inputs: RewardInputs) -> torch.Tensor:
+    def watching(inputs: AdvantageInputs) -> torch.Tensor:
         seen.append(inputs)
         return inputs.rewards
 
-    values = _by_episode(watching, forked._replace(parts=parts))
+    values = _advantage_by_episode(watching, forked._replace(parts=parts))
     assert values.tolist() == [1, 1, 0]
     [one] = seen
     assert one.lengths.tolist() == [3, 6]  # by the numbers of the episodes
@@ -462,10 +462,10 @@ def test_a_reference_is_needed_where_a_kl_is_on(kl: dict[str, object], in_reward
 def test_a_recipe_of_one_term_is_as_plain_as_can_be() -> None:
     term = LossTerm("mine", lambda inputs: inputs.logprob, token_mean)
     recipe = Recipe("mine", (term,))
-    assert (term.source, term.weight_at(7)) == (Source.USUAL, 1.0)
+    assert (term.source, term.weight_at(7)) == (ExperienceSource.ROLLOUT, 1.0)
     assert not any((term.uses_advantage, term.only_positive, term.uses_reference, term.uses_entropy, term.is_kl))
     assert recipe.proximal == "rollout"
-    assert not any((recipe.keeps_groups, recipe.reset_optimizer, recipe.uses_reference, recipe.uses_entropy))
+    assert not any((recipe.keep_groups_together, recipe.reset_optimizer, recipe.uses_reference, recipe.uses_entropy))
 
 
 def test_every_name_of_a_run_file_is_a_function_of_the_package() -> None:

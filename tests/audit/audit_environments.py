@@ -7,7 +7,7 @@ import random
 from typing import Any
 
 import rollmill
-from rollmill.explorer.environments.base import StepResult
+from rollmill.rollout.environments.base import StepResult
 
 
 class Guess:

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.audit.audit import Options, audit
 from rollmill.audit.findings import Finding, Severity
+from rollmill.audit.runner import AuditOptions, run_audit
 from rollmill.config import parts
-from rollmill.config.loader import load_tasks
-from rollmill.core.registry import import_object
+from rollmill.config.loader import load_taskset_run
+from rollmill.registry import import_object
 
 ENVIRONMENTS = Path(__file__).parent / "audit_environments.py"
 
@@ -27,9 +27,9 @@ def findings(folder: Path, environment: str, *, oracle: bool = False) -> dict[st
         "environment": {"name": environment, "time_limit_s": 1.0 if environment == "hangs" else 30.0},
     }
     (folder / "run.yaml").write_text(json.dumps(run))
-    loaded = load_tasks(folder / "run.yaml")
+    loaded = load_taskset_run(folder / "run.yaml")
     act = import_object(f"{ENVIRONMENTS}:binary_search") if oracle else None
-    found = audit(loaded, loaded.stages[0], Options(oracle=act), lambda text: None)
+    found = run_audit(loaded, loaded.stages[0], AuditOptions(oracle=act), lambda text: None)
     return {each.check: each for each in found}
 
 

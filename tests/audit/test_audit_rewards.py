@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.audit.audit import Options, audit, verdict
 from rollmill.audit.findings import Finding, Severity
+from rollmill.audit.runner import AuditOptions, audit_exit_code, run_audit
 from rollmill.cli import main
-from rollmill.config.loader import load_tasks
+from rollmill.config.loader import load_taskset_run
 
 REWARDS = Path(__file__).parent / "audit_rewards.py"
 TASKS = 12
@@ -35,8 +35,8 @@ def findings(tasks: Path, reward: str, **options: object) -> dict[str, Finding]:
     run = tasks.parent / f"{reward}.yaml"
     function = {"name": "python", "function": f"{REWARDS}:{reward}", "time_limit_s": 0.2}
     run.write_text(json.dumps({"taskset": {"path": str(tasks)}, "rewards": [function]}))
-    loaded = load_tasks(run)
-    found = audit(loaded, loaded.stages[0], Options(**options), lambda text: None)  # type: ignore[arg-type]
+    loaded = load_taskset_run(run)
+    found = run_audit(loaded, loaded.stages[0], AuditOptions(**options), lambda text: None)  # type: ignore[arg-type]
     return {each.check: each for each in found}
 
 
@@ -81,7 +81,7 @@ def test_a_broken_reward_is_found_by_its_check(tasks: Path, reward: str, check: 
     found = findings(tasks, reward)
     assert problems(found) == [check, *(["oracle"] if reward == "not_for_most" else [])]
     assert found[check].advice
-    assert verdict(list(found.values()), strict=False) == 1
+    assert audit_exit_code(list(found.values()), strict=False) == 1
 
 
 def test_all_options_at_once(tmp_path: Path) -> None:
@@ -100,8 +100,8 @@ def test_all_options_at_once(tmp_path: Path) -> None:
     (tmp_path / "run.yaml").write_text(
         json.dumps({"taskset": {"path": str(tmp_path / "choices.jsonl")}, "rewards": [function]})
     )
-    loaded = load_tasks(tmp_path / "run.yaml")
-    found = {each.check: each for each in audit(loaded, loaded.stages[0], Options(), lambda text: None)}
+    loaded = load_taskset_run(tmp_path / "run.yaml")
+    found = {each.check: each for each in run_audit(loaded, loaded.stages[0], AuditOptions(), lambda text: None)}
     assert problems(found) == ["hack:every_option"]
     assert len(found["hack:every_option"].tasks) == 8
 

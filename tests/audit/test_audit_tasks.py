@@ -8,13 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.audit.audit import Options, audit
 from rollmill.audit.findings import Finding, Severity
-from rollmill.audit.tasks import contamination, duplicates, leakage, prompt_length, solvability
-from rollmill.config.loader import load_tasks
+from rollmill.audit.runner import AuditOptions, run_audit
+from rollmill.audit.tasks import (
+    check_contamination,
+    check_duplicates,
+    check_leakage,
+    check_prompt_length,
+    check_solvability,
+)
+from rollmill.config.loader import load_taskset_run
 from rollmill.config.taskset import TasksetConfig
-from rollmill.core.types import Task
-from rollmill.tasks import load_taskset
+from rollmill.data import load_taskset
+from rollmill.types import Task
 
 
 def plain_tasks(count: int = 60) -> list[Task]:
@@ -33,7 +39,7 @@ def test_short_answers_stand_in_prompts_by_accident() -> None:
     tasks = plain_tasks()
     inside = sum(f" {task.answer} " in str(task.prompt) for task in tasks)
     assert inside > 3
-    assert leakage(tasks).severity is Severity.OK
+    assert check_leakage(tasks).severity is Severity.OK
 
 
 @pytest.mark.parametrize(
@@ -49,7 +55,7 @@ def test_short_answers_stand_in_prompts_by_accident() -> None:
 def test_answers_in_prompts_are_found(change: str, answer: str) -> None:
     tasks = plain_tasks()
     tasks[5] = Task("leaky", f"{tasks[5].prompt}{change}", answer=answer)
-    found = leakage(tasks)
+    found = check_leakage(tasks)
     assert found.severity is Severity.WARNING
     assert found.tasks == ["leaky"]
 
@@ -63,63 +69,69 @@ def test_many_leaks_are_a_problem_and_messages_of_the_system_are_looked_at() -> 
         )
         for n in range(20)
     ]
-    found = leakage(tasks)
+    found = check_leakage(tasks)
     assert (found.severity, len(found.tasks)) == (Severity.PROBLEM, 20)
 
 
 def test_worked_examples_and_options_are_no_leak() -> None:
     shots = "Question: 2+2? #### 4\n"
-    assert leakage([Task(str(n), f"{shots}What is {n} and 2?", str(n + 2)) for n in range(9)]).severity is Severity.OK
+    assert (
+        check_leakage([Task(str(n), f"{shots}What is {n} and 2?", str(n + 2)) for n in range(9)]).severity
+        is Severity.OK
+    )
     options = {"A": "Ottawa", "B": "Toronto"}
     choices = [Task(str(n), "Capital? A. Ottawa B. Toronto", "A", metadata={"options": options}) for n in range(9)]
-    assert leakage(choices).severity is Severity.SKIPPED
+    assert check_leakage(choices).severity is Severity.SKIPPED
     texts = [Task(str(n), "Capital? A. Ottawa B. Toronto", "Ottawa", metadata={"options": options}) for n in range(9)]
-    assert leakage(texts).severity is Severity.SKIPPED
+    assert check_leakage(texts).severity is Severity.SKIPPED
 
 
 def test_duplicates() -> None:
     tasks = plain_tasks()
-    assert duplicates(tasks[:1]).severity is Severity.OK
+    assert check_duplicates(tasks[:1]).severity is Severity.OK
     same = [
         Task("a", "What is the capital of Canada today?", "Ottawa"),
         Task("b", "what is the capital  of Canada today?", "Ottawa"),
     ]
-    found = duplicates([*same, Task("c", "Who wrote the play Hamlet?", "Shakespeare")])
+    found = check_duplicates([*same, Task("c", "Who wrote the play Hamlet?", "Shakespeare")])
     assert (found.severity, found.tasks) == (Severity.PROBLEM, ["b"])  # more than a fifth of the tasks
     other = Task("d", "What is the capital of Canada today?", "Toronto")
     many = [Task(f"n{n}", f"Question {'ab' * n} about {n * n}: which {n}?", str(n)) for n in range(30)]
-    assert "another answer (d)" in duplicates([same[0], other, *many]).text
+    assert "another answer (d)" in check_duplicates([same[0], other, *many]).text
 
 
 def test_contamination() -> None:
     tasks = plain_tasks()
-    assert contamination(tasks, []).severity is Severity.SKIPPED
-    assert contamination(tasks[:30], [Task("x", "Something else that is asked of nobody", "1")]).severity is Severity.OK
-    found = contamination(tasks, [Task("x", str(tasks[3].prompt).upper(), "1")])
+    assert check_contamination(tasks, []).severity is Severity.SKIPPED
+    assert (
+        check_contamination(tasks[:30], [Task("x", "Something else that is asked of nobody", "1")]).severity
+        is Severity.OK
+    )
+    found = check_contamination(tasks, [Task("x", str(tasks[3].prompt).upper(), "1")])
     assert found.severity is Severity.PROBLEM
     assert "3" in found.tasks
 
 
 def test_prompts_that_do_not_fit() -> None:
     lengths = {"a": 10, "b": 90, "c": 130}
-    assert prompt_length(lengths, 1000, 100).severity is Severity.OK
-    assert prompt_length(lengths, 150, 40).tasks == ["c"]
-    found = prompt_length(lengths, 120, 20)
+    assert check_prompt_length(lengths, 1000, 100).severity is Severity.OK
+    assert check_prompt_length(lengths, 150, 40).tasks == ["c"]
+    found = check_prompt_length(lengths, 120, 20)
     assert (found.severity, found.tasks) == (Severity.PROBLEM, ["c"])
 
 
 def test_solvability() -> None:
-    assert solvability({"a": 0.5, "b": 0.0, "c": 1.0}).severity is Severity.OK
-    none = solvability({str(n): 0.0 for n in range(20)})
+    assert check_solvability({"a": 0.5, "b": 0.0, "c": 1.0}).severity is Severity.OK
+    none = check_solvability({str(n): 0.0 for n in range(20)})
     assert none.severity is Severity.PROBLEM
     assert none.numbers["histogram"] == [20] + [0] * 9
-    assert solvability({str(n): float(n > 0) or 0.3 for n in range(20)}).severity is Severity.WARNING
+    assert check_solvability({str(n): float(n > 0) or 0.3 for n in range(20)}).severity is Severity.WARNING
 
 
 def real(data: Path, run: Path, reward: str, count: int, **taskset: str) -> dict[str, Finding]:
     run.write_text(json.dumps({"taskset": taskset | {"path": str(data)}, "rewards": [{"name": reward}]}))
-    loaded = load_tasks(run)
-    found = audit(loaded, loaded.stages[0], Options(tasks=count), lambda text: None)
+    loaded = load_taskset_run(run)
+    found = run_audit(loaded, loaded.stages[0], AuditOptions(tasks=count), lambda text: None)
     return {each.check: each for each in found}
 
 
@@ -146,5 +158,5 @@ def test_real_tasks_and_the_rewards_made_for_them_have_no_problem(
 def test_gsm8k_s_one_leak_and_its_duplicate(data_dir: Path) -> None:
     """A distance of 448 miles, and the answer 448; a question that is there twice but for the numbers."""
     taskset = TasksetConfig.model_validate({"path": data_dir / "gsm8k/train.jsonl", "preset": "gsm8k", "limit": 1500})
-    found = leakage(load_taskset(taskset).tasks)
+    found = check_leakage(load_taskset(taskset).tasks)
     assert (found.severity, found.tasks) == (Severity.WARNING, ["train:1231"])

@@ -11,7 +11,7 @@ import torch
 
 from bench import models
 from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 
 CUDA = pytest.param(
@@ -39,7 +39,9 @@ def complete(model: Any, dtype: torch.dtype, temperature: float) -> list[list[An
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=24)
 
     async def all_of_them() -> list[list[Any]]:
-        return await asyncio.gather(*(engine.generate(Request(ids, sampling, n=3, seed=1)) for ids in PROMPTS))
+        return await asyncio.gather(
+            *(engine.generate(GenerationRequest(ids, sampling, n=3, seed=1)) for ids in PROMPTS)
+        )
 
     return asyncio.run(all_of_them())
 

@@ -25,8 +25,8 @@ from bench.peers.trl_learn import right
 from bench.prefix import token_ratio
 from bench.report import Case, finish
 from rollmill.config.rewards import ExactReward
-from rollmill.core.types import Completion, StopReason, Task
-from rollmill.rewards.text.exact import Exact
+from rollmill.rewards.text.exact import ExactScorer
+from rollmill.types import Completion, StopReason, Task
 
 WORKER = """
 import os, sys, time
@@ -182,6 +182,6 @@ def completion(text: str) -> Completion:
 
 @given(st.text("12# ", max_size=8))
 def test_both_sides_of_learn_have_the_same_reward(text: str) -> None:
-    exact = Exact(ExactReward(name="exact", after="#"))
+    exact = ExactScorer(ExactReward(name="exact", after="#"))
     verdict = asyncio.run(exact.judge(Task(id="0", prompt="", answer="12"), completion(text)))
     assert right(text, "12") == verdict.value

@@ -167,9 +167,18 @@ def test_the_lines_that_are_reached_are_noted(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_pacing_rule_has_no_hole(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "bench", "mutation", "--module", "master/pacing.py", "--folder", str(tmp_path)]
+    command = [
+        sys.executable,
+        "-m",
+        "bench",
+        "mutation",
+        "--module",
+        "orchestrator/pacing.py",
+        "--folder",
+        str(tmp_path),
+    ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.splitlines()[-1])["share"] == 1.0
     rows = json.loads((tmp_path / "mutation.json").read_text())["modules"]
-    assert rows["src/rollmill/master/pacing.py"]["mutants"] > 10
+    assert rows["src/rollmill/orchestrator/pacing.py"]["mutants"] > 10

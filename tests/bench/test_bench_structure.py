@@ -7,15 +7,14 @@ from pathlib import Path
 from bench import structure
 
 FILES = {
-    "core/__init__.py": "",
-    "core/types.py": '"""Types."""\nfrom rollmill.trainer import loss\n\nclass Group:\n    """What it is."""\n',
+    "types.py": '"""Types."""\nfrom rollmill.trainer import loss\n\nclass Group:\n    """What it is."""\n',
     "trainer/__init__.py": "",
     "trainer/build.py": "from rollmill.trainer import loss\nfrom typing import TYPE_CHECKING\n\n"
-    "if TYPE_CHECKING:\n    from rollmill.master import loop\n",
+    "if TYPE_CHECKING:\n    from rollmill.orchestrator import loop\n",
     "trainer/loss.py": 'from rollmill.trainer import build\n\nLIMIT = 3\n"""How many there are."""\n\n'
     "class Group:\n" + "    x = 0\n" * 250,
-    "master/__init__.py": "",
-    "master/loop.py": "import rollmill.core.types\n\ndef step(part):\n"
+    "orchestrator/__init__.py": "",
+    "orchestrator/loop.py": "import rollmill.types\n\ndef step(part):\n"
     '    """Trains once."""\n    return isinstance(part, int) or isinstance(part, str)\n',
 }
 
@@ -27,16 +26,16 @@ def test_what_is_counted(tmp_path: Path) -> None:
     measures, details = structure.static_measures(tmp_path)
     assert measures["files"] == len(FILES)
     assert measures["lines"] == sum(text.count("\n") for text in FILES.values())
-    assert details["class_names_used_twice"] == ["Group: core/types.py, trainer/loss.py"]
+    assert details["class_names_used_twice"] == ["Group: types.py, trainer/loss.py"]
     assert sorted(details["docstrings_that_open_with_a_question"]) == [
-        "core/types.py: What it is.",
+        "types.py: What it is.",
         "trainer/loss.py: How many there are.",
     ]
-    assert details["isinstance_in_the_loop"] == ["master/loop.py: 2"]
+    assert details["isinstance_in_the_loop"] == ["orchestrator/loop.py: 2"]
     assert measures["isinstance_in_the_loop"] == 2
     assert details["classes_over_250_lines"] == ["trainer/loss.py: Group, 251"]
     assert details["import_circles"] == ["trainer/build.py -> trainer/loss.py"]
-    assert details["imports_upwards"] == ["core/types.py -> trainer/loss.py"]
+    assert details["imports_upwards"] == ["types.py -> trainer/loss.py"]
     assert measures["files_called_build"] == 1
     assert details["carriers"] == ["Group"]
 

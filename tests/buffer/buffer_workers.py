@@ -20,7 +20,7 @@ from typing import Any
 
 from buffer_groups import group
 
-from rollmill.buffer.base import EXPLORER, Shelf
+from rollmill.buffer.base import EXPLORER, ExperienceKind
 from rollmill.buffer.database import Database
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import ReplayConfig
@@ -114,7 +114,7 @@ def _result(url: str, run_id: str, folder: Path) -> dict[str, Any]:
     """What the surviving lineage learned from, and all that was written, by number of the group."""
     state = read_checkpoint(folder)
     store = SqlStore(Database(url), run_id)
-    written = sorted(int(each.id[1:]) for _, each in store.read(Shelf.USUAL))
+    written = sorted(int(each.id[1:]) for _, each in store.read(ExperienceKind.ROLLOUT))
     taken = len(written) - store.waiting()
     store.close()
     learned = [int(name[1:]) for name in state["learned"]]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.buffer.base import Store
+from rollmill.buffer.base import ExperienceStore
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
@@ -17,14 +17,14 @@ KINDS = ["memory", "sqlite", pytest.param("postgres", marks=pytest.mark.service)
 
 
 @pytest.fixture(params=KINDS)
-def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], Store]]:
+def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], ExperienceStore]]:
     """Opens the store of one run; in a database, a second call opens it a second time."""
-    stores: list[Store] = []
+    stores: list[ExperienceStore] = []
     run_id = uuid.uuid4().hex
     memory = MemoryStore(keep=1000)
     url = request.getfixturevalue("pg").url if request.param == "postgres" else sqlite_url(tmp_path / "b.sqlite")
 
-    def open_one() -> Store:
+    def open_one() -> ExperienceStore:
         if request.param == "memory":
             return memory
         stores.append(SqlStore(Database(url, outage_s=5.0), run_id))
@@ -36,6 +36,6 @@ def opened(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[
 
 
 @pytest.fixture
-def store(opened: Callable[[], Store]) -> Store:
+def store(opened: Callable[[], ExperienceStore]) -> ExperienceStore:
     """A store."""
     return opened()

@@ -15,14 +15,14 @@ from buffer_groups import group, ids, same_groups
 from postgres import Postgres
 from sqlalchemy import text
 
-from rollmill.buffer import open_run, open_store
-from rollmill.buffer.base import FEEDBACK, PIPELINE, Shelf
+from rollmill.buffer import open_run_store, open_store
+from rollmill.buffer.base import FEEDBACK, PIPELINE, ExperienceKind
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
-from rollmill.buffer.shelves import Shelves
+from rollmill.buffer.reader import StoreReader
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
-from rollmill.core.errors import ConfigError, StoreError
+from rollmill.errors import ConfigError, StoreError
 
 
 def sqlite(path: Path, **options: Any) -> SqlStore:
@@ -68,25 +68,25 @@ def test_two_runs_in_one_database_do_not_meet(url: str) -> None:
 
 def test_a_run_directory_is_opened_by_its_files(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no run \(no config.yaml\)"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
     (tmp_path / "config.yaml").write_text("stages: [{buffer: {store: auto}}, {}]\n")
     with pytest.raises(ConfigError, match=r"has no buffer.sqlite.*rollmill show"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
     sqlite(tmp_path / "buffer.sqlite").put([group("g0")])
     with pytest.raises(StoreError, match="does not say the run's id"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
     (tmp_path / "machine.json").write_text(json.dumps({"run_id": "other"}))
     with pytest.raises(StoreError, match=r"holds nothing of this run \(its id is other\)"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
     (tmp_path / "machine.json").write_text(json.dumps({"run_id": "run"}))
-    found = open_run(tmp_path)
+    found = open_run_store(tmp_path)
     assert found.waiting() == 1
     with pytest.raises(StoreError, match=r"readonly database; it can be read but not written"):
         found.remove(["g0"], by="me")
     found.close()
     (tmp_path / "config.yaml").write_text(f"stages: [{{}}, {{buffer: {{url: 'sqlite:///{tmp_path}/else.sqlite'}}}}]\n")
     with pytest.raises(StoreError, match=r"else.sqlite failed: unable to open"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -146,7 +146,7 @@ def test_a_damaged_file_is_noticed(tmp_path: Path) -> None:
     content[len(content) // 4 :] = os.urandom(len(content) - len(content) // 4)
     path.write_bytes(content)
     with pytest.raises(StoreError, match=r"malformed|damaged"):
-        list(sqlite(path).read(Shelf.USUAL))
+        list(sqlite(path).read(ExperienceKind.ROLLOUT))
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_a_damaged_row_is_noticed(tmp_path: Path, damage: str) -> None:
     change = text(damage)
     store.database.write(lambda connection: connection.execute(change))
     with pytest.raises(StoreError, match=r"groups 1 to 1 of the buffer .*b.sqlite are damaged"):
-        list(store.read(Shelf.USUAL))
+        list(store.read(ExperienceKind.ROLLOUT))
 
 
 def test_a_folder_with_an_odd_name(tmp_path: Path) -> None:
@@ -246,17 +246,17 @@ def test_what_a_server_refuses(pg: Postgres, change: tuple[str, str], what: str)
 
 def test_redone_feedback_is_found_by_who_went_past_it(url: str) -> None:
     store = SqlStore(Database(url), f"redone in {url}")
-    kept = [group(name, shelf=Shelf.RATED, writer=FEEDBACK) for name in ("a", "b")]
-    store.put([group("made", shelf=Shelf.RATED, writer=PIPELINE), *kept])
+    kept = [group(name, shelf=ExperienceKind.RATED, writer=FEEDBACK) for name in ("a", "b")]
+    store.put([group("made", shelf=ExperienceKind.RATED, writer=PIPELINE), *kept])
     store.remove(["a", "made"], by="Ann")
-    shelves = Shelves("it", lambda: store)
-    assert ids(list(shelves.new(Shelf.RATED))) == ["b"]
+    shelves = StoreReader("it", lambda: store)
+    assert ids(list(shelves.new(ExperienceKind.RATED))) == ["b"]
     mark = store.mark()
     store.restore(["a", "made", "b"])
-    assert same_groups(list(shelves.new(Shelf.RATED)), kept[:1])
+    assert same_groups(list(shelves.new(ExperienceKind.RATED)), kept[:1])
     assert store.put([group("c")]) == 1
     store.rewind(mark, step=0)
-    assert [each.id for _, each in store.read(Shelf.RATED)] == ["made", "b", "a"], (
+    assert [each.id for _, each in store.read(ExperienceKind.RATED)] == ["made", "b", "a"], (
         "only what was put after the mark goes"
     )
     store.close()
@@ -274,8 +274,8 @@ def test_damaged_files_of_a_run_are_named(tmp_path: Path) -> None:
     (tmp_path / "buffer.sqlite").touch()
     (tmp_path / "machine.json").write_text('{"run_id"')
     with pytest.raises(StoreError, match=r"machine.json does not say the run's id"):
-        open_run(tmp_path)
+        open_run_store(tmp_path)
     for text_ in ("a: [", "- 1\n"):
         (tmp_path / "config.yaml").write_text(text_)
         with pytest.raises(ConfigError, match=r"config.yaml is damaged"):
-            open_run(tmp_path)
+            open_run_store(tmp_path)

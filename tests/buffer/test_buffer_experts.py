@@ -11,21 +11,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.buffer import ExpertPool, Group, Shelf, Store
+from rollmill.buffer import DemonstrationPool, ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import FEEDBACK
 from rollmill.buffer.database import Database, sqlite_url
-from rollmill.buffer.experts import TaskExperts
+from rollmill.buffer.experts import TasksetDemonstrations
 from rollmill.buffer.memory import MemoryStore
-from rollmill.buffer.ratings import Ratings
-from rollmill.buffer.shelves import Shelves
+from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.reader import StoreReader
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.order import CurriculumOrder, ShuffledOrder
-from rollmill.core.errors import StoreError
-from rollmill.core.types import Experience, Source, Task
-from rollmill.tasks import Taskset, build_sampler
+from rollmill.data import Taskset, build_sampler
+from rollmill.errors import StoreError
+from rollmill.types import Experience, ExperienceSource, Task
 
 
-def experience(name: str, source: Source = Source.EXPERT, reward: float | None = None) -> Experience:
+def experience(
+    name: str, source: ExperienceSource = ExperienceSource.EXPERT, reward: float | None = None
+) -> Experience:
     return Experience(
         id=name,
         task_id="t",
@@ -40,32 +42,32 @@ def experience(name: str, source: Source = Source.EXPERT, reward: float | None =
 
 
 def expert(name: str, **info: object) -> Group:
-    return Group(name, [experience(name)], Shelf.EXPERT, writer=FEEDBACK, info=dict(info))
+    return Group(name, [experience(name)], ExperienceKind.EXPERT, writer=FEEDBACK, info=dict(info))
 
 
 def rated(name: str, of: str, reward: float, at: float = 0.0) -> Group:
-    own = [experience(f"{name}/0", Source.USUAL, reward)]
-    return Group(name, own, Shelf.RATED, writer=FEEDBACK, author="ann", created_at=at, info={"of": [of]})
+    own = [experience(f"{name}/0", ExperienceSource.ROLLOUT, reward)]
+    return Group(name, own, ExperienceKind.RATED, writer=FEEDBACK, author="ann", created_at=at, info={"of": [of]})
 
 
 def pool(
-    *stores: Store,
+    *stores: ExperienceStore,
     tasks: int = 0,
     pairs: bool = False,
     labels: bool = False,
     rated_at_least: float | None = 1.0,
     seed: int = 0,
-) -> ExpertPool:
+) -> DemonstrationPool:
     own = None
     if tasks:
         rows = [Task(f"task-{n}", "p", response="r") for n in range(tasks)]
-        own = TaskExperts(
+        own = TasksetDemonstrations(
             build_sampler(Taskset("s", rows, []), ShuffledOrder(), 0, batch=4),
             lambda task, place: [experience(task.id)],
         )
-    shelves = [Shelves(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
+    shelves = [StoreReader(f"store {n}", lambda store=store: store) for n, store in enumerate(stores)]
     options: Any = {"pairs": pairs, "labels": labels, "rated_at_least": rated_at_least, "seed": seed}
-    return ExpertPool(own, shelves, **options, tokenizer="abc", context=8)
+    return DemonstrationPool(own, shelves, **options, tokenizer="abc", context=8)
 
 
 def ids(experiences: list[Experience]) -> list[str]:
@@ -73,13 +75,13 @@ def ids(experiences: list[Experience]) -> list[str]:
 
 
 @pytest.fixture(params=["memory", "sqlite"])
-def store(request: pytest.FixtureRequest, tmp_path: Path) -> Store:
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ExperienceStore:
     if request.param == "memory":
         return MemoryStore()
     return SqlStore(Database(sqlite_url(tmp_path / "buffer.sqlite")), "run")
 
 
-def test_each_once_per_epoch_and_new_ones_first(store: Store) -> None:
+def test_each_once_per_epoch_and_new_ones_first(store: ExperienceStore) -> None:
     store.put([expert(f"old-{n}") for n in range(4)])
     experts = pool(store)
     first = ids(experts.draw(4))
@@ -93,13 +95,13 @@ def test_each_once_per_epoch_and_new_ones_first(store: Store) -> None:
     assert max(again.values()) - min(again.values()) <= 1
 
 
-def test_a_batch_is_full_however_few_there_are(store: Store) -> None:
+def test_a_batch_is_full_however_few_there_are(store: ExperienceStore) -> None:
     store.put([expert("only")])
     experts = pool(store)
     assert [ids(experts.draw(count)) for count in (2, 3, 1)] == [["only"] * count for count in (2, 3, 1)]
 
 
-def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: Store) -> None:
+def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: ExperienceStore) -> None:
     store.put([expert("a"), expert("b")])
     experts = pool(store)
     experts.draw(2)
@@ -111,20 +113,20 @@ def test_undone_feedback_is_not_handed_out_and_redone_feedback_is(store: Store) 
     assert set(ids(experts.draw(2))) == {"a"}
 
 
-def test_what_was_undone_before_anybody_looked_counts_once_it_is_redone(store: Store) -> None:
+def test_what_was_undone_before_anybody_looked_counts_once_it_is_redone(store: ExperienceStore) -> None:
     store.put([rated("first", "g/0", 1.0, at=1.0), rated("second", "g/0", 0.0, at=2.0)])
     store.remove(["first"], by="ann")  # a rating takes the place of the one before
-    experts, ratings = pool(store), Ratings([Shelves("run", lambda: store)])
-    completion = experience("g/0", Source.USUAL, 0.5)
+    experts, ratings = pool(store), RatingOverrides([StoreReader("run", lambda: store)])
+    completion = experience("g/0", ExperienceSource.ROLLOUT, 0.5)
     assert experts.draw(1) == []
-    assert ratings.applied([completion])[0].reward == 0.0
+    assert ratings.apply_ratings([completion])[0].reward == 0.0
     store.remove(["second"], by="ann")
     store.restore(["first"])
     assert ids(experts.draw(1)) == ["first/0"]
-    assert ratings.applied([completion])[0].reward == 1.0
+    assert ratings.apply_ratings([completion])[0].reward == 1.0
 
 
-def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: Store) -> None:
+def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: ExperienceStore) -> None:
     store.put([expert("mine")])
     experts = pool(store, tasks=3)
     flat = [name for _ in range(4) for name in ids(experts.draw(2))]
@@ -133,11 +135,11 @@ def test_shelves_come_before_the_taskset_and_again_in_its_next_epoch(store: Stor
     assert Counter(flat[4:])["mine"] == 1
 
 
-def test_only_completions_that_were_rated_highly_are_imitated(store: Store) -> None:
+def test_only_completions_that_were_rated_highly_are_imitated(store: ExperienceStore) -> None:
     store.put([rated("good", "x/0", 1.0), rated("fair", "x/1", 0.5)])
     [one] = pool(store).draw(1)
     assert one.id == "good/0"
-    assert one.source is Source.EXPERT
+    assert one.source is ExperienceSource.EXPERT
     assert one.reward is None
     assert one.versions.tolist() == [-1] * 4
     assert one.logprobs.tolist() == [0.0] * 4
@@ -146,16 +148,19 @@ def test_only_completions_that_were_rated_highly_are_imitated(store: Store) -> N
     assert len(set(ids(pool(store, rated_at_least=0.5).draw(2)))) == 2
 
 
-def test_labels_are_ratings_and_both_of_a_pair_each_on_its_own(store: Store) -> None:
-    pair = [experience("p/chosen", Source.PREFERENCE, 1.0), experience("p/rejected", Source.PREFERENCE, 0.0)]
+def test_labels_are_ratings_and_both_of_a_pair_each_on_its_own(store: ExperienceStore) -> None:
+    pair = [
+        experience("p/chosen", ExperienceSource.PREFERENCE, 1.0),
+        experience("p/rejected", ExperienceSource.PREFERENCE, 0.0),
+    ]
     store.put([rated("good", "x/0", 1.0), rated("fair", "x/1", 0.5), expert("shown")])
-    store.put([Group("p", pair, Shelf.PREFERENCE, writer=FEEDBACK)])
+    store.put([Group("p", pair, ExperienceKind.PREFERENCE, writer=FEEDBACK)])
     found = pool(store, labels=True).draw(3)
     worth = {"good/0": 1.0, "fair/0": 0.0, "p/chosen": 1.0, "p/rejected": 0.0}
     assert {each.id: each.reward for each in found} == worth
     assert len({each.group for each in found}) == 4
     for each in found:
-        assert (each.source, each.temperature) == (Source.PREFERENCE, 1.0)
+        assert (each.source, each.temperature) == (ExperienceSource.PREFERENCE, 1.0)
         assert each.versions.tolist() == [-1] * 4
         assert each.logprobs.tolist() == [0.0] * 4
     lower = pool(store, labels=True, rated_at_least=0.5).draw(3)
@@ -164,23 +169,26 @@ def test_labels_are_ratings_and_both_of_a_pair_each_on_its_own(store: Store) -> 
     assert {each.id for each in without} == {"p/chosen", "p/rejected"}
 
 
-def test_pairs_are_handed_out_whole_under_names_of_their_own(store: Store) -> None:
-    pair = [experience("p/chosen", Source.PREFERENCE, 1.0), experience("p/rejected", Source.PREFERENCE, 0.0)]
+def test_pairs_are_handed_out_whole_under_names_of_their_own(store: ExperienceStore) -> None:
+    pair = [
+        experience("p/chosen", ExperienceSource.PREFERENCE, 1.0),
+        experience("p/rejected", ExperienceSource.PREFERENCE, 0.0),
+    ]
     for each in pair:
         each.group = "p"
-    store.put([Group("p", pair, Shelf.PREFERENCE, writer=FEEDBACK), expert("no pair")])
+    store.put([Group("p", pair, ExperienceKind.PREFERENCE, writer=FEEDBACK), expert("no pair")])
     drawn = pool(store, pairs=True).draw(2)
     assert [each.id for each in drawn] == ["p/chosen", "p/rejected"] * 2
     assert drawn[0].group == drawn[1].group != drawn[2].group == drawn[3].group
 
 
-def test_tokens_of_another_tokenizer_are_refused(store: Store) -> None:
+def test_tokens_of_another_tokenizer_are_refused(store: ExperienceStore) -> None:
     store.put([expert("theirs", tokenizer="xyz")])
     with pytest.raises(StoreError, match=r"theirs was made with another tokenizer \(xyz\) than the policy's \(abc\)"):
         pool(store).draw(1)
 
 
-def test_what_the_model_cannot_hold_is_left_out(store: Store, caplog: pytest.LogCaptureFixture) -> None:
+def test_what_the_model_cannot_hold_is_left_out(store: ExperienceStore, caplog: pytest.LogCaptureFixture) -> None:
     long = expert("long")
     long.experiences[0].token_ids = np.arange(9, dtype=np.int32)
     long.experiences[0].action_mask = np.arange(9) > 0
@@ -190,10 +198,10 @@ def test_what_the_model_cannot_hold_is_left_out(store: Store, caplog: pytest.Log
     assert "group long is left out: it has 9 tokens, and the model's context holds 8" in caplog.text
 
 
-def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: Store) -> None:
-    there: list[Store] = []
-    shelves = Shelves("later", lambda: there[0] if there else None)
-    experts = ExpertPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0)
+def test_a_store_that_does_not_exist_yet_is_found_when_it_does(store: ExperienceStore) -> None:
+    there: list[ExperienceStore] = []
+    shelves = StoreReader("later", lambda: there[0] if there else None)
+    experts = DemonstrationPool(None, [shelves], pairs=False, rated_at_least=1.0, tokenizer="abc", context=8, seed=0)
     assert experts.draw(2) == []
     store.put([expert("late")])
     there.append(store)
@@ -212,19 +220,19 @@ def test_a_resumed_pool_goes_on_as_if_nothing_had_happened(counts: list[int], cu
     assert found == expected
 
 
-def test_the_last_rating_that_was_not_undone_counts(store: Store) -> None:
-    completion = experience("g/0", Source.USUAL, 1.0)
-    other = experience("g/1", Source.USUAL, 0.0)
-    ratings = Ratings([Shelves("run", lambda: store)])
-    assert ratings.applied([completion]) == [completion]
+def test_the_last_rating_that_was_not_undone_counts(store: ExperienceStore) -> None:
+    completion = experience("g/0", ExperienceSource.ROLLOUT, 1.0)
+    other = experience("g/1", ExperienceSource.ROLLOUT, 0.0)
+    ratings = RatingOverrides([StoreReader("run", lambda: store)])
+    assert ratings.apply_ratings([completion]) == [completion]
     store.put([rated("first", "g/0", 0.25, at=1.0), rated("second", "g/0", 0.75, at=2.0)])
-    found = ratings.applied([completion, other])
+    found = ratings.apply_ratings([completion, other])
     assert [each.reward for each in found] == [0.75, 0.0]
     assert found[0].info == {"rated_by": "ann", "earned": 1.0}
     store.remove(["second"], by="ann")
-    assert ratings.applied([completion])[0].reward == 0.25
+    assert ratings.apply_ratings([completion])[0].reward == 0.25
     store.remove(["first"], by="ann")
-    assert ratings.applied([completion])[0].reward == 1.0
+    assert ratings.apply_ratings([completion])[0].reward == 1.0
 
 
 def test_an_order_that_goes_by_steps_is_told_them() -> None:
@@ -232,8 +240,8 @@ def test_an_order_that_goes_by_steps_is_told_them() -> None:
     rows = [Task(f"task-{n}", "p", response="r", metadata={"difficulty": n / 5}) for n in range(6)]
     order = CurriculumOrder(by="difficulty", warmup=2, bound=0.7)
     sampler = build_sampler(Taskset("s", rows, []), order, 0, batch=4, observed=False)
-    tasks = TaskExperts(sampler, lambda task, place: [experience(task.id)])
-    experts = ExpertPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
+    tasks = TasksetDemonstrations(sampler, lambda task, place: [experience(task.id)])
+    experts = DemonstrationPool(tasks, [], pairs=False, rated_at_least=None, tokenizer="abc", context=8, seed=0)
     drawn = [ids(experts.draw(3, step=step)) for step in range(4)]
     assert sorted(drawn[0] + drawn[1]) == [f"task-{n}" for n in range(6)]
     assert {*drawn[2], *drawn[3]} == {"task-4", "task-5"}

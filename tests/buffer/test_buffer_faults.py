@@ -22,10 +22,10 @@ FULL = """
 import shutil, sys
 from pathlib import Path
 from buffer_groups import group, ids, same_groups
-from rollmill.buffer.base import Shelf
+from rollmill.buffer.base import ExperienceKind
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
-from rollmill.core.errors import StoreError
+from rollmill.errors import StoreError
 
 folder = Path(sys.argv[1])
 ballast = folder / "ballast"
@@ -44,7 +44,7 @@ except StoreError as error:
     print(error)
 assert shutil.disk_usage(folder).free < 1 << 20, "it is full"
 for again in range(2):  # what is there can be read, before and after a restart
-    assert [each.id for _, each in store.read(Shelf.USUAL)] == written
+    assert [each.id for _, each in store.read(ExperienceKind.ROLLOUT)] == written
     if again == 0:
         store.close()
         ballast.unlink()

@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
 from postgres import Postgres
 
-from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, PIPELINE, Group, Shelf, Store
+from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, PIPELINE, ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import DeadlineError
+from rollmill.errors import DeadlineError
 
 RULES = st.builds(
     ReplayConfig,
@@ -35,12 +35,12 @@ RULES = st.builds(
     capacity=st.integers(1, 8),
 )
 KINDS = [
-    (EXPLORER, Shelf.USUAL),
-    (PIPELINE, Shelf.USUAL),
-    (IMPORTED, Shelf.USUAL),
-    (EXPLORER, Shelf.PARTIAL),
-    (FEEDBACK, Shelf.EXPERT),
-    (PIPELINE, Shelf.EXPERT),
+    (EXPLORER, ExperienceKind.ROLLOUT),
+    (PIPELINE, ExperienceKind.ROLLOUT),
+    (IMPORTED, ExperienceKind.ROLLOUT),
+    (EXPLORER, ExperienceKind.PARTIAL),
+    (FEEDBACK, ExperienceKind.EXPERT),
+    (PIPELINE, ExperienceKind.EXPERT),
 ]
 
 
@@ -53,12 +53,12 @@ class Machine(RuleBasedStateMachine):
     def open(self) -> None:
         self.folder = Path(tempfile.mkdtemp())
         self.run_id = uuid.uuid4().hex
-        self.memory: Store = MemoryStore(keep=1000)
+        self.memory: ExperienceStore = MemoryStore(keep=1000)
         self.databases = [self._sql(place) for place in self._places()]
         self.step, self.taken, self.made = 0, False, 0
         self.checkpoint: tuple[int, list[Any]] | None = None
         self.fed = False  # since the checkpoint: what a fresh store in memory cannot know
-        self.shelves: dict[str, Shelf] = {}
+        self.shelves: dict[str, ExperienceKind] = {}
         self.handed: dict[int, list[Group]] = {}
 
     def _places(self) -> list[Any]:
@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         return SqlStore(Database(place), self.run_id)
 
     @property
-    def stores(self) -> list[Store]:
+    def stores(self) -> list[ExperienceStore]:
         return [self.memory, *self.databases]
 
     def agree(self, answers: list[Any]) -> Any:
@@ -85,7 +85,7 @@ class Machine(RuleBasedStateMachine):
         priority=st.sampled_from([0.0, 0.5, 1.0, 3.0]),
         again=st.booleans(),
     )
-    def put(self, kinds: list[tuple[str, Shelf]], ages: list[int], priority: float, again: bool) -> None:
+    def put(self, kinds: list[tuple[str, ExperienceKind]], ages: list[int], priority: float, again: bool) -> None:
         made = []
         for (writer, shelf), age in zip(kinds, ages, strict=False):
             self.made += 1
@@ -146,7 +146,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def remove_and_restore(self, data: st.DataObject) -> None:
-        waiting = [each.id for _, each in self.memory.read(Shelf.EXPERT)]
+        waiting = [each.id for _, each in self.memory.read(ExperienceKind.EXPERT)]
         if waiting:
             chosen = [data.draw(st.sampled_from(waiting))]
             for store in self.stores:
@@ -174,7 +174,7 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def look(self) -> None:
         self.agree([(store.waiting(), store.expired()) for store in self.stores])
-        self.groups([[each for _, each in store.read(Shelf.EXPERT)] for store in self.stores])
+        self.groups([[each for _, each in store.read(ExperienceKind.EXPERT)] for store in self.stores])
 
     def teardown(self) -> None:
         for database in getattr(self, "databases", []):

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, Group, Shelf
-from rollmill.buffer.parquet import imported, read_parquet, write_parquet
-from rollmill.buffer.rows import experiences_from, experiences_row
-from rollmill.core.errors import ConfigError, RollmillError, StoreError
-from rollmill.core.types import Experience
+from rollmill.buffer.base import EXPLORER, FEEDBACK, IMPORTED, ExperienceKind, Group
+from rollmill.buffer.parquet import import_groups, read_parquet, write_parquet
+from rollmill.buffer.row_codec import decode_experience_columns, encode_experience_columns
+from rollmill.errors import ConfigError, RollmillError, StoreError
+from rollmill.types import Experience
 
 RUN = "0123456789abcdef"
 
@@ -24,7 +24,7 @@ def everything() -> list[Group]:
     return [
         group("a"),
         Group("none", [], created_at=3.0),
-        Group("odd", [awkward(), experience()], Shelf.EXPERT, 0.25, FEEDBACK, "Z\0\ud800", 2.5, {"x": [1]}),
+        Group("odd", [awkward(), experience()], ExperienceKind.EXPERT, 0.25, FEEDBACK, "Z\0\ud800", 2.5, {"x": [1]}),
         group("b", rewards=(None, float("nan"), float("-inf"))),
     ]
 
@@ -59,9 +59,9 @@ def test_other_tools_read_it(tmp_path: Path) -> None:
 
 def test_groups_of_another_run_get_names_of_their_own(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
-    write_parquet([group("a"), group("f", writer=FEEDBACK, shelf=Shelf.EXPERT)], path, run_id=RUN)
-    assert ids(list(imported(path, RUN))) == ["a", "f"]
-    found = list(imported(path, "another"))
+    write_parquet([group("a"), group("f", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)], path, run_id=RUN)
+    assert ids(list(import_groups(path, RUN))) == ["a", "f"]
+    found = list(import_groups(path, "another"))
     assert ids(found) == ["01234567-a", "01234567-f"]
     assert [each.writer for each in found] == [IMPORTED, FEEDBACK]
     assert {each.group for each in found[0].experiences} == {"01234567-a"}
@@ -73,8 +73,10 @@ def test_feedback_on_another_run_is_about_its_completions(tmp_path: Path) -> Non
     """Runs name their completions alike: another run's ratings must not become those of this one."""
     path, info = tmp_path / "x.parquet", {"act": "rate", "rating": 0.5, "step": 3, "group": "main-1", "task": "t"}
     info |= {"of": ["main-1/0"], "slot": "rate main-1/0", "replaces": ["feedback-1"]}
-    write_parquet([Group("feedback-2", [experience()], Shelf.RATED, writer=FEEDBACK, info=info)], path, run_id=RUN)
-    [own], [foreign] = imported(path, RUN), imported(path, "another")
+    write_parquet(
+        [Group("feedback-2", [experience()], ExperienceKind.RATED, writer=FEEDBACK, info=info)], path, run_id=RUN
+    )
+    [own], [foreign] = import_groups(path, RUN), import_groups(path, "another")
     assert own.info == info
     assert foreign.info == {"act": "rate", "rating": 0.5, "task": "t", "group": "01234567-main-1"} | {
         "of": ["01234567-main-1/0"],
@@ -86,9 +88,9 @@ def test_feedback_on_another_run_is_about_its_completions(tmp_path: Path) -> Non
 def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "x.parquet"
     write_parquet([group("a")], path, run_id=RUN, tokenizer="aa")
-    assert ids(list(imported(path, RUN, "aa"))) == ids(list(imported(path, RUN))) == ["a"]
+    assert ids(list(import_groups(path, RUN, "aa"))) == ids(list(import_groups(path, RUN))) == ["a"]
     with pytest.raises(StoreError, match=r"another tokenizer \(aa\) than this run's \(bb\)"):
-        list(imported(path, "another", "bb"))
+        list(import_groups(path, "another", "bb"))
 
 
 def test_what_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,7 +103,7 @@ def test_what_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         list(read_parquet(other))
     write_parquet(everything(), damaged, run_id=RUN)
     damaged.write_bytes(damaged.read_bytes()[:-20])
-    for read in (read_parquet, lambda path: imported(path, RUN)):
+    for read in (read_parquet, lambda path: import_groups(path, RUN)):
         with pytest.raises(StoreError, match="cannot be read as an export of a buffer"):
             list(read(damaged))
         with pytest.raises(StoreError, match="cannot be read"):
@@ -116,13 +118,13 @@ def test_what_is_no_export(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 @given(st.data(), st.lists(st.integers(0, 40), max_size=5))
 def test_rows_keep_every_bit(data: st.DataObject, sizes: list[int]) -> None:
     made = [_drawn(data, size) for size in sizes]
-    found = experiences_from(_Row(experiences_row(made)))
+    found = decode_experience_columns(_Row(encode_experience_columns(made)))
     assert len(found) == len(made)
     assert all(map(same, found, made))
 
 
 def test_experiences_of_a_row_can_be_changed_each_by_itself() -> None:
-    first, second = experiences_from(_Row(experiences_row([experience(), experience()])))
+    first, second = decode_experience_columns(_Row(encode_experience_columns([experience(), experience()])))
     for name in ("token_ids", "logprobs", "versions", "action_mask"):
         getattr(first, name)[:] = 1
     assert same(second, experience())

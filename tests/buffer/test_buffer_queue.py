@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from rollmill.buffer.queue import GroupQueue
-from rollmill.core.errors import DeadlineError
-from rollmill.core.types import Experience
+from rollmill.buffer.group_queue import GroupQueue
+from rollmill.errors import DeadlineError
+from rollmill.types import Experience
 
 Futures = dict[int, "asyncio.Future[list[Experience]]"]
 
@@ -125,18 +125,18 @@ def test_tokens_are_known_before_their_rewards_and_after_them() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
         unjudged, judged = group("g0"), group("judged")
         assert queue.peek(1) is None
-        assert not queue.have_tokens()
+        assert not queue.all_have_tokens()
         queue.generated(0, unjudged)
         assert queue.tokens_of(0) is unjudged
-        assert queue.have_tokens(1)
-        assert not queue.have_tokens(2)
+        assert queue.all_have_tokens(1)
+        assert not queue.all_have_tokens(2)
         assert queue.peek(1) == [unjudged]
         assert queue.peek(2) is None
         futures[0].set_result(judged)
         assert queue.tokens_of(0) is judged
         for number in (1, 2, 3):
             queue.generated(number, group(f"g{number}"))
-        assert queue.have_tokens()
+        assert queue.all_have_tokens()
         assert [each[0].group for each in queue.peek(3) or []] == ["judged", "g1", "g2"]
 
     run(test)
@@ -144,7 +144,7 @@ def test_tokens_are_known_before_their_rewards_and_after_them() -> None:
 
 def test_waiting_for_tokens_ends_with_the_last_of_them_or_with_a_failure() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
-        two, everything = await waits(queue.all_generated(2)), await waits(queue.all_generated())
+        two, everything = await waits(queue.wait_all_generated(2)), await waits(queue.wait_all_generated())
         queue.generated(1, group("g1"))
         queue.generated(2, group("g2"))
         assert not (await asyncio.sleep(0.01, two.done()))
@@ -153,14 +153,14 @@ def test_waiting_for_tokens_ends_with_the_last_of_them_or_with_a_failure() -> No
         assert not everything.done()
         futures[3].set_exception(ValueError("broken reward"))
         await everything
-        await queue.all_generated(2)
+        await queue.wait_all_generated(2)
 
     run(test)
 
 
 def test_of_more_groups_than_needed_those_that_arrive_first_are_chosen() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
-        choosing = await waits(queue.first_generated([0, 1, 2, 3], 2))
+        choosing = await waits(queue.wait_first_generated([0, 1, 2, 3], 2))
         futures[3].set_result(group("g3"))
         await asyncio.sleep(0)
         queue.generated(1, group("g1"))
@@ -168,16 +168,16 @@ def test_of_more_groups_than_needed_those_that_arrive_first_are_chosen() -> None
         assert await choosing == [1, 3]
         futures[1].set_result(group("g1"))  # its rewards: it arrived before, and keeps its place
         await asyncio.sleep(0)
-        assert await queue.first_generated([0, 1, 2, 3], 1) == [3]
-        assert await queue.first_generated([0, 1, 2, 3], 2) == [1, 3]
-        assert await queue.first_generated([0, 1, 2], 2) == [0, 1]
+        assert await queue.wait_first_generated([0, 1, 2, 3], 1) == [3]
+        assert await queue.wait_first_generated([0, 1, 2, 3], 2) == [1, 3]
+        assert await queue.wait_first_generated([0, 1, 2], 2) == [0, 1]
 
     run(test)
 
 
 def test_groups_that_are_needed_are_waited_for_and_chosen_before_others() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
-        choosing = await waits(queue.first_generated([0, 1, 2, 3], 2, needed=[2]))
+        choosing = await waits(queue.wait_first_generated([0, 1, 2, 3], 2, needed=[2]))
         for number in (0, 1):
             queue.generated(number, group(f"g{number}"))
         await asyncio.sleep(0.01)
@@ -193,7 +193,7 @@ def test_groups_that_do_not_count_are_passed_over() -> None:
         def counts(experiences: Any) -> bool:
             return experiences[0].group != "g1"
 
-        choosing = await waits(queue.first_generated([1, 2, 3], 1, counts=counts))
+        choosing = await waits(queue.wait_first_generated([1, 2, 3], 1, counts=counts))
         queue.generated(1, group("g1"))
         queue.generated(0, group("g0"))  # none of those asked for
         await asyncio.sleep(0.01)
@@ -202,14 +202,14 @@ def test_groups_that_do_not_count_are_passed_over() -> None:
         queue.generated(3, group("g3"))
         assert await choosing == [3]
         queue.generated(2, group("g2"))
-        assert await queue.first_generated([1], 1, counts=counts) == []  # all are there, and fewer count
+        assert await queue.wait_first_generated([1], 1, counts=counts) == []  # all are there, and fewer count
 
     run(test)
 
 
 def test_choosing_ends_early_where_a_group_has_failed() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
-        choosing = await waits(queue.first_generated([0, 1, 2], 2))
+        choosing = await waits(queue.wait_first_generated([0, 1, 2], 2))
         queue.generated(2, group("g2"))
         futures[0].set_exception(ValueError("broken reward"))
         assert await choosing == [2]
@@ -221,7 +221,7 @@ def test_a_group_that_is_withdrawn_is_no_longer_waited_for() -> None:
     async def test(queue: GroupQueue, futures: Futures) -> None:
         for number in (0, 1, 3):
             queue.generated(number, group(f"g{number}"))
-        waiting = await waits(queue.all_generated())
+        waiting = await waits(queue.wait_all_generated())
         queue.withdraw(2)
         await waiting
         assert [each.number for each in queue.all()] == [0, 1, 3]
@@ -268,7 +268,7 @@ def test_what_a_group_that_was_replaced_does_later_does_not_matter() -> None:
         new.set_result(group("new"))
         await asyncio.sleep(0)
         assert queue.tokens_of(0)[0].group == "new"
-        assert await queue.first_generated([0, 1, 2], 1) == [1]
+        assert await queue.wait_first_generated([0, 1, 2], 1) == [1]
 
     run(test)
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.buffer.base import Group
-from rollmill.buffer.replay import Candidates, choose, mean_advantage
-from rollmill.buffer.segments import Segment, segments
+from rollmill.buffer.replay import ReplayCandidates, choose_replayed, mean_abs_advantage
+from rollmill.buffer.version_segments import VersionSegment, version_segments
 from rollmill.config.buffer import ReplayConfig
 
 DRAWS = 12_000
@@ -22,18 +22,20 @@ CRITICAL = {3: 16.266, 11: 31.264}
 """Chi-square by degrees of freedom: exceeded with a chance of 0.001."""
 
 
-def candidates(priorities: list[float], versions: list[int] | None = None) -> Candidates:
+def candidates(priorities: list[float], versions: list[int] | None = None) -> ReplayCandidates:
     """One use each, in step 1."""
     versions = versions or [0] * len(priorities)
     rows = [
         (number, version, priority)
         for number, (version, priority) in enumerate(zip(versions, priorities, strict=True), 1)
     ]
-    return Candidates.of(rows, [(row[0], 1, None) for row in rows])
+    return ReplayCandidates.of(rows, [(row[0], 1, None) for row in rows])
 
 
-def draws(found: Candidates, rule: ReplayConfig, version: int = 0) -> Counter[tuple[int, ...]]:
-    return Counter(tuple(choose(found, rule, step=step, version=version, seed=7)) for step in range(2, DRAWS + 2))
+def draws(found: ReplayCandidates, rule: ReplayConfig, version: int = 0) -> Counter[tuple[int, ...]]:
+    return Counter(
+        tuple(choose_replayed(found, rule, step=step, version=version, seed=7)) for step in range(2, DRAWS + 2)
+    )
 
 
 def chi_square(seen: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
@@ -83,18 +85,20 @@ def test_one_draw_of_priorities_far_apart_is_exact() -> None:
 
 def test_fifo_takes_those_that_waited_longest() -> None:
     rows = [(number, 0, 1.0) for number in (1, 2, 3, 4)]
-    found = Candidates.of(rows, [(1, 1, None), (2, 1, None), (3, 2, None), (4, 2, None), (1, 3, None), (4, 4, None)])
-    assert choose(found, ReplayConfig(groups=3, order="fifo"), step=9, version=9, seed=0) == [2, 3, 1]
+    found = ReplayCandidates.of(
+        rows, [(1, 1, None), (2, 1, None), (3, 2, None), (4, 2, None), (1, 3, None), (4, 4, None)]
+    )
+    assert choose_replayed(found, ReplayConfig(groups=3, order="fifo"), step=9, version=9, seed=0) == [2, 3, 1]
 
 
 def test_advantage_is_the_last_one_noted_else_the_one_given() -> None:
     rows = [(1, 0, 5.0), (2, 0, 0.0), (3, 0, 0.0)]
-    found = Candidates.of(rows, [(1, 1, 0.5), (2, 1, 0.0), (2, 2, 3.0), (1, 3, 0.0), (3, 3, None), (2, 4, None)])
+    found = ReplayCandidates.of(rows, [(1, 1, 0.5), (2, 1, 0.0), (2, 2, 3.0), (1, 3, 0.0), (3, 3, None), (2, 4, None)])
     assert found.noted.tolist()[:2] == [0.0, 3.0]
     given_rule = ReplayConfig(groups=3, order="priority")
     noted_rule = ReplayConfig(groups=3, order="priority", priority="advantage")
-    assert choose(found, given_rule, step=9, version=9, seed=0) == [1]
-    assert choose(found, noted_rule, step=9, version=9, seed=0) == [2]
+    assert choose_replayed(found, given_rule, step=9, version=9, seed=0) == [1]
+    assert choose_replayed(found, noted_rule, step=9, version=9, seed=0) == [2]
 
 
 histories = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 9)), max_size=40)
@@ -118,9 +122,9 @@ def test_bounds_hold_and_the_choice_repeats(
 ) -> None:
     uses = sorted({*uses, *((number, 1) for number in range(1, 13))}, key=lambda use: use[1])
     rows = [(number, version, 1.0) for number, version in enumerate(versions, 1)]
-    found = Candidates.of(rows, [(number, step, None) for number, step in uses])
-    chosen = choose(found, rule, step=10, version=9, seed=seed)
-    assert chosen == choose(found, rule, step=10, version=9, seed=seed)
+    found = ReplayCandidates.of(rows, [(number, step, None) for number, step in uses])
+    chosen = choose_replayed(found, rule, step=10, version=9, seed=seed)
+    assert chosen == choose_replayed(found, rule, step=10, version=9, seed=seed)
 
     def may(number: int) -> bool:
         steps = [step for which, step in uses if which == number]
@@ -137,14 +141,19 @@ def test_the_mean_advantage_counts_action_tokens_of_the_whole_group() -> None:
     one, other = experience("g/0", tokens=4), experience("g/1", tokens=6)
     one.advantage = np.array([9, 9, 1, -3], np.float32)
     other.advantage = np.array([9, 9, 1, 1, 1, 1], np.float32)
-    assert mean_advantage(Group("g", [one, other])) == 8 / 6
-    assert mean_advantage(group("g")) == 0.0
+    assert mean_abs_advantage(Group("g", [one, other])) == 8 / 6
+    assert mean_abs_advantage(group("g")) == 0.0
 
 
 def test_segments_are_stretches_of_one_version() -> None:
     stitched = experience(tokens=9)
     stitched.versions[:] = [-1, -1, 3, 3, 4, -1, 4, 4, 5]
     stitched.action_mask[:] = [0, 0, 1, 1, 1, 0, 1, 1, 1]
-    assert segments(stitched) == [Segment(2, 4, 3), Segment(4, 5, 4), Segment(6, 8, 4), Segment(8, 9, 5)]
+    assert version_segments(stitched) == [
+        VersionSegment(2, 4, 3),
+        VersionSegment(4, 5, 4),
+        VersionSegment(6, 8, 4),
+        VersionSegment(8, 9, 5),
+    ]
     stitched.action_mask[:] = False
-    assert segments(stitched) == []
+    assert version_segments(stitched) == []

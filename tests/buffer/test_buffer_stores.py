@@ -9,20 +9,20 @@ import numpy as np
 import pytest
 from buffer_groups import awkward, group, ids, same_groups
 
-from rollmill.buffer.base import FEEDBACK, IMPORTED, PIPELINE, Group, Shelf, Store
+from rollmill.buffer.base import FEEDBACK, IMPORTED, PIPELINE, ExperienceKind, ExperienceStore, Group
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import DeadlineError, StoreError
-from rollmill.core.types import Task
+from rollmill.errors import DeadlineError, StoreError
+from rollmill.types import Task
 
 
-def test_groups_come_back_bit_for_bit(store: Store) -> None:
-    odd = Group("odd", [awkward()], Shelf.EXPERT, 0.25, FEEDBACK, "Zoë \0", 12.25, {"why": ["a", 1.5]})
-    plain = group("g1", shelf=Shelf.EXPERT)
+def test_groups_come_back_bit_for_bit(store: ExperienceStore) -> None:
+    odd = Group("odd", [awkward()], ExperienceKind.EXPERT, 0.25, FEEDBACK, "Zoë \0", 12.25, {"why": ["a", 1.5]})
+    plain = group("g1", shelf=ExperienceKind.EXPERT)
     assert store.put([odd, plain]) == 2
-    assert same_groups([each for _, each in store.read(Shelf.EXPERT)], [odd, plain])
+    assert same_groups([each for _, each in store.read(ExperienceKind.EXPERT)], [odd, plain])
 
 
-def test_an_empty_completion_and_an_empty_group_come_back(store: Store) -> None:
+def test_an_empty_completion_and_an_empty_group_come_back(store: ExperienceStore) -> None:
     empty = awkward()
     empty.token_ids, empty.versions = np.zeros(0, np.int32), np.zeros(0, np.int32)
     empty.logprobs, empty.action_mask, empty.advantage = np.zeros(0, np.float32), np.zeros(0, bool), None
@@ -31,14 +31,14 @@ def test_an_empty_completion_and_an_empty_group_come_back(store: Store) -> None:
     assert same_groups(store.take(2, step=1, deadline_s=0), groups)
 
 
-def test_the_oldest_are_handed_out_once(store: Store) -> None:
+def test_the_oldest_are_handed_out_once(store: ExperienceStore) -> None:
     store.put([group(f"g{i}") for i in range(5)])
     assert ids(store.take(2, step=1, deadline_s=0)) == ["g0", "g1"]
     assert ids(store.take(2, step=2, deadline_s=0)) == ["g2", "g3"]
     assert store.waiting() == 1
 
 
-def test_the_same_step_gets_the_same_groups_again(store: Store) -> None:
+def test_the_same_step_gets_the_same_groups_again(store: ExperienceStore) -> None:
     store.put([group(f"g{i}") for i in range(4)])
     first = store.take(2, step=1, deadline_s=0)
     first[0].experiences[0].reward = -5.0  # of the one who got it
@@ -48,7 +48,7 @@ def test_the_same_step_gets_the_same_groups_again(store: Store) -> None:
     assert store.waiting() == 2
 
 
-def test_a_known_id_is_left_as_it_is(store: Store) -> None:
+def test_a_known_id_is_left_as_it_is(store: ExperienceStore) -> None:
     assert store.put([group("g0"), group("g1"), group("g0", rewards=(0.5,))]) == 2
     assert store.put([group("g1", rewards=(0.5,)), group("g2")]) == 1
     store.take(3, step=1, deadline_s=0)
@@ -56,18 +56,18 @@ def test_a_known_id_is_left_as_it_is(store: Store) -> None:
     assert store.waiting() == 0
 
 
-def test_a_group_on_a_second_shelf_is_refused(store: Store) -> None:
-    store.put([group("g0", shelf=Shelf.PARTIAL)])
+def test_a_group_on_a_second_shelf_is_refused(store: ExperienceStore) -> None:
+    store.put([group("g0", shelf=ExperienceKind.PARTIAL)])
     with pytest.raises(
         StoreError, match="group g0 is on the shelf partial already; put it on the shelf usual under an id"
     ):
         store.put([group("new"), group("g0")])
     with pytest.raises(StoreError, match="group g1 is on the shelf usual already"):
-        store.put([group("g1"), group("g1", shelf=Shelf.EXPERT)])
+        store.put([group("g1"), group("g1", shelf=ExperienceKind.EXPERT)])
     assert store.waiting() == 0
 
 
-def test_numbers_of_numpy_are_numbers(store: Store) -> None:
+def test_numbers_of_numpy_are_numbers(store: ExperienceStore) -> None:
     made = group("g0")
     made.priority = np.float32(0.5)  # type: ignore[assignment]
     made.experiences[0].reward, made.experiences[0].info = np.float32(0.1), {"a": np.int64(3), "b": np.ones(2)}  # type: ignore[assignment]
@@ -79,7 +79,7 @@ def test_numbers_of_numpy_are_numbers(store: Store) -> None:
     store.mark()
 
 
-def test_too_old_groups_are_counted_and_never_handed_out(store: Store) -> None:
+def test_too_old_groups_are_counted_and_never_handed_out(store: ExperienceStore) -> None:
     store.put([group("old", version=1), group("new", version=3), group("old too", version=0)])
     assert (store.waiting(), store.waiting(min_version=2), store.waiting(min_version=4)) == (3, 1, 0)
     assert ids(store.take(1, step=4, deadline_s=0, min_version=2)) == ["new"]
@@ -88,7 +88,7 @@ def test_too_old_groups_are_counted_and_never_handed_out(store: Store) -> None:
         store.take(1, step=5, deadline_s=0)
 
 
-def test_groups_without_policy_tokens_are_never_too_old(store: Store) -> None:
+def test_groups_without_policy_tokens_are_never_too_old(store: ExperienceStore) -> None:
     made = group("made")
     for each in made.experiences:
         each.versions[:] = -1
@@ -96,7 +96,7 @@ def test_groups_without_policy_tokens_are_never_too_old(store: Store) -> None:
     assert ids(store.take(1, step=9, deadline_s=0, min_version=5)) == ["made"]
 
 
-def test_a_reader_waits_for_the_writer(opened: Callable[[], Store]) -> None:
+def test_a_reader_waits_for_the_writer(opened: Callable[[], ExperienceStore]) -> None:
     reader, writer = opened(), opened()
     later = threading.Timer(0.2, lambda: writer.put([group("late")]))
     later.start()
@@ -104,7 +104,7 @@ def test_a_reader_waits_for_the_writer(opened: Callable[[], Store]) -> None:
     later.join()
 
 
-def test_a_deadline_names_the_writer(store: Store) -> None:
+def test_a_deadline_names_the_writer(store: ExperienceStore) -> None:
     with pytest.raises(DeadlineError, match=r"the trainer waited 0 s for a writer of groups \(none has ever"):
         store.take(1, step=1, deadline_s=0)
     store.put([group("g0")])
@@ -115,7 +115,7 @@ def test_a_deadline_names_the_writer(store: Store) -> None:
     assert store.waiting() == 1, "nothing is taken"
 
 
-def test_readers_at_the_same_time_never_get_the_same_group(opened: Callable[[], Store]) -> None:
+def test_readers_at_the_same_time_never_get_the_same_group(opened: Callable[[], ExperienceStore]) -> None:
     opened().put([group(f"g{i:03d}") for i in range(60)])
     stores, got, lock = [opened() for _ in range(3)], [], threading.Lock()
 
@@ -133,30 +133,30 @@ def test_readers_at_the_same_time_never_get_the_same_group(opened: Callable[[], 
     assert sorted(got) == [f"g{i:03d}" for i in range(60)]
 
 
-def test_a_rewind_loses_nothing_and_repeats_nothing(store: Store) -> None:
+def test_a_rewind_loses_nothing_and_repeats_nothing(store: ExperienceStore) -> None:
     store.put([group(f"g{i}") for i in range(4)])
-    store.put([group("edit", writer=FEEDBACK, shelf=Shelf.EXPERT)])
+    store.put([group("edit", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)])
     store.take(2, step=1, deadline_s=0)
     mark = store.mark()
     store.put([group("g4"), group("synth", writer=PIPELINE), group("more", writer=IMPORTED)])
-    store.put([group("later", writer=FEEDBACK, shelf=Shelf.EXPERT)])
+    store.put([group("later", writer=FEEDBACK, shelf=ExperienceKind.EXPERT)])
     assert ids(store.take(4, step=2, deadline_s=0)) == ["g2", "g3", "g4", "synth"]
     store.rewind(mark, step=1)
     assert store.put([group("g4", version=1), group("g2")]) == 1, "what was put after the mark is made again"
     assert ids(store.take(4, step=2, deadline_s=0)) == ["g2", "g3", "more", "g4"]
-    assert [each.id for _, each in store.read(Shelf.EXPERT)] == ["edit", "later"]
+    assert [each.id for _, each in store.read(ExperienceKind.EXPERT)] == ["edit", "later"]
 
 
-def test_a_rewind_to_the_start_keeps_feedback_and_imports(store: Store) -> None:
-    store.put([group("g0"), group("kept", writer=IMPORTED), group("edit", writer=FEEDBACK, shelf=Shelf.RATED)])
+def test_a_rewind_to_the_start_keeps_feedback_and_imports(store: ExperienceStore) -> None:
+    store.put([group("g0"), group("kept", writer=IMPORTED), group("edit", writer=FEEDBACK, shelf=ExperienceKind.RATED)])
     store.take(2, step=1, deadline_s=0, min_version=None)
     store.rewind(None, step=0)
     assert store.waiting() == 1
     assert ids(store.take(1, step=1, deadline_s=0)) == ["kept"]
-    assert [each.id for _, each in store.read(Shelf.RATED)] == ["edit"]
+    assert [each.id for _, each in store.read(ExperienceKind.RATED)] == ["edit"]
 
 
-def test_replay_looks_back_as_far_as_it_is_told(store: Store) -> None:
+def test_replay_looks_back_as_far_as_it_is_told(store: ExperienceStore) -> None:
     store.put([group(f"g{number}") for number in range(4)])
     for step in range(1, 5):
         store.take(1, step=step, deadline_s=0)
@@ -165,7 +165,7 @@ def test_replay_looks_back_as_far_as_it_is_told(store: Store) -> None:
     assert ids(store.replay(rule, step=6, version=5, seed=0)) == ["g0", "g1", "g2", "g3"]
 
 
-def test_a_rewind_undoes_what_was_too_old_for_later_steps(store: Store) -> None:
+def test_a_rewind_undoes_what_was_too_old_for_later_steps(store: ExperienceStore) -> None:
     store.put([group("a", version=0), group("b", version=5), group("c", version=0)])
     mark = store.mark()
     store.take(1, step=6, deadline_s=0, min_version=3)
@@ -173,49 +173,49 @@ def test_a_rewind_undoes_what_was_too_old_for_later_steps(store: Store) -> None:
     assert (store.expired(), store.waiting()) == (0, 3)
 
 
-def test_a_mark_of_another_store_is_refused(store: Store) -> None:
+def test_a_mark_of_another_store_is_refused(store: ExperienceStore) -> None:
     other = "memory" if store.mark()["store"] == "sql" else "sql"
     with pytest.raises(StoreError, match=f"set buffer.store: {other}"):
         store.rewind({"store": other, "last": 0, "groups": [], "forgotten": 0}, step=0)
 
 
-def test_removed_groups_are_gone_until_they_are_restored(store: Store) -> None:
-    store.put([group("a"), group("b"), group("e", shelf=Shelf.EXPERT)])
+def test_removed_groups_are_gone_until_they_are_restored(store: ExperienceStore) -> None:
+    store.put([group("a"), group("b"), group("e", shelf=ExperienceKind.EXPERT)])
     store.remove(["a", "e"], by="Ann")
     store.remove(["a"], by="Bob")
     assert store.waiting() == 1
     assert ids(store.get(["a", "b", "e"])) == ["b"]
-    assert list(store.read(Shelf.EXPERT)) == []
+    assert list(store.read(ExperienceKind.EXPERT)) == []
     assert ids(store.get(["a", "b", "e"])) == ["b"]
     assert store.put([group("a")]) == 0
     store.restore(["a", "e"])
     assert ids(store.take(2, step=1, deadline_s=0)) == ["a", "b"]
-    assert [each.id for _, each in store.read(Shelf.EXPERT)] == ["e"]
+    assert [each.id for _, each in store.read(ExperienceKind.EXPERT)] == ["e"]
     with pytest.raises(StoreError, match="no group nobody"):
         store.remove(["b", "nobody"], by="Ann")
 
 
-def test_reading_goes_on_after_a_number(store: Store) -> None:
-    store.put([group(f"e{i}", shelf=Shelf.PREFERENCE, writer=FEEDBACK) for i in range(3)])
-    numbers = [number for number, _ in store.read(Shelf.PREFERENCE)]
-    store.put([group("u"), group("e3", shelf=Shelf.PREFERENCE, writer=FEEDBACK)])
-    assert [each.id for _, each in store.read(Shelf.PREFERENCE, after=numbers[1])] == ["e2", "e3"]
+def test_reading_goes_on_after_a_number(store: ExperienceStore) -> None:
+    store.put([group(f"e{i}", shelf=ExperienceKind.PREFERENCE, writer=FEEDBACK) for i in range(3)])
+    numbers = [number for number, _ in store.read(ExperienceKind.PREFERENCE)]
+    store.put([group("u"), group("e3", shelf=ExperienceKind.PREFERENCE, writer=FEEDBACK)])
+    assert [each.id for _, each in store.read(ExperienceKind.PREFERENCE, after=numbers[1])] == ["e2", "e3"]
 
 
-def test_unfinished_groups_are_handed_out_once(store: Store) -> None:
+def test_unfinished_groups_are_handed_out_once(store: ExperienceStore) -> None:
     store.put([group("u")])
-    store.put([group(f"p{i}", shelf=Shelf.PARTIAL, version=i) for i in range(3)])
+    store.put([group(f"p{i}", shelf=ExperienceKind.PARTIAL, version=i) for i in range(3)])
     assert ids(store.take_partial(2, step=1)) == ["p0", "p1"]
     assert ids(store.take_partial(2, step=1)) == ["p0", "p1"]
     assert store.waiting() == 1
     mark = store.mark()
-    assert same_groups(store.take_partial(2, step=2), [group("p2", shelf=Shelf.PARTIAL, version=2)])
+    assert same_groups(store.take_partial(2, step=2), [group("p2", shelf=ExperienceKind.PARTIAL, version=2)])
     assert store.take_partial(2, step=3) == []
     store.rewind(mark, step=1)
     assert ids(store.take_partial(2, step=2)) == ["p2"]
 
 
-def test_tasks_come_back_exactly(store: Store) -> None:
+def test_tasks_come_back_exactly(store: ExperienceStore) -> None:
     picture = {"path": "/a.png", "sha256": "0" * 64, "size": 3, "media_type": "image/png", "width": 1, "height": 1}
     tasks = [
         Task("b", "1+1=", answer=2, taskset="sums"),
@@ -229,13 +229,13 @@ def test_tasks_come_back_exactly(store: Store) -> None:
 
 
 @pytest.mark.parametrize("priority", [float("nan"), float("inf"), -1.0])
-def test_a_priority_that_is_none_is_refused(store: Store, priority: float) -> None:
+def test_a_priority_that_is_none_is_refused(store: ExperienceStore, priority: float) -> None:
     with pytest.raises(StoreError, match="group bad has priority"):
         store.put([group("good"), group("bad", priority=priority)])
     assert store.waiting() == 0
 
 
-def test_replay_gives_the_same_again_and_not_the_fresh_ones(store: Store) -> None:
+def test_replay_gives_the_same_again_and_not_the_fresh_ones(store: ExperienceStore) -> None:
     store.put([group(f"g{i}") for i in range(12)])
     rule = ReplayConfig(groups=2)
     for step in (1, 2):
@@ -246,7 +246,7 @@ def test_replay_gives_the_same_again_and_not_the_fresh_ones(store: Store) -> Non
     assert ids(store.take(3, step=2, deadline_s=0)) == ["g3", "g4", "g5"]
 
 
-def test_noted_priorities_come_back_with_the_group_and_are_undone(store: Store) -> None:
+def test_noted_priorities_come_back_with_the_group_and_are_undone(store: ExperienceStore) -> None:
     store.put([group("a"), group("b", priority=0.5)])
     rule = ReplayConfig(groups=2, order="fifo", priority="given")
     for step, priority in ((1, 3.0), (2, 7.0)):

@@ -11,7 +11,7 @@ from tiny import metrics, tiny_run
 import rollmill
 from bench.tiny_architectures import VOCABULARY, tiny_model
 from rollmill.config.model import TokenizerConfig
-from rollmill.models.new import save_policy
+from rollmill.models.from_scratch import save_policy
 from rollmill.models.tokenizer import train_tokenizer
 
 

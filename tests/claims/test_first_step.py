@@ -11,11 +11,11 @@ from toys import toy_model
 from rollmill.algorithms import build_recipe
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience, experience_from_completion
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.recipes import GRPO
 from rollmill.trainer import Trainer
+from rollmill.types import Experience, experience_from_completion
 
 VOCAB = 130
 
@@ -27,7 +27,7 @@ def rolled_out(model: Any, temperature: float) -> list[Experience]:
 
     async def main() -> list[list[Any]]:
         prompts = [[8 + (7 * n + i) % 120 for i in range(3 + 9 * n)] for n in range(4)]
-        requests = [Request(prompt, sampling, n=4, seed=n) for n, prompt in enumerate(prompts)]
+        requests = [GenerationRequest(prompt, sampling, n=4, seed=n) for n, prompt in enumerate(prompts)]
         return list(await asyncio.gather(*(engine.generate(request) for request in requests)))
 
     experiences = []

@@ -24,9 +24,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from rollmill.algorithms import build_recipe
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience, Source
 from rollmill.recipes import known_algorithms
 from rollmill.trainer import Trainer
+from rollmill.types import Experience, ExperienceSource
 
 FILE = Path(__file__).with_name("golden_trajectories.json")
 STEPS, VOCAB, LIMIT, TOLERANCE = 10, 23, 16, 5e-4
@@ -72,10 +72,10 @@ def _model(dtype: torch.dtype, disturbance: float) -> Any:
     return model.to(dtype).eval()
 
 
-def _experience(rng: np.random.RandomState, prompt: Any, name: str, index: int, source: Source) -> Experience:
+def _experience(rng: np.random.RandomState, prompt: Any, name: str, index: int, source: ExperienceSource) -> Experience:
     length = rng.randint(3, LIMIT + 1)
     mask = np.arange(len(prompt) + length) >= len(prompt)
-    usual = source is Source.USUAL
+    usual = source is ExperienceSource.ROLLOUT
     return Experience(
         id=f"{name}-{index}",
         task_id=name,
@@ -84,7 +84,7 @@ def _experience(rng: np.random.RandomState, prompt: Any, name: str, index: int, 
         action_mask=mask,
         logprobs=np.where(mask & usual, rng.normal(-3.2, 0.3, len(mask)), 0).astype(np.float32),
         versions=np.where(mask & usual, 0, -1).astype(np.int32),
-        reward=None if source is Source.EXPERT else float(index == 0 or (usual and rng.randint(3) == 0)),
+        reward=None if source is ExperienceSource.EXPERT else float(index == 0 or (usual and rng.randint(3) == 0)),
         source=source,
     )
 
@@ -92,9 +92,12 @@ def _experience(rng: np.random.RandomState, prompt: Any, name: str, index: int, 
 def _batch(algorithm: str, step: int) -> list[Experience]:
     """Four groups of four and, for MIX, three demonstrations; for DPO six pairs."""
     rng = np.random.RandomState(100 + step)
-    kinds = {"dpo": [(Source.PREFERENCE, 6, 2)], "mix": [(Source.USUAL, 4, 4), (Source.EXPERT, 3, 1)]}
+    kinds = {
+        "dpo": [(ExperienceSource.PREFERENCE, 6, 2)],
+        "mix": [(ExperienceSource.ROLLOUT, 4, 4), (ExperienceSource.EXPERT, 3, 1)],
+    }
     batch = []
-    for source, groups, size in kinds.get(algorithm, [(Source.USUAL, 4, 4)]):
+    for source, groups, size in kinds.get(algorithm, [(ExperienceSource.ROLLOUT, 4, 4)]):
         for g in range(groups):
             prompt = rng.randint(2, VOCAB, rng.randint(2, 8))
             batch += [_experience(rng, prompt, f"{source}-{g}", i, source) for i in range(size)]

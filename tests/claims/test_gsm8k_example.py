@@ -9,12 +9,12 @@ import pytest
 from toys import toy_checkpoint
 
 from rollmill.config.loader import load_run
-from rollmill.master import run
-from rollmill.master.setup import _texts
+from rollmill.data import encode_demonstration, load_taskset
+from rollmill.launch import run
 from rollmill.models.tokenizer import train_tokenizer
-from rollmill.monitor.metrics import read_metrics
-from rollmill.monitor.view import PlainView
-from rollmill.tasks import encode_demonstration, load_taskset
+from rollmill.orchestrator.setup import _texts
+from rollmill.trackers.console import PlainView
+from rollmill.trackers.metrics_log import read_metrics
 
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "gsm8k.yaml"
 SHORT = [

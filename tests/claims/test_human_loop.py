@@ -12,10 +12,10 @@ from browser import chromium, press
 from feedback_runs import served
 from tiny import tiny_run
 
-from rollmill.core.types import Experience, Source
-from rollmill.master import run
-from rollmill.monitor.rollouts import load_experiences
-from rollmill.monitor.view import PlainView
+from rollmill.launch import run
+from rollmill.trackers.console import PlainView
+from rollmill.trackers.rollout_log import load_experiences
+from rollmill.types import Experience, ExperienceSource
 
 pytestmark = pytest.mark.service
 
@@ -48,7 +48,7 @@ def act(site: str, group: list[Experience]) -> None:
         press(page, page.get_by_role("status").get_by_role("button", name="Undo"))
 
 
-def tokens(experiences: list[Experience], source: Source) -> set[tuple[str, tuple[int, ...]]]:
+def tokens(experiences: list[Experience], source: ExperienceSource) -> set[tuple[str, tuple[int, ...]]]:
     return {(e.response, tuple(e.token_ids.tolist())) for e in experiences if e.source is source}
 
 
@@ -65,7 +65,7 @@ def test_the_next_runs_learn_from_exactly_what_was_said(tmp_path: Path, store: s
     mix = finished(tmp_path, "mix", model=start, steps=2, algorithm={"name": "mix"}, experts={"sources": [str(first)]})
     for step in (1, 2):
         learned = load_experiences(mix, step=step)
-        found = tokens(learned, Source.EXPERT)
+        found = tokens(learned, ExperienceSource.EXPERT)
         assert {text for text, _ in found} == {group[0].response, "6+5+0=11 #11"}
         assert (group[0].response, tuple(group[0].token_ids.tolist())) in found
         prompt = group[2].token_ids[: group[2].turns[0].end].tolist()
@@ -87,7 +87,7 @@ def test_a_running_run_takes_up_what_is_said_meanwhile(tmp_path: Path) -> None:
     """Feedback on a run is imitated by its own next steps: here after it was resumed."""
     mixed = {"algorithm": {"name": "mix"}, "experts": {"sources": ["taskset", "run"]}, "checkpoint": {"every": 1}}
     out = finished(tmp_path, "out", steps=2, **mixed)
-    group = [e for e in load_experiences(out, step=2) if e.source is Source.USUAL][:4]
+    group = [e for e in load_experiences(out, step=2) if e.source is ExperienceSource.ROLLOUT][:4]
     with served(out) as site:
         act(site.address, group)
     config = yaml.safe_load((out / "config.yaml").read_text())
@@ -95,9 +95,9 @@ def test_a_running_run_takes_up_what_is_said_meanwhile(tmp_path: Path) -> None:
     state = out / "checkpoints"
     for later in state.glob("step-000002"):
         later.rename(tmp_path / "later")
-    from rollmill.master.launch import resume
+    from rollmill.launch import resume
 
     resume(out, view=PlainView(io.StringIO()))
-    said = {text for text, _ in tokens(load_experiences(out, step=2), Source.EXPERT)}
+    said = {text for text, _ in tokens(load_experiences(out, step=2), ExperienceSource.EXPERT)}
     assert {"6+5+0=11 #11", group[0].response} <= said
     assert "9+9+9=99 #99" not in said

@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from tiny import outcome, tiny_run
 
-from rollmill.master import run
-from rollmill.master.launch import resume
-from rollmill.monitor.view import PlainView
+from rollmill.launch import resume, run
+from rollmill.trackers.console import PlainView
 
 RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
 OPERATOR = """

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from rollmill.master import run
-from rollmill.monitor.metrics import read_metrics
-from rollmill.monitor.view import PlainView
+from rollmill.launch import run
+from rollmill.trackers.console import PlainView
+from rollmill.trackers.metrics_log import read_metrics
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

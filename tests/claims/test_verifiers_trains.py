@@ -13,7 +13,7 @@ import rollmill
 
 ROOT = Path(__file__).resolve().parents[2]
 OWN = ROOT / ".venv-verifiers/bin/python"
-SUMS = str(ROOT / "tests/explorer/verifiers_sums.py")
+SUMS = str(ROOT / "tests/rollout/verifiers_sums.py")
 HERE = {"taskset": SUMS, "python": str(OWN), "options": {"size": 9}}
 
 
@@ -21,10 +21,10 @@ HERE = {"taskset": SUMS, "python": str(OWN), "options": {"size": 9}}
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(not OWN.is_file(), reason="needs .venv-verifiers/bin/python: make verifiers-setup")
 def test_rollouts_of_verifiers_are_learned_from(tmp_path: Path) -> None:
-    pytest.importorskip("rollmill.explorer.serving.endpoint", reason="needs the explorer's endpoint")
+    pytest.importorskip("rollmill.rollout.endpoint.policy_endpoint", reason="needs the explorer's endpoint")
     run = {
         "model": {"new": NEW_MODEL | {"context": 96}},
-        "taskset": {"function": "rollmill.tasks.verifiers:rows", "options": HERE},
+        "taskset": {"function": "rollmill.data.verifiers:rows", "options": HERE},
         "workflow": {"name": "verifiers", **HERE},
         "rollout": {"batch": 4, "group_size": 4, "max_new_tokens": 2},
         "algorithm": {"name": "grpo", "drop_uniform_groups": False},

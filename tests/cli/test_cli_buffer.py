@@ -14,14 +14,14 @@ from buffer_groups import group, same_groups
 from tiny import tiny_run
 from waiting import wait_until
 
-from rollmill.buffer import open_run
-from rollmill.buffer.base import FEEDBACK, PIPELINE, Group, Shelf
+from rollmill.buffer import open_run_store
+from rollmill.buffer.base import FEEDBACK, PIPELINE, ExperienceKind, Group
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore
 from rollmill.cli import main
 from rollmill.config.buffer import ReplayConfig
 from rollmill.config.loader import load_run
-from rollmill.master.claim import claimed
+from rollmill.orchestrator.run_lock import hold_run_lock
 
 OK, FAILED, USAGE = 0, 1, 2
 
@@ -48,9 +48,9 @@ def run(tmp_path: Path) -> Path:
     steered.experiences[0].reward_parts = {"math": 0.25, "judge": None}
     store.put([group("g0"), group("g1", version=1, rewards=(1.0, 1.0)), group("g2", version=1), steered])
     expert = Group(
-        "edit", group("e").experiences[:1], Shelf.EXPERT, writer=FEEDBACK, author="Ann", info={"why": "typo"}
+        "edit", group("e").experiences[:1], ExperienceKind.EXPERT, writer=FEEDBACK, author="Ann", info={"why": "typo"}
     )
-    store.put([expert, group("oops", writer=PIPELINE, shelf=Shelf.PREFERENCE)])
+    store.put([expert, group("oops", writer=PIPELINE, shelf=ExperienceKind.PREFERENCE)])
     for step in (1, 2, 3):
         taken = store.take(1, step=step, deadline_s=0)
         store.learned(taken, step=step)
@@ -151,13 +151,13 @@ def test_export_and_import(run: Path, tmp_path: Path, capsys: pytest.CaptureFixt
     opened(other).close()
     assert call(capsys, "import", other, file) == "5 groups added, 0 were there already\n"
     assert json.loads(call(capsys, "import", other, file, "--json")) == {"groups": 5, "new": 0}
-    store, back = open_run(run), open_run(other)
-    mine = [each for shelf in Shelf for _, each in store.read(shelf)]
-    theirs = [each for shelf in Shelf for _, each in back.read(shelf)]
+    store, back = open_run_store(run), open_run_store(other)
+    mine = [each for shelf in ExperienceKind for _, each in store.read(shelf)]
+    theirs = [each for shelf in ExperienceKind for _, each in back.read(shelf)]
     assert [each.id for each in theirs] == [f"feedc0de-{each.id}" for each in mine]
     assert back.waiting() == 4
     call(capsys, "export", run, "--to", file, "--shelf", "expert")
-    assert same_groups(list(next(iter(store.read(Shelf.EXPERT)))[1:]), mine[4:])
+    assert same_groups(list(next(iter(store.read(ExperienceKind.EXPERT)))[1:]), mine[4:])
 
 
 def test_import_says_what_to_start_first(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,7 @@ def test_import_waits_for_a_trainer_that_is_being_started(
     codes: list[int] = []
     words = ["buffer", "import", str(later), str(file), "--json"]
     command = threading.Thread(target=lambda: codes.append(main(words)), daemon=True)
-    with claimed(later):
+    with hold_run_lock(later):
         command.start()
         wait_until(lambda: f"waiting for the run in {later} to start\n" in capsys.readouterr().err)
         (later / "config.yaml").write_text(settings)
@@ -194,7 +194,7 @@ def test_import_waits_for_a_trainer_that_is_being_started(
         command.join(60)
     assert codes == [OK]
     assert json.loads(capsys.readouterr().out) == {"groups": 5, "new": 5}
-    assert open_run(later).waiting() == 4, "the database is made, and the trainer finds it"
+    assert open_run_store(later).waiting() == 4, "the database is made, and the trainer finds it"
 
 
 def test_import_refuses_the_tokens_of_another_vocabulary(

@@ -13,11 +13,11 @@ import pytest
 import yaml
 
 import rollmill
-from rollmill.cli import COMMANDS, build_app, guarded, main
-from rollmill.config.describe import estimated_parameters
+from rollmill.cli import COMMANDS, build_app, handle_errors, main
+from rollmill.config.describe import estimate_parameters
 from rollmill.config.loader import load_run
 from rollmill.config.model import NewModelConfig, TokenizerConfig
-from rollmill.core.errors import ConfigError, TrainingError
+from rollmill.errors import ConfigError, TrainingError
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(rollmill.__file__).parents[1])}
 
@@ -145,7 +145,7 @@ def test_exit_codes(error: BaseException, code: int, capsys: pytest.CaptureFixtu
         raise error
 
     app = build_app()
-    app.command("fail")(guarded(command))
+    app.command("fail")(handle_errors(command))
     with pytest.raises(SystemExit) as end:
         app(["fail"])
     assert end.value.code == code
@@ -227,4 +227,4 @@ def test_estimate_is_close_to_the_real_size(tie: bool) -> None:
         tie_word_embeddings=tie,
     )
     real = sum(parameter.numel() for parameter in Qwen3ForCausalLM(config).parameters())
-    assert estimated_parameters(new) == pytest.approx(real, rel=0.01)
+    assert estimate_parameters(new) == pytest.approx(real, rel=0.01)

@@ -17,7 +17,7 @@ import pytest
 from feedback_runs import everything, make_run
 
 from rollmill.cli import main
-from rollmill.feedback import open_desk
+from rollmill.feedback import open_feedback
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 
@@ -58,7 +58,7 @@ def test_it_serves_until_it_is_interrupted(run_dir: Path, started: list[subproce
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=30)
     assert (process.returncode, out, err) == (0, "", "ended\n")
-    assert len(everything(open_desk(run_dir))["rated"]) == 1
+    assert len(everything(open_feedback(run_dir))["rated"]) == 1
 
 
 def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:
@@ -70,7 +70,7 @@ def test_what_was_answered_survives_a_kill(run_dir: Path, started: list[subproce
             ids += client.post("/feedback", json=row).json()["ids"]
     process.kill()
     process.communicate()
-    assert [group.id for group in everything(open_desk(run_dir))["expert"]] == ids
+    assert [group.id for group in everything(open_feedback(run_dir))["expert"]] == ids
 
 
 def test_other_addresses_get_a_warning_and_a_token(run_dir: Path, started: list[subprocess.Popen[str]]) -> None:

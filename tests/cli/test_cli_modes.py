@@ -18,7 +18,7 @@ from toys import toy_checkpoint
 
 import rollmill
 from rollmill.cli import main, serve
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 from rollmill.web import hosts
 
 SRC = Path(__file__).resolve().parents[2] / "src"
@@ -101,8 +101,8 @@ def test_serve_honours_the_device(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    listen = hosts.listen
-    monkeypatch.setattr(hosts, "listen", lambda host, port: listen(host, 0))
+    listen = hosts.open_listener
+    monkeypatch.setattr(hosts, "open_listener", lambda host, port: listen(host, 0))
     tiny_run(tmp_path, **RL, model={"path": str(model), "new": None}, device="cuda")
     assert main(["run", "run.yaml", "--set", "mode=serve"]) == 2
     assert "device: cuda, but torch finds no CUDA device" in capsys.readouterr().err

@@ -9,11 +9,11 @@ import pytest
 from kernels import lacks
 
 from rollmill.cli import main
-from rollmill.sandbox import attack
-from rollmill.sandbox.hostile import HOSTILE, SMALL, Hostile
+from rollmill.sandbox import isolation_check
+from rollmill.sandbox.attacks import ATTACKS, SMALL, Attack
 
 FAILED, USAGE = 1, 2
-QUICK = [hostile for hostile in HOSTILE if hostile.name in ("fork", "read /proc", "forks", "stdout", "run a program")]
+QUICK = [hostile for hostile in ATTACKS if hostile.name in ("fork", "read /proc", "forks", "stdout", "run a program")]
 
 MISSING = lacks("namespaces") or lacks("landlock")
 pytestmark = pytest.mark.skipif(bool(MISSING), reason=MISSING)
@@ -28,7 +28,7 @@ def program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_check_says_what_each_backend_is_worth(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attack, "HOSTILE", QUICK)
+    monkeypatch.setattr(isolation_check, "ATTACKS", QUICK)
     assert main(["sandbox", "check"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "namespaces  safe      4 of 4 hostile programs contained" in lines
@@ -41,7 +41,7 @@ def test_check_says_what_each_backend_is_worth(
 def test_check_fails_where_a_program_gets_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(attack, "HOSTILE", [*QUICK, Hostile("a friendly one", "print('BREACH')", limits=SMALL)])
+    monkeypatch.setattr(isolation_check, "ATTACKS", [*QUICK, Attack("a friendly one", "print('BREACH')", limits=SMALL)])
     assert main(["sandbox", "check", "--json"]) == FAILED
     found = json.loads(capsys.readouterr().out)
     assert found["backend"] is None
@@ -53,8 +53,8 @@ def test_check_fails_where_a_program_gets_out(
 
 
 def test_check_prefers_what_is_safe(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    breach = Hostile("only there", "print('BREACH')", limits=SMALL, only="namespaces")
-    monkeypatch.setattr(attack, "HOSTILE", [*QUICK, breach])
+    breach = Attack("only there", "print('BREACH')", limits=SMALL, only="namespaces")
+    monkeypatch.setattr(isolation_check, "ATTACKS", [*QUICK, breach])
     assert main(["sandbox", "check"]) == 0
     out = capsys.readouterr().out
     assert "    not contained: only there\n" in out

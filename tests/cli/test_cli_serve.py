@@ -107,7 +107,7 @@ def test_what_holds_no_model_is_named(tmp_path: Path, capsys: pytest.CaptureFixt
 def test_a_missing_library_is_named(
     model: Path, library: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in [name for name in sys.modules if name.startswith("rollmill.explorer.serving.")]:
+    for name in [name for name in sys.modules if name.startswith("rollmill.rollout.endpoint.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, library, None)
     assert main(["serve", str(model), "--port", "0"]) == 2

@@ -16,8 +16,8 @@ sys.path.append(str(Path(__file__).parents[1] / "monitor"))
 from run_factory import make_run
 
 from rollmill.cli.show import command
-from rollmill.core.errors import ConfigError
-from rollmill.monitor import load_experiences
+from rollmill.errors import ConfigError
+from rollmill.trackers import load_experiences
 
 CHILD = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "TERM": "xterm-256color", "COLUMNS": "100"}
 CHILD.pop("NO_COLOR", None)

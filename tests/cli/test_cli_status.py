@@ -12,11 +12,11 @@ from tiny import tiny_run
 
 from rollmill.cli import main
 from rollmill.cli.status import duration
-from rollmill.core.errors import RollmillError
-from rollmill.master import run
-from rollmill.monitor import heartbeat
-from rollmill.monitor.heartbeat import Heartbeat
-from rollmill.monitor.view import PlainView
+from rollmill.errors import RollmillError
+from rollmill.launch import run
+from rollmill.trackers import heartbeat
+from rollmill.trackers.console import PlainView
+from rollmill.trackers.heartbeat import HeartbeatWriter
 
 SHORT = {"stages": None, "algorithm": {"name": "grpo"}, "steps": 2, "evaluation": {"every": 1}}
 
@@ -25,13 +25,13 @@ def test_a_run_says_what_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     said: list[tuple[str, str]] = []
-    says = Heartbeat.says
+    says = HeartbeatWriter.set_activity
 
-    def noted(self: Heartbeat, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
+    def noted(self: HeartbeatWriter, doing: str, waits_for: str = "", *, version: int | None = None) -> None:
         said.append((doing, waits_for))
         says(self, doing, waits_for, version=version)
 
-    monkeypatch.setattr(heartbeat.Heartbeat, "says", noted)
+    monkeypatch.setattr(heartbeat.HeartbeatWriter, "says", noted)
     out = tmp_path / "out"
     run(tiny_run(tmp_path, **SHORT), out=out, view=PlainView(io.StringIO()))
     assert ("roll out, step 1 of 2, stage train", "the engine to finish its completions") in said

@@ -32,7 +32,7 @@ class Case:
     """A mistake: files beside the run file, changes to the run file, and what the message has to say."""
 
     name: str
-    says: Sequence[str]
+    set_activity: Sequence[str]
     code: int = FAILED
     changes: dict[str, Any] = field(default_factory=dict)
     files: dict[str, str | bytes] = field(default_factory=dict)
@@ -190,7 +190,7 @@ def truncated(folder: Path) -> None:
 def smaller_vocabulary(folder: Path) -> None:
     from toys import toy_model, toy_tokenizer
 
-    from rollmill.models.new import save_policy
+    from rollmill.models.from_scratch import save_policy
 
     shutil.rmtree(folder)
     save_policy(toy_model("qwen3", 100, eos_token_id=1), toy_tokenizer(), folder)
@@ -459,7 +459,7 @@ NOBODY = 65534
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_wrong_input(server: Forks, tmp_path: Path, case: Case) -> None:
     ended = attempt(server, tmp_path, case)
-    for text in case.says:
+    for text in case.set_activity:
         assert text in ended.err, ended.err
     assert ended.code == case.code
     assert "Traceback" not in ended.err

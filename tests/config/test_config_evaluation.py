@@ -9,8 +9,8 @@ import pytest
 import yaml
 from tiny import HELD_OUT, tiny_run
 
-from rollmill.config.loader import load_evaluation, load_run
-from rollmill.core.errors import ConfigError
+from rollmill.config.loader import load_evaluation_run, load_run
+from rollmill.errors import ConfigError
 
 SET = {"taskset": HELD_OUT, "samples": 4, "k": [1, 4]}
 
@@ -27,10 +27,10 @@ def test_a_set_takes_from_the_stage_what_it_leaves_out(tmp_path: Path) -> None:
     stage = loaded(tmp_path, {"sets": {"own": own, "plain": SET}}).stages[1]
     sets = stage.evaluation.all_sets()
     assert list(sets) == ["own", "plain"]
-    asked = stage.examined(sets["own"])
+    asked = stage.for_evaluation(sets["own"])
     assert (asked.rollout.temperature, asked.rollout.max_new_tokens) == (0.5, 16)
     assert [each.name for each in asked.rewards] == ["format"]
-    assert stage.examined(sets["plain"]).rewards == stage.rewards
+    assert stage.for_evaluation(sets["plain"]).rewards == stage.rewards
     assert stage.evaluation.watched()[:4] == [
         "eval/own/sampled",
         "eval/own/greedy",
@@ -106,9 +106,9 @@ def test_paths_of_sets_are_looked_up(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_file_with_nothing_but_an_evaluation(tmp_path: Path) -> None:
     path = tmp_path / "eval.yaml"
     path.write_text(yaml.safe_dump({"rewards": [{"name": "exact"}], "evaluation": {"sets": {"a": SET}}}))
-    assert list(load_evaluation(path).stages[0].evaluation.all_sets()) == ["a"]  # type: ignore[union-attr]
+    assert list(load_evaluation_run(path).stages[0].evaluation.all_sets()) == ["a"]  # type: ignore[union-attr]
     with pytest.raises(ConfigError, match="which model"):
         load_run(path)
     path.write_text(yaml.safe_dump({"evaluation": {"sets": {"a": SET}}}))
     with pytest.raises(ConfigError, match="needs at least one reward"):
-        load_evaluation(path)
+        load_evaluation_run(path)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.overrides import override
-from rollmill.config.tree import Problem, overlay, plain
+from rollmill.config.overrides import apply_override
+from rollmill.config.tree import ConfigProblem, merge_trees, to_plain_data
 from rollmill.config.yaml_file import read_yaml, write_yaml
 
 GOOD = """\
@@ -61,7 +61,7 @@ def test_single_stage_is_called_train() -> None:
 )
 def test_scalars(text: str, value: object) -> None:
     Path("a.yaml").write_text(f"key: {text}\n", encoding="utf-8")
-    read = plain(read_yaml(Path("a.yaml"), []))["key"]
+    read = to_plain_data(read_yaml(Path("a.yaml"), []))["key"]
     assert read == value
     assert type(read) is type(value)
 
@@ -88,8 +88,8 @@ documents = st.dictionaries(
 def test_what_we_write_we_read(document: dict[str, Any], tmp_path_factory: pytest.TempPathFactory) -> None:
     file = tmp_path_factory.mktemp("yaml") / "a.yaml"
     file.write_text(write_yaml(document), encoding="utf-8")
-    problems: list[Problem] = []
-    assert plain(read_yaml(file, problems)) == document
+    problems: list[ConfigProblem] = []
+    assert to_plain_data(read_yaml(file, problems)) == document
     assert yaml.safe_load(file.read_text(encoding="utf-8")) == document
     assert problems == []
 
@@ -103,7 +103,7 @@ def test_overlay_keeps_what_top_does_not_mention(
     for name, document in (("base", base), ("top", top)):
         (folder / name).write_text(write_yaml(document), encoding="utf-8")
         trees.append(read_yaml(folder / name, []))
-    merged = plain(overlay(*trees))
+    merged = to_plain_data(merge_trees(*trees))
     assert set(merged) == set(base) | set(top)
     for key, value in merged.items():
         if key not in top:
@@ -122,7 +122,7 @@ def test_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_anchors_and_merge_keys() -> None:
     Path("a.yaml").write_text("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: {<<: [{x: 5}, *a]}\n", encoding="utf-8")
-    read = plain(read_yaml(Path("a.yaml"), []))
+    read = to_plain_data(read_yaml(Path("a.yaml"), []))
     assert (read["b"], read["c"]) == ({"x": 1, "y": 3}, {"x": 5, "y": 2})
 
 
@@ -167,18 +167,18 @@ def test_override_changes_that_value_only(
 ) -> None:
     file = tmp_path_factory.mktemp("yaml") / "a.yaml"
     file.write_text(write_yaml(document), encoding="utf-8")
-    root, problems = read_yaml(file, []), list[Problem]()
-    changed = override(root, f"{'.'.join(keys)}={value}", file.parent, problems)
-    assert plain(root) == document, "the tree itself is never changed"
+    root, problems = read_yaml(file, []), list[ConfigProblem]()
+    changed = apply_override(root, f"{'.'.join(keys)}={value}", file.parent, problems)
+    assert to_plain_data(root) == document, "the tree itself is never changed"
     if problems:
-        assert plain(changed) == document
+        assert to_plain_data(changed) == document
         return
     expected: Any = document
     for key in keys[:-1]:
         expected[key] = expected[key] if expected.get(key) is not None else {}
         expected = expected[key]
     expected[keys[-1]] = value
-    assert plain(changed) == document
+    assert to_plain_data(changed) == document
 
 
 def test_paths_are_found_here_then_beside_the_run_file() -> None:

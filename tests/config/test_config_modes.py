@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from tiny import tiny_run
 
-from rollmill.config.describe import describe
+from rollmill.config.describe import describe_run
 from rollmill.config.loader import load_run
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 RL: dict[str, Any] = {"stages": None, "steps": 2, "algorithm": {"name": "grpo"}}
 TRAFFIC = {"workflow": "traffic", "taskset": None, "evaluation": None, "rewards": None}
@@ -91,4 +91,4 @@ def test_the_resolved_file_of_either_half_is_a_run_file(tmp_path: Path) -> None:
         (tmp_path / "again.yaml").write_text(loaded.to_yaml())
         again = load_run(tmp_path / "again.yaml")
         assert (again.config.mode, again.config.trainer_away_s) == (mode, 5.0)
-        assert f"mode {mode}" in describe(loaded, {})
+        assert f"mode {mode}" in describe_run(loaded, {})

@@ -9,9 +9,9 @@ import yaml
 
 from rollmill.cli import main
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.placement import ExplorerKind, OnRay
-from rollmill.core.errors import ConfigError
-from rollmill.master.elsewhere import explorer_needs
+from rollmill.config.placement import ExplorerSpec, RayPlacement
+from rollmill.errors import ConfigError
+from rollmill.remote.explorers import explorer_needs
 
 GOOD = """\
 model: {new: {hidden_size: 32}}
@@ -93,9 +93,9 @@ def loaded(text: str) -> LoadedRun:
     return load_run(Path("run.yaml"))
 
 
-def placed(text: str) -> OnRay:
+def placed(text: str) -> RayPlacement:
     placement = loaded(text).config.placement
-    assert isinstance(placement, OnRay)
+    assert isinstance(placement, RayPlacement)
     return placement
 
 
@@ -109,8 +109,8 @@ def test_errors(name: str, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_number_is_one_kind() -> None:
     for explorers in ("3", "[{count: 3}]"):
-        assert placed(GOOD + REWARDS + RAY % explorers).explorers == [ExplorerKind(count=3)]
-    assert placed(GOOD + REWARDS + "placement: ray").explorers == [ExplorerKind(count=1)]
+        assert placed(GOOD + REWARDS + RAY % explorers).explorers == [ExplorerSpec(count=3)]
+    assert placed(GOOD + REWARDS + "placement: ray").explorers == [ExplorerSpec(count=1)]
 
 
 def test_every_explorer_has_a_kind_and_reserves_what_it_says_or_all_do() -> None:
@@ -122,8 +122,8 @@ def test_every_explorer_has_a_kind_and_reserves_what_it_says_or_all_do() -> None
 
 def test_a_kind_s_engine_replaces_the_stage_s() -> None:
     run = loaded(MIXED)
-    assert isinstance(run.config.placement, OnRay)
-    names = [run.stages[0].generated_by(kind.engine).engine.name for kind in run.config.placement.explorers]
+    assert isinstance(run.config.placement, RayPlacement)
+    names = [run.stages[0].with_engine(kind.engine).engine.name for kind in run.config.placement.explorers]
     assert names == ["vllm", "native"]
     assert run.stages[0].engine.name == "native"
 

@@ -9,7 +9,7 @@ import pytest
 from tiny import tiny_run
 
 from rollmill.config.loader import load_run
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 FSDP = {"ranks": 2, "sharding": "fsdp"}
 PAIRS = {"fields": {"rejected": "answer"}}

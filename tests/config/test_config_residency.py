@@ -9,13 +9,13 @@ import pytest
 from tiny import tiny_run
 
 from rollmill.config.loader import load_run
-from rollmill.config.residency import ResidencyConfig
-from rollmill.core.errors import ConfigError
+from rollmill.config.offload import OffloadConfig
+from rollmill.errors import ConfigError
 
 RL: dict[str, Any] = {"stages": None, "steps": 2}
 
 
-def loaded(folder: Path, **changes: Any) -> ResidencyConfig | None:
+def loaded(folder: Path, **changes: Any) -> OffloadConfig | None:
     return load_run(tiny_run(folder, **RL | changes)).stages[0].residency
 
 
@@ -23,9 +23,9 @@ def test_short_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert loaded(tmp_path) is None
     assert loaded(tmp_path, residency="none") is None
-    assert loaded(tmp_path, residency="auto") == ResidencyConfig()
+    assert loaded(tmp_path, residency="auto") == OffloadConfig()
     found = loaded(tmp_path, residency={"optimizer": "disk", "budget_gb": 2, "folder": "moved"})
-    assert found == ResidencyConfig(optimizer="disk", budget_gb=2, folder=tmp_path / "moved")
+    assert found == OffloadConfig(optimizer="disk", budget_gb=2, folder=tmp_path / "moved")
 
 
 def test_a_resolved_run_is_a_run_file_again(tmp_path: Path) -> None:

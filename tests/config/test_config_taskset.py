@@ -10,7 +10,7 @@ import yaml
 
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.order import CurriculumOrder, PrioritisedOrder, ShuffledOrder
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 TASKSET = {"path": "tasks.jsonl"}
 EVALUATION = {"evaluation": {"taskset": {"path": "held.jsonl"}}}

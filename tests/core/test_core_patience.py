@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from rollmill.core.patience import patiently
+from rollmill.timeouts import wait_with_grace
 
 
 def test_an_answer_that_came_while_the_loop_was_held_up_counts() -> None:
@@ -19,7 +19,7 @@ def test_an_answer_that_came_while_the_loop_was_held_up_counts() -> None:
         other.start()
         loop.call_later(0.01, time.sleep, 0.5)
         try:
-            return await patiently(answer, 0.1)
+            return await wait_with_grace(answer, 0.1)
         finally:
             other.join()
 
@@ -38,7 +38,7 @@ def test_what_does_not_come_is_cancelled() -> None:
 
     async def work() -> None:
         with pytest.raises(TimeoutError):
-            await patiently(silent(), 0.01)
+            await wait_with_grace(silent(), 0.01)
         await asyncio.sleep(0)
 
     asyncio.run(work())
@@ -48,7 +48,7 @@ def test_what_does_not_come_is_cancelled() -> None:
 def test_whoever_stops_waiting_cancels_it() -> None:
     async def work() -> bool:
         answer = asyncio.get_running_loop().create_future()
-        waiting = asyncio.ensure_future(patiently(answer, 60))
+        waiting = asyncio.ensure_future(wait_with_grace(answer, 60))
         await asyncio.sleep(0)
         waiting.cancel()
         await asyncio.gather(waiting, return_exceptions=True)
@@ -62,4 +62,4 @@ def test_errors_are_raised() -> None:
         raise LookupError("gone")
 
     with pytest.raises(LookupError, match="gone"):
-        asyncio.run(patiently(failing(), 60))
+        asyncio.run(wait_with_grace(failing(), 60))

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 import rollmill
-from rollmill.core.errors import ConfigError
-from rollmill.core.registry import import_file, import_object, reward_function
+from rollmill.errors import ConfigError
+from rollmill.registry import find_reward, import_file, import_object
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def plugin(tmp_path: Path) -> Path:
 
 def test_function_of_a_file(plugin: Path) -> None:
     assert import_object(f"{plugin}:plugin_reward")(None, None) == 2.0
-    assert reward_function(f"{plugin}:plugin_reward") is import_object(f"{plugin}:plugin_reward")
+    assert find_reward(f"{plugin}:plugin_reward") is import_object(f"{plugin}:plugin_reward")
 
 
 def test_file_runs_once(plugin: Path) -> None:
@@ -39,9 +39,9 @@ def test_function_of_a_module() -> None:
 
 def test_plugin_registers_a_reward(plugin: Path) -> None:
     import_file(plugin)
-    assert reward_function("plugin_reward")(None, None) == 2.0
+    assert find_reward("plugin_reward")(None, None) == 2.0
     with pytest.raises(ConfigError, match="no reward `plugin_rewards`; did you mean `plugin_reward`"):
-        reward_function("plugin_rewards")
+        find_reward("plugin_rewards")
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_plugin_registers_a_reward(plugin: Path) -> None:
 def test_wrong_file(text: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "code.py").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError, match=expected):
-        reward_function(f"{tmp_path / 'code.py'}:score")
+        find_reward(f"{tmp_path / 'code.py'}:score")
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,6 @@ def test_failed_import_is_tried_again(tmp_path: Path) -> None:
 
 
 def test_public_names() -> None:
-    assert rollmill.reward.__module__ == "rollmill.core.registry"
+    assert rollmill.reward.__module__ == "rollmill.registry"
     with pytest.raises(AttributeError, match="no attribute 'rewards_'"):
         _ = rollmill.rewards_

@@ -15,18 +15,18 @@ import pytest
 import yaml
 from doc_blocks import DOCUMENTS, ROOT, Command, blocks, commands, files
 
+from rollmill import registry
 from rollmill.cli import main
 from rollmill.config import parts
-from rollmill.core import registry
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 
 RUN_ELSEWHERE = {
     "rollmill bench runs/minimal teacher.yaml": (
-        "tests/master/test_master_bench_served.py::test_our_own_server_says_what_the_checkpoint_says"
+        "tests/orchestrator/test_orchestrator_bench_served.py::test_our_own_server_says_what_the_checkpoint_says"
     ),
     "rollmill tasks answer examples/minimal.yaml --by teacher.yaml --samples 4 --out solved.jsonl": (
-        "tests/master/test_master_answering.py::test_what_a_teacher_solves_is_imitated"
+        "tests/orchestrator/test_orchestrator_answering.py::test_what_a_teacher_solves_is_imitated"
     ),
     "rollmill check --model DIR": "tests/trainer/test_trainer_check.py::test_the_command_prints_the_table",
     "make setup": ".ci/run",
@@ -60,11 +60,11 @@ RUN_ELSEWHERE = {
     (
         "rollmill tasks score examples/minimal.yaml --set model.path=runs/minimal/checkpoints/step-000100 "
         "--out rated.jsonl"
-    ): "tests/tasks/test_tasks_scoring.py::test_success_rates_of_the_policy",
+    ): "tests/data/test_data_scoring.py::test_success_rates_of_the_policy",
     (
         "rollmill tasks score examples/minimal.yaml --by judge --endpoint http://localhost:8000/v1 "
         "--model Qwen/Qwen3-8B --out rated.jsonl"
-    ): "tests/tasks/test_tasks_scoring.py::test_difficulty_as_a_judge_sees_it",
+    ): "tests/data/test_data_scoring.py::test_difficulty_as_a_judge_sees_it",
     "pip install 'rollmill[feedback]'": "tests/cli/test_cli_feedback.py::test_a_missing_library_is_named",
     "rollmill feedback runs/minimal": "tests/cli/test_cli_feedback.py::test_it_serves_until_it_is_interrupted",
     "rollmill feedback runs/minimal --import-label-studio export.json": (
@@ -76,17 +76,17 @@ RUN_ELSEWHERE = {
         "tests/cli/test_cli_buffer.py::test_ls_filters"
     ),
     "rollmill run run.yaml --set mode=train --out runs/sums": (
-        "tests/master/test_master_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
+        "tests/orchestrator/test_orchestrator_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
     ),
     "rollmill run run.yaml --set mode=explore --out runs/sums": (
-        "tests/master/test_master_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
+        "tests/orchestrator/test_orchestrator_split.py::test_stages_and_evaluations_are_the_same_as_in_one_process"
     ),
-    "rollmill resume runs/sums": "tests/master/test_master_split.py::test_whoever_is_killed_goes_on",
+    "rollmill resume runs/sums": "tests/orchestrator/test_orchestrator_split.py::test_whoever_is_killed_goes_on",
     "rollmill run run.yaml --set mode=train --set max_staleness=1000 --out runs/offline": (
-        "tests/master/test_master_split.py::test_training_alone_on_what_the_buffer_holds"
+        "tests/orchestrator/test_orchestrator_split.py::test_training_alone_on_what_the_buffer_holds"
     ),
     "rollmill buffer import runs/offline mine.parquet": (
-        "tests/master/test_master_split.py::test_training_alone_on_what_the_buffer_holds"
+        "tests/orchestrator/test_orchestrator_split.py::test_training_alone_on_what_the_buffer_holds"
     ),
     "rollmill run run.yaml --set mode=bench --set model.path=runs/sums/checkpoints/step-000100": (
         "tests/cli/test_cli_modes.py::test_bench_measures_the_run_files_model"

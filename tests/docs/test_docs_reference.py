@@ -12,8 +12,8 @@ import pytest
 from doc_blocks import DOCUMENTS, ROOT
 
 from rollmill.cli import COMMANDS, main
-from rollmill.config.base import Section
-from rollmill.config.hints import homes
+from rollmill.config.hints import section_locations
+from rollmill.config.section import Section
 
 RUN = """\
 name: documented
@@ -89,7 +89,7 @@ def test_every_row_of_the_reference_is_one_line_with_four_cells() -> None:
 def test_every_key_has_a_meaning() -> None:
     silent = [
         f"{home.prefix}.{key} ({home.section.__name__})"
-        for home in homes()
+        for home in section_locations()
         for key, field in home.section.model_fields.items()
         if not field.description and key != "name" and not _inherits_meaning(home.section, key)
         if isinstance(field.default, str | int | float)

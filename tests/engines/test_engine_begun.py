@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Begun, Request
+from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native import NativeEngine
+from rollmill.types import Completion, StopReason
 
 TOKENIZER = toy_tokenizer("char")
 VOCAB = len(TOKENIZER)
@@ -30,20 +30,20 @@ def engine_of(**options: Any) -> NativeEngine:
     return NativeEngine(MODEL, TOKENIZER, **({"context": 256, "max_sequences": 5, "prefill_tokens": 16} | options))
 
 
-def requests_of(sampling: SamplingConfig = SAMPLING) -> list[Request]:
-    return [Request(prompt, sampling, n=3, seed=50 + i) for i, prompt in enumerate(PROMPTS)]
+def requests_of(sampling: SamplingConfig = SAMPLING) -> list[GenerationRequest]:
+    return [GenerationRequest(prompt, sampling, n=3, seed=50 + i) for i, prompt in enumerate(PROMPTS)]
 
 
-def begun(completion: Completion, cut: int | None = None) -> Begun:
+def begun(completion: Completion, cut: int | None = None) -> CompletionPrefix:
     each = completion
-    return Begun(each.token_ids[:cut], each.logprobs[:cut], each.kept_logmass[:cut], each.versions[:cut])
+    return CompletionPrefix(each.token_ids[:cut], each.logprobs[:cut], each.kept_logmass[:cut], each.versions[:cut])
 
 
-async def all_of(engine: NativeEngine, requests: list[Request]) -> list[list[Completion]]:
+async def all_of(engine: NativeEngine, requests: list[GenerationRequest]) -> list[list[Completion]]:
     return list(await asyncio.gather(*map(engine.generate, requests)))
 
 
-async def until(engine: NativeEngine, tokens: int, requests: list[Request]) -> list[list[Completion]]:
+async def until(engine: NativeEngine, tokens: int, requests: list[GenerationRequest]) -> list[list[Completion]]:
     """What there is once so many tokens more were generated, or everything has ended."""
     work, end = asyncio.ensure_future(all_of(engine, requests)), engine.tokens_generated + tokens
     for _ in range(4):  # until the engine has all requests
@@ -127,7 +127,7 @@ def test_what_is_begun_ends_where_a_completion_would(undisturbed: list[list[Comp
     tokens = earlier.token_ids.tolist()
     short = SAMPLING.model_copy(update={"stop_token_ids": [tokens[6]]})
     end = tokens.index(tokens[6]) + 1
-    [found] = asyncio.run(engine_of().generate(Request(PROMPTS[0], short, begun=[begun(earlier)])))
+    [found] = asyncio.run(engine_of().generate(GenerationRequest(PROMPTS[0], short, begun=[begun(earlier)])))
     assert found.token_ids.tolist() == tokens[:end]
     assert found.stop_reason is StopReason.EOS
 
@@ -175,8 +175,12 @@ def test_begun_completions_survive_an_interrupt_before_they_start(undisturbed: l
 def test_begun_completions_are_restored_a_few_at_a_time() -> None:
     """A step computes about `prefill_tokens` anew, so that the event loop stays free."""
     engine = engine_of(max_sequences=50, prefill_tokens=64)
-    [whole] = asyncio.run(all_of(engine, [Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3)]))
-    request = Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3, begun=[begun(x, 40) for x in whole])
+    [whole] = asyncio.run(
+        all_of(engine, [GenerationRequest(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3)])
+    )
+    request = GenerationRequest(
+        PROMPTS[1], SamplingConfig(max_new_tokens=60), n=9, seed=3, begun=[begun(x, 40) for x in whole]
+    )
     entries: list[int] = []
 
     async def main() -> list[Completion]:
@@ -196,7 +200,7 @@ def test_begun_completions_go_on_under_new_weights() -> None:
     """Keys and values are computed with the new weights: the rest equals what these give after the tokens."""
     model = toy_model("qwen3", vocab_size=VOCAB)
     engine = NativeEngine(model, context=256, prefill_tokens=16)
-    request = Request(PROMPTS[1], SamplingConfig(max_new_tokens=40), n=2, seed=3)
+    request = GenerationRequest(PROMPTS[1], SamplingConfig(max_new_tokens=40), n=2, seed=3)
 
     async def main() -> list[Completion]:
         [half] = await until(engine, 30, [request])
@@ -210,7 +214,7 @@ def test_begun_completions_go_on_under_new_weights() -> None:
         cut = int((each.versions == 0).sum())
         assert 10 <= cut < 40
         zeros = np.zeros(cut, np.float32)
-        kept = Begun(each.token_ids[:cut], zeros, zeros, each.versions[:cut])
+        kept = CompletionPrefix(each.token_ids[:cut], zeros, zeros, each.versions[:cut])
         only = [None] * each.index + [kept]
         alone = asyncio.run(new.generate(replace(request, begun=only)))[each.index]
         assert alone.token_ids.tolist() == each.token_ids.tolist()

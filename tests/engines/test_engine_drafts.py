@@ -13,10 +13,10 @@ import torch
 from toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import NgramConfig, SamplingConfig
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Begun, Draft, Request, SampledToken
-from rollmill.engines.native import NativeEngine, drafting, runner
+from rollmill.engines.base import CompletionPrefix, Draft, GenerationRequest, SampledToken
+from rollmill.engines.native import NativeEngine, draft_verifier, model_runner
 from rollmill.engines.native.decode import DecodeContext
+from rollmill.types import Completion, StopReason
 
 TOKENIZER = toy_tokenizer("char")
 VOCAB = len(TOKENIZER)
@@ -37,14 +37,14 @@ def engine_of(model: Any, **options: Any) -> NativeEngine:
     return NativeEngine(model, TOKENIZER, **({"context": 256, "max_sequences": 50, "prefill_tokens": 64} | options))
 
 
-def ask(engine: NativeEngine, requests: Sequence[Request]) -> list[list[Completion]]:
+def ask(engine: NativeEngine, requests: Sequence[GenerationRequest]) -> list[list[Completion]]:
     async def main() -> list[list[Completion]]:
         return list(await asyncio.gather(*map(engine.generate, requests)))
 
     return asyncio.run(main())
 
 
-def interrupted(engine: NativeEngine, request: Request, tokens: int) -> list[list[Completion]]:
+def interrupted(engine: NativeEngine, request: GenerationRequest, tokens: int) -> list[list[Completion]]:
     """What there is once so many tokens more were generated."""
 
     async def main() -> list[list[Completion]]:
@@ -58,8 +58,10 @@ def interrupted(engine: NativeEngine, request: Request, tokens: int) -> list[lis
     return asyncio.run(main())
 
 
-def requests_of(sampling: SamplingConfig = SAMPLING, seed: int = 0, top: int = VOCAB, n: int = 3) -> list[Request]:
-    return [Request(p, sampling, n=n, seed=seed + i, record_top=top) for i, p in enumerate(PROMPTS)]
+def requests_of(
+    sampling: SamplingConfig = SAMPLING, seed: int = 0, top: int = VOCAB, n: int = 3
+) -> list[GenerationRequest]:
+    return [GenerationRequest(p, sampling, n=n, seed=seed + i, record_top=top) for i, p in enumerate(PROMPTS)]
 
 
 def draft(completion: Completion) -> Draft:
@@ -68,7 +70,9 @@ def draft(completion: Completion) -> Draft:
     return Draft(completion.token_ids, completion.top_ids, completion.top_probs)
 
 
-def with_drafts(requests: Sequence[Request], groups: Sequence[Sequence[Completion]]) -> list[Request]:
+def with_drafts(
+    requests: Sequence[GenerationRequest], groups: Sequence[Sequence[Completion]]
+) -> list[GenerationRequest]:
     return [
         replace(request, drafts=[draft(each) for each in group])
         for request, group in zip(requests, groups, strict=True)
@@ -149,14 +153,14 @@ def test_greedy_with_drafts_is_greedy() -> None:
 
 def test_drafts_that_are_too_long_or_go_on_from_other_tokens() -> None:
     engine = engine_of(model_of())
-    [first] = ask(engine, [Request(PROMPTS[0], SamplingConfig(max_new_tokens=40), seed=3, record_top=VOCAB)])
-    [[short]] = ask(engine, [Request(PROMPTS[0], SamplingConfig(max_new_tokens=9), drafts=[draft(first[0])])])
+    [first] = ask(engine, [GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=40), seed=3, record_top=VOCAB)])
+    [[short]] = ask(engine, [GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=9), drafts=[draft(first[0])])])
     assert short.token_ids.tolist() == first[0].token_ids[:9].tolist()
     assert short.stop_reason is StopReason.LENGTH
     other = (first[0].token_ids[:5] + 1) % VOCAB
     zeros = np.zeros(5, np.float32)
-    begun = Begun(other.astype(np.int32), zeros, zeros, np.zeros(5, np.int32))
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=40), begun=[begun], seed=3)
+    begun = CompletionPrefix(other.astype(np.int32), zeros, zeros, np.zeros(5, np.int32))
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=40), begun=[begun], seed=3)
     assert [each.token_ids.tolist() for each in flat(ask(engine, [request]))] == [
         each.token_ids.tolist() for each in flat(ask(engine, [replace(request, drafts=[draft(first[0])])]))
     ]
@@ -166,38 +170,40 @@ def test_interrupted_in_between() -> None:
     """A draft goes on from the tokens that a completion is begun with; tokens of unknown origin are never accepted."""
     sampling = SamplingConfig(max_new_tokens=60)
     engine = engine_of(model_of())
-    [first] = ask(engine, [Request(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB)])
-    [half] = interrupted(engine, Request(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB), 30)
+    [first] = ask(engine, [GenerationRequest(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB)])
+    [half] = interrupted(engine, GenerationRequest(PROMPTS[1], sampling, n=2, seed=3, record_top=VOCAB), 30)
     assert all(0 < len(each.token_ids) < 60 for each in half)
     arrays = [(x.token_ids, x.logprobs, x.kept_logmass, x.versions) for x in half]
-    with_top = [Begun(*each, x.top_ids, x.top_probs) for each, x in zip(arrays, half, strict=True)]
-    request = Request(PROMPTS[1], sampling, n=2, seed=50, record_top=VOCAB, begun=with_top)
+    with_top = [CompletionPrefix(*each, x.top_ids, x.top_probs) for each, x in zip(arrays, half, strict=True)]
+    request = GenerationRequest(PROMPTS[1], sampling, n=2, seed=50, record_top=VOCAB, begun=with_top)
     [found] = ask(engine, [replace(request, drafts=[draft(each) for each in first])])
     for each, whole in zip(found, first, strict=True):
         assert each.token_ids.tolist() == whole.token_ids.tolist()
         assert each.top_ids is not None
         assert (each.top_probs > 0).any(1).all()
-    [unknown] = ask(engine, [replace(request, begun=[Begun(*each) for each in arrays])])
+    [unknown] = ask(engine, [replace(request, begun=[CompletionPrefix(*each) for each in arrays])])
     assert [int((each.top_probs == 0).all(1).sum()) for each in unknown] == [len(each.token_ids) for each in half]
 
 
 @pytest.mark.parametrize("tokens", [1, 8, 20, 150])
 def test_interrupted_amid_a_draft_equals_undisturbed(tokens: int) -> None:
     """Where little is known of the old distribution, a rejected token is often replaced by itself."""
-    plain = Request(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=6, seed=3, record_top=1)
+    plain = GenerationRequest(PROMPTS[1], SamplingConfig(max_new_tokens=60), n=6, seed=3, record_top=1)
     [first] = ask(engine_of(model_of()), [plain])
     request = replace(plain, seed=50, drafts=[draft(each) for each in first])
     [whole] = ask(engine_of(model_of(0.02)), [request])
     engine = engine_of(model_of(0.02), max_sequences=2)
     [half] = interrupted(engine, request, tokens)
     assert any(each.stop_reason is StopReason.ABORTED for each in half)
-    begun = [Begun(x.token_ids, x.logprobs, x.kept_logmass, x.versions, x.top_ids, x.top_probs) for x in half]
+    begun = [
+        CompletionPrefix(x.token_ids, x.logprobs, x.kept_logmass, x.versions, x.top_ids, x.top_probs) for x in half
+    ]
     [found] = ask(engine, [replace(request, begun=begun)])
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in whole]
 
 
 def test_a_rejected_token_that_is_replaced_by_itself_keeps_the_draft() -> None:
-    plain = Request(PROMPTS[1], SamplingConfig(temperature=0.2, max_new_tokens=60), n=6, seed=3)
+    plain = GenerationRequest(PROMPTS[1], SamplingConfig(temperature=0.2, max_new_tokens=60), n=6, seed=3)
     [first] = ask(engine_of(model_of()), [plain])
     unknown = [np.zeros((len(each.token_ids), 1), np.float32) for each in first]
     drafts = [Draft(x.token_ids, np.zeros_like(p, np.int32), p) for x, p in zip(first, unknown, strict=True)]
@@ -212,7 +218,7 @@ def test_a_rejected_token_that_is_replaced_by_itself_keeps_the_draft() -> None:
 
 def test_drafts_leave_the_event_loop_free_between_passes() -> None:
     engine = engine_of(model_of(), prefill_tokens=16)
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=70), n=8, seed=5, record_top=VOCAB)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=70), n=8, seed=5, record_top=VOCAB)
     [first] = ask(engine, [request])
     generated: list[int] = []
 
@@ -228,7 +234,7 @@ def test_drafts_leave_the_event_loop_free_between_passes() -> None:
 
 def test_who_listens_is_told_of_every_token_and_gets_no_draft() -> None:
     engine = engine_of(model_of())
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=30), n=3, seed=5, record_top=VOCAB)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=30), n=3, seed=5, record_top=VOCAB)
     [first] = ask(engine, [request])
     told: list[SampledToken] = []
     listening = replace(request, seed=9, on_token=told.append, drafts=[draft(each) for each in first])
@@ -267,15 +273,17 @@ def test_what_is_sampled_follows_the_new_distribution(top: int, monkeypatch: pyt
     new = model_of(0.25, vocab=vocab)
     joint = exact_pairs(new, prompt, vocab)
     options: dict[str, Any] = {"max_sequences": 2000, "prefill_tokens": 4096}
-    [first] = ask(engine_of(model_of(vocab=vocab), **options), [Request(prompt, two, n=n, seed=1, record_top=top)])
+    [first] = ask(
+        engine_of(model_of(vocab=vocab), **options), [GenerationRequest(prompt, two, n=n, seed=1, record_top=top)]
+    )
     assert excess(first, joint, vocab) > 1
-    request = Request(prompt, two, n=n, seed=2, drafts=[draft(each) for each in first])
+    request = GenerationRequest(prompt, two, n=n, seed=2, drafts=[draft(each) for each in first])
     engine = engine_of(new, **options)
     [found] = ask(engine, [request])
     assert excess(found, joint, vocab) < 1
     counts = engine.drafting.counts
     assert 0.1 < counts.reuse_accepted / counts.reuse_tested < 0.9
-    monkeypatch.setattr(drafting, "remainder", lambda new, drafted: new)
+    monkeypatch.setattr(draft_verifier, "residual_weights", lambda new, drafted: new)
     [biased] = ask(engine_of(new, **options), [request])
     assert excess(biased, joint, vocab) > 1
 
@@ -304,7 +312,7 @@ def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyP
     sampling = SamplingConfig(temperature=0.4, max_new_tokens=60)
     guessing = sampling.model_copy(update={"ngram_draft": NgramConfig(length=2, tokens=8)})
     expected = flat(ask(engine_of(model_of()), requests_of(sampling)))
-    monkeypatch.setattr(runner, "DecodeContext", fixed)
+    monkeypatch.setattr(model_runner, "DecodeContext", fixed)
     engine = engine_of(model_of())
     found = flat(ask(engine, requests_of(guessing)))
     assert [each.token_ids.tolist() for each in found] == [each.token_ids.tolist() for each in expected]
@@ -313,7 +321,7 @@ def test_decode_steps_of_fixed_shapes_follow_guesses(monkeypatch: pytest.MonkeyP
 
 def test_a_draft_of_unknown_origin_is_a_guess() -> None:
     """Its tokens count where plain sampling gives them; one that is wrong does not end it."""
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=60), n=4, seed=5)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=60), n=4, seed=5)
     [plain] = ask(engine_of(model_of()), [request])
     drafts = []
     for each in plain:

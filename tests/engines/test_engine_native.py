@@ -16,12 +16,12 @@ from transformers import Gemma3Config, Gemma3ForConditionalGeneration
 
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import EngineError
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request
-from rollmill.engines.native import NativeEngine, cache, decode, runner
-from rollmill.master.engine import make_engine
-from rollmill.models.load import Policy
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native import NativeEngine, decode, kv_cache, model_runner
+from rollmill.errors import EngineError
+from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.engine import build_engine
+from rollmill.types import Completion, StopReason
 
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "mixtral"]
 VOCAB = 130
@@ -36,10 +36,12 @@ def prompts_of(lengths: tuple[int, ...], seed: int = 1) -> list[list[int]]:
     return [[generator.randrange(8, VOCAB) for _ in range(length)] for length in lengths]
 
 
-def serve(engine: NativeEngine, requests: list[Request], delays: list[int] | None = None) -> list[list[Completion]]:
+def serve(
+    engine: NativeEngine, requests: list[GenerationRequest], delays: list[int] | None = None
+) -> list[list[Completion]]:
     """Serve requests, each after a number of turns of the event loop (late joins)."""
 
-    async def late(request: Request, delay: int) -> list[Completion]:
+    async def late(request: GenerationRequest, delay: int) -> list[Completion]:
         for _ in range(delay):
             await asyncio.sleep(0)
         return await engine.generate(request)
@@ -71,7 +73,7 @@ def test_greedy_equals_generate_for_ragged_batches_late_joins_and_shared_prompts
     model = toy_model(architecture, vocab_size=VOCAB)
     prompts = prompts_of((3, 20, 7, 33, 50, 5))
     greedy = SamplingConfig(temperature=0, max_new_tokens=40)
-    requests = [Request(prompt, greedy, n=3) for prompt in prompts]
+    requests = [GenerationRequest(prompt, greedy, n=3) for prompt in prompts]
     served = serve(engine_of(model, eos_ids=frozenset([7])), requests, [0, 0, 5, 9, 14, 20])
     for prompt, completions in zip(prompts, served, strict=True):
         expected = model.generate(
@@ -86,7 +88,9 @@ def test_greedy_equals_generate_for_ragged_batches_late_joins_and_shared_prompts
 def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) -> None:
     model = toy_model(architecture, vocab_size=VOCAB)
     sampling = SamplingConfig(temperature=temperature, max_new_tokens=40)
-    served = serve(engine_of(model), [Request(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))])
+    served = serve(
+        engine_of(model), [GenerationRequest(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))]
+    )
     for completion in (c for group in served for c in group):
         expected = reference_logprobs(model, completion, temperature)
         torch.testing.assert_close(torch.from_numpy(completion.logprobs), expected, atol=1e-5, rtol=0)
@@ -94,7 +98,7 @@ def test_logprobs_equal_a_forward_pass(architecture: str, temperature: float) ->
 
 
 def test_large_capacities_waste_at_most_a_third() -> None:
-    capacities = [cache.capacity_of(length) for length in range(1, 5000)]
+    capacities = [kv_cache.bucket_capacity_for(length) for length in range(1, 5000)]
     assert sorted(set(capacities))[:9] == [32, 64, 96, 128, 192, 256, 384, 512, 768]
     assert all(length <= capacity <= max(64, 1.5 * length) for length, capacity in enumerate(capacities, 1))
 
@@ -103,7 +107,7 @@ def test_large_capacities_waste_at_most_a_third() -> None:
 def test_bf16_logprobs_are_as_close_to_fp32_as_transformers_own(architecture: str) -> None:
     model = toy_model(architecture, vocab_size=VOCAB)
     sampling = SamplingConfig(max_new_tokens=70)
-    requests = [Request(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))]
+    requests = [GenerationRequest(p, sampling, n=4, seed=i) for i, p in enumerate(prompts_of((4, 19, 40)))]
     served = serve(engine_of(model, dtype=torch.bfloat16), requests)
     completions = [c for group in served for c in group]
     exact = torch.cat([reference_logprobs(model, c) for c in completions])
@@ -115,7 +119,7 @@ def test_bf16_logprobs_are_as_close_to_fp32_as_transformers_own(architecture: st
 def test_truncated_sampling_reports_both_distributions() -> None:
     model = toy_model("qwen3", vocab_size=VOCAB)
     sampling = SamplingConfig(temperature=0.8, top_p=0.6, top_k=20, max_new_tokens=30)
-    [[completion]] = serve(engine_of(model), [Request([5, 9, 11], sampling, seed=3)])
+    [[completion]] = serve(engine_of(model), [GenerationRequest([5, 9, 11], sampling, seed=3)])
     expected = reference_logprobs(model, completion, 0.8)
     full = torch.from_numpy(completion.logprobs + completion.kept_logmass)
     torch.testing.assert_close(full, expected, atol=1e-5, rtol=0)
@@ -126,7 +130,7 @@ def test_a_seed_gives_the_same_completion_alone_and_in_a_full_batch() -> None:
     model = toy_model("llama", vocab_size=VOCAB)
     sampling = SamplingConfig(max_new_tokens=40)
     prompts = prompts_of((12, 3, 8, 30, 17, 5, 9))
-    requests = [Request(prompt, sampling, n=2, seed=100 + i) for i, prompt in enumerate(prompts)]
+    requests = [GenerationRequest(prompt, sampling, n=2, seed=100 + i) for i, prompt in enumerate(prompts)]
     together = serve(engine_of(model), requests, [0, 3, 0, 8, 1, 0, 11])
     for i, group in enumerate(together):
         [alone] = serve(engine_of(model, max_sequences=1, prefill_tokens=2048), [requests[i]])
@@ -145,7 +149,7 @@ def test_samples_follow_the_exact_distribution() -> None:
         second = model(tails).logits[:, -1].double().softmax(-1)
     joint = (first[:, None] * second).flatten().numpy()
     sampling = SamplingConfig(max_new_tokens=2)
-    [completions] = serve(engine_of(model, max_sequences=2000), [Request(prompt, sampling, n=n, seed=7)])
+    [completions] = serve(engine_of(model, max_sequences=2000), [GenerationRequest(prompt, sampling, n=n, seed=7)])
     counts = np.zeros(vocab * vocab)
     for completion in completions:
         counts[completion.token_ids[0] * vocab + completion.token_ids[1]] += 1
@@ -160,11 +164,11 @@ def test_samples_follow_the_exact_distribution() -> None:
 
 def test_every_eos_id_and_stop_id_ends_a_completion() -> None:
     model = toy_model("qwen3", vocab_size=VOCAB)
-    free = serve(engine_of(model), [Request([5, 6], SamplingConfig(max_new_tokens=60), n=6, seed=1)])[0]
+    free = serve(engine_of(model), [GenerationRequest([5, 6], SamplingConfig(max_new_tokens=60), n=6, seed=1)])[0]
     eos = frozenset(int(c.token_ids[k]) for c, k in zip(free, (5, 9, 2, 20, 11, 30), strict=True))
     stop_id = int(free[0].token_ids[3])
     sampling = SamplingConfig(max_new_tokens=60, stop_token_ids=[stop_id])
-    ended = serve(engine_of(model, eos_ids=eos), [Request([5, 6], sampling, n=6, seed=1)])[0]
+    ended = serve(engine_of(model, eos_ids=eos), [GenerationRequest([5, 6], sampling, n=6, seed=1)])[0]
     for before, after in zip(free, ended, strict=True):
         tokens = before.token_ids.tolist()
         cut = next(i for i, token in enumerate(tokens) if token in eos | {stop_id}) + 1
@@ -177,14 +181,17 @@ def test_length_and_context_limits() -> None:
     engine = engine_of(model, context=32)
     [[short], [long]] = serve(
         engine,
-        [Request([1] * 4, SamplingConfig(max_new_tokens=5)), Request([1] * 30, SamplingConfig(max_new_tokens=50))],
+        [
+            GenerationRequest([1] * 4, SamplingConfig(max_new_tokens=5)),
+            GenerationRequest([1] * 30, SamplingConfig(max_new_tokens=50)),
+        ],
     )
     assert (len(short.token_ids), short.stop_reason) == (5, StopReason.LENGTH)
     assert (len(long.token_ids), long.stop_reason) == (2, StopReason.LENGTH)
     with pytest.raises(EngineError, match=r"task a/1: the prompt has 32 tokens but the model's context is 32"):
-        serve(engine, [Request([1] * 32, SamplingConfig(), id="task a/1")])
+        serve(engine, [GenerationRequest([1] * 32, SamplingConfig(), id="task a/1")])
     with pytest.raises(EngineError, match="no tokens"):
-        serve(engine, [Request([], SamplingConfig())])
+        serve(engine, [GenerationRequest([], SamplingConfig())])
 
 
 def updated_in_flight(engine: NativeEngine, model: Any, new: Any, **request: Any) -> list[Completion]:
@@ -192,7 +199,7 @@ def updated_in_flight(engine: NativeEngine, model: Any, new: Any, **request: Any
 
     async def main() -> list[Completion]:
         sampling = SamplingConfig(max_new_tokens=30)
-        work = asyncio.ensure_future(engine.generate(Request([4, 8, 15], sampling, **request)))
+        work = asyncio.ensure_future(engine.generate(GenerationRequest([4, 8, 15], sampling, **request)))
         for _ in range(12):
             await asyncio.sleep(0)
         engine.pause()
@@ -231,8 +238,8 @@ def test_what_is_cached_can_be_kept_over_an_update(lost: bool) -> None:
         "engine": {"name": "native", "after_update": "keep"},
         "rollout": {"max_sequences": 4},
     }
-    policy = Policy(old, None, frozenset(), 0, 256, torch.device("cpu"))
-    engine = make_engine(policy, StageConfig.model_validate(section), "fp32")
+    policy = PolicyModel(old, None, frozenset(), 0, 256, torch.device("cpu"))
+    engine = build_engine(policy, StageConfig.model_validate(section), "fp32")
     assert isinstance(engine, NativeEngine)
     if lost:
         update = engine.weights_updated
@@ -265,7 +272,9 @@ def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
     engine = engine_of(toy_model("qwen3", vocab_size=VOCAB))
 
     async def main() -> None:
-        work = asyncio.ensure_future(engine.generate(Request([1, 2, 3], SamplingConfig(max_new_tokens=20), n=3)))
+        work = asyncio.ensure_future(
+            engine.generate(GenerationRequest([1, 2, 3], SamplingConfig(max_new_tokens=20), n=3))
+        )
         for _ in range(4):
             await asyncio.sleep(0)
         engine.pause()
@@ -277,7 +286,9 @@ def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
         engine.resume()
         assert sum(len(c.token_ids) for c in await work) == 60
 
-        work = asyncio.ensure_future(engine.generate(Request([1, 2, 3], SamplingConfig(max_new_tokens=200), n=3)))
+        work = asyncio.ensure_future(
+            engine.generate(GenerationRequest([1, 2, 3], SamplingConfig(max_new_tokens=200), n=3))
+        )
         for _ in range(6):
             await asyncio.sleep(0)
         assert engine.cached_entries > 0
@@ -292,12 +303,12 @@ def test_pause_keeps_requests_and_cancelling_frees_memory() -> None:
 
 def test_finished_completions_stream_as_they_end() -> None:
     model = toy_model("qwen3", vocab_size=VOCAB)
-    free = serve(engine_of(model), [Request([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1)])[0]
+    free = serve(engine_of(model), [GenerationRequest([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1)])[0]
     eos = frozenset([int(free[1].token_ids[4])])
 
     async def main() -> list[tuple[int, float]]:
         engine = engine_of(model, eos_ids=eos)
-        stream = engine.stream(Request([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1))
+        stream = engine.stream(GenerationRequest([5, 6], SamplingConfig(max_new_tokens=50), n=3, seed=1))
         return [(c.index, c.finished_at) async for c in stream]
 
     order = asyncio.run(main())
@@ -310,13 +321,13 @@ def test_a_failing_model_fails_the_requests_and_names_them() -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.fill_(float("nan"))
     with pytest.raises(EngineError, match=r"task x: the model's logits are not finite after 0 new tokens"):
-        serve(engine_of(model), [Request([1, 2], SamplingConfig(), id="task x")])
+        serve(engine_of(model), [GenerationRequest([1, 2], SamplingConfig(), id="task x")])
 
 
 def test_bf16_decodes_with_one_cast_per_update() -> None:
     model = toy_model("qwen3", vocab_size=VOCAB)
     engine = engine_of(model, dtype=torch.bfloat16)
-    request = Request([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
+    request = GenerationRequest([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
     [[first]] = serve(engine, [request])
     generator = torch.Generator().manual_seed(0)  # of large random weights, some have two best tokens in bf16
     with torch.no_grad():
@@ -342,7 +353,7 @@ def test_a_cast_of_a_model_with_several_parts() -> None:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Gemma3ForConditionalGeneration(config).eval()
-    request = Request([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
+    request = GenerationRequest([5, 9, 2], SamplingConfig(temperature=0, max_new_tokens=8))
     [[cast]] = serve(engine_of(model, dtype=torch.bfloat16), [request])
     [[expected]] = serve(engine_of(model.bfloat16(), dtype=torch.bfloat16), [request])
     assert cast.token_ids.tolist() == expected.token_ids.tolist()
@@ -353,10 +364,10 @@ def test_fixed_shapes_give_the_same_completions(architecture: str, monkeypatch: 
     """What a GPU captures as a graph (fixed shapes, finished rows left in the batch), on the CPU without capture."""
     model = toy_model(architecture, vocab_size=VOCAB)
     sampling = SamplingConfig(max_new_tokens=40)
-    requests = [Request(p, sampling, n=3, seed=i) for i, p in enumerate(prompts_of((3, 20, 7, 33)))]
+    requests = [GenerationRequest(p, sampling, n=3, seed=i) for i, p in enumerate(prompts_of((3, 20, 7, 33)))]
     eos = frozenset([11, 12, 13])
     exact = serve(engine_of(model, eos_ids=eos), requests, [0, 0, 6, 12])
-    monkeypatch.setattr(runner, "GraphedStep", StepWithoutCapture)
+    monkeypatch.setattr(model_runner, "GraphedStep", StepWithoutCapture)
     engine = engine_of(model, eos_ids=eos)
     engine._runner._graphs, engine._runner.slack = True, 0.25
     fixed = serve(engine, requests, [0, 0, 6, 12])
@@ -388,19 +399,21 @@ def test_cancelling_a_request_disturbs_nobody() -> None:
     model = toy_model("qwen3", vocab_size=VOCAB)
     greedy = SamplingConfig(temperature=0, max_new_tokens=30)
     first, queued, later = prompts_of((9, 14, 11))
-    [[alone]] = serve(engine_of(model), [Request(first, greedy)])
+    [[alone]] = serve(engine_of(model), [GenerationRequest(first, greedy)])
 
     async def main() -> Completion:
         engine = engine_of(model, max_sequences=2, prefill_tokens=64)
-        waiting = asyncio.ensure_future(engine.generate(Request(queued, SamplingConfig(max_new_tokens=200), n=4)))
+        waiting = asyncio.ensure_future(
+            engine.generate(GenerationRequest(queued, SamplingConfig(max_new_tokens=200), n=4))
+        )
         await asyncio.sleep(0)
-        running = asyncio.ensure_future(engine.generate(Request(first, greedy)))
+        running = asyncio.ensure_future(engine.generate(GenerationRequest(first, greedy)))
         for _ in range(6):
             await asyncio.sleep(0)
         waiting.cancel()
         for _ in range(8):
             await asyncio.sleep(0)
-        after = asyncio.ensure_future(engine.generate(Request(later, greedy, n=3)))
+        after = asyncio.ensure_future(engine.generate(GenerationRequest(later, greedy, n=3)))
         [completion] = await running
         await after
         assert engine.cached_entries == 0
@@ -422,10 +435,13 @@ def test_storage_moves_only_under_a_new_context_and_prompts_wait_for_room(monkey
             most = max(most, sum(len(piece.bucket.entries) for piece in self._context.prompts))
             return super().__call__(tokens)
 
-    monkeypatch.setattr(runner, "GraphedStep", Watched)
+    monkeypatch.setattr(model_runner, "GraphedStep", Watched)
     engine = engine_of(toy_model("qwen3", vocab_size=VOCAB), max_sequences=16, prefill_tokens=2048)
     engine._runner._graphs, engine._runner.slack = True, 0.25
-    requests = [Request(p, SamplingConfig(max_new_tokens=20), n=8, seed=i) for i, p in enumerate(prompts_of((9,) * 32))]
+    requests = [
+        GenerationRequest(p, SamplingConfig(max_new_tokens=20), n=8, seed=i)
+        for i, p in enumerate(prompts_of((9,) * 32))
+    ]
     assert all(len(group) == 8 for group in serve(engine, requests))
     for (step, before), (next_step, after) in pairwise(seen):
         assert step is not next_step or before == after

@@ -13,11 +13,11 @@ from toys import toy_model
 
 import rollmill
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
-from rollmill.core.types import StopReason
-from rollmill.engines.base import Begun, Request
+from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.native.repetition import Repetition
-from rollmill.monitor import read_metrics
+from rollmill.engines.native.repetition import RepetitionDetector
+from rollmill.trackers import read_metrics
+from rollmill.types import StopReason
 
 
 def repeats(tokens: list[int], config: RepetitionConfig) -> bool:
@@ -35,7 +35,7 @@ def repeats(tokens: list[int], config: RepetitionConfig) -> bool:
 )
 @settings(max_examples=200, deadline=None)
 def test_found_at_the_first_token_where_it_is_so(tokens: list[int], config: RepetitionConfig) -> None:
-    watch = Repetition(config)
+    watch = RepetitionDetector(config)
     found = [watch.add(token) for token in tokens]
     assert found == [repeats(tokens[:end], config) for end in range(1, len(tokens) + 1)]
 
@@ -46,16 +46,16 @@ def test_the_engine_ends_there_and_a_begun_completion_remembers() -> None:
     greedy = SamplingConfig(temperature=0, max_new_tokens=200)
     config = RepetitionConfig(period=40, times=3, tokens=30)
     watching = greedy.model_copy(update={"repetition": config})
-    [free] = asyncio.run(engine.generate(Request([7] * 5, greedy)))
+    [free] = asyncio.run(engine.generate(GenerationRequest([7] * 5, greedy)))
     tokens = free.token_ids.tolist()
     end = next(end for end in range(1, 201) if repeats(tokens[:end], config))
     assert end < 200
-    [ended] = asyncio.run(engine.generate(Request([7] * 5, watching)))
+    [ended] = asyncio.run(engine.generate(GenerationRequest([7] * 5, watching)))
     assert ended.token_ids.tolist() == tokens[:end]
     assert ended.stop_reason is StopReason.REPETITION
     cut = end - 4
-    begun = Begun(free.token_ids[:cut], free.logprobs[:cut], free.kept_logmass[:cut], free.versions[:cut])
-    [again] = asyncio.run(engine.generate(Request([7] * 5, watching, begun=[begun])))
+    begun = CompletionPrefix(free.token_ids[:cut], free.logprobs[:cut], free.kept_logmass[:cut], free.versions[:cut])
+    [again] = asyncio.run(engine.generate(GenerationRequest([7] * 5, watching, begun=[begun])))
     assert again.token_ids.tolist() == tokens[:end]
 
 

@@ -12,11 +12,11 @@ import torch
 from toys import toy_model
 
 from rollmill.config.rollout import NgramConfig, SamplingConfig
-from rollmill.core.types import Completion
-from rollmill.engines.base import Begun, Request
+from rollmill.engines.base import CompletionPrefix, GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.explorer.drafts import as_draft
-from rollmill.models.routing import routing_recorded
+from rollmill.models.routing import capture_routing
+from rollmill.rollout.draft_cache import draft_from_completion
+from rollmill.types import Completion
 
 MODEL = toy_model("qwen3_moe", seed=4)
 PROMPTS = [[(7 * i + j) % 120 + 2 for i in range(length)] for j, length in enumerate((3, 20, 41))]
@@ -28,17 +28,19 @@ def engine_of(model: Any = MODEL, **options: Any) -> NativeEngine:
     return NativeEngine(model, **(settings | options))
 
 
-def requests_of(**options: Any) -> list[Request]:
-    return [Request(prompt, SAMPLING, **({"n": 3, "seed": 50 + i} | options)) for i, prompt in enumerate(PROMPTS)]
+def requests_of(**options: Any) -> list[GenerationRequest]:
+    return [
+        GenerationRequest(prompt, SAMPLING, **({"n": 3, "seed": 50 + i} | options)) for i, prompt in enumerate(PROMPTS)
+    ]
 
 
-async def all_of(engine: NativeEngine, requests: list[Request]) -> list[Completion]:
+async def all_of(engine: NativeEngine, requests: list[GenerationRequest]) -> list[Completion]:
     return [each for group in await asyncio.gather(*map(engine.generate, requests)) for each in group]
 
 
 def chosen(model: Any, tokens: list[int]) -> np.ndarray:
     """The experts that one plain pass over a sequence chooses for all tokens but the last."""
-    with torch.no_grad(), routing_recorded(model) as routing:
+    with torch.no_grad(), capture_routing(model) as routing:
         model(input_ids=torch.tensor([tokens]), use_cache=False)
     return routing.take().numpy()[:-1]
 
@@ -62,7 +64,7 @@ def test_without_being_asked_nothing_is_recorded(monkeypatch: pytest.MonkeyPatch
     def refused(*_: Any) -> None:
         raise AssertionError("a router was taken over")
 
-    monkeypatch.setattr("rollmill.models.routing._taken_over", refused)
+    monkeypatch.setattr("rollmill.models.routing._patch_routers", refused)
     found = asyncio.run(all_of(engine_of(record_routing=False), requests_of()))
     assert all(each.routing is None for each in found)
 
@@ -74,15 +76,17 @@ def test_accepted_and_rejected_drafts_and_guesses_leave_the_experts_of_what_stay
         for parameter in other.parameters():
             parameter.mul_(1.03)
     engine = engine_of(other)
-    drafts = [[as_draft(each) for each in earlier[3 * i : 3 * i + 3]] for i in range(3)]
+    drafts = [[draft_from_completion(each) for each in earlier[3 * i : 3 * i + 3]] for i in range(3)]
     found = asyncio.run(
-        all_of(engine, [Request(p, SAMPLING, n=3, seed=9 + i, drafts=drafts[i]) for i, p in enumerate(PROMPTS)])
+        all_of(
+            engine, [GenerationRequest(p, SAMPLING, n=3, seed=9 + i, drafts=drafts[i]) for i, p in enumerate(PROMPTS)]
+        )
     )
     assert 0 < engine.drafting.counts.reuse_accepted < engine.drafting.counts.reuse_tested
     assert_recorded(found, other)
     guessing = SAMPLING.model_copy(update={"ngram_draft": NgramConfig(length=1, tokens=4), "temperature": 0.3})
     engine = engine_of()
-    found = asyncio.run(all_of(engine, [Request(p, guessing, n=2, seed=i) for i, p in enumerate(PROMPTS)]))
+    found = asyncio.run(all_of(engine, [GenerationRequest(p, guessing, n=2, seed=i) for i, p in enumerate(PROMPTS)]))
     assert engine.drafting.counts.guess_tested > engine.drafting.counts.guess_accepted
     assert_recorded(found)
 
@@ -133,10 +137,13 @@ def test_a_completion_that_is_begun_again_goes_on_with_its_experts(known: bool) 
         assert {len(each.token_ids) for each in parts} & {0}
         assert max(len(each.token_ids) for each in parts) > 1
         begun = [
-            Begun(p.token_ids, p.logprobs, p.kept_logmass, p.versions, routing=p.routing if known else None)
+            CompletionPrefix(p.token_ids, p.logprobs, p.kept_logmass, p.versions, routing=p.routing if known else None)
             for p in parts
         ]
-        again = [Request(p, SAMPLING, n=3, seed=50 + i, begun=begun[3 * i : 3 * i + 3]) for i, p in enumerate(PROMPTS)]
+        again = [
+            GenerationRequest(p, SAMPLING, n=3, seed=50 + i, begun=begun[3 * i : 3 * i + 3])
+            for i, p in enumerate(PROMPTS)
+        ]
         return await all_of(engine, again)
 
     found = asyncio.run(main())

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.engines.native.rng import fold, uniforms
-from rollmill.engines.native.sampler import SamplingTensors, inverse_cdf, sample
+from rollmill.engines.native.sampler import SamplingTensors, sample_inverse_cdf, sample_tokens
+from rollmill.seeds import counter_uniforms, derive_seed
 
 CPU = torch.device("cpu")
 
@@ -25,7 +25,7 @@ def test_inverse_cdf_is_the_inverse_of_the_cumulative_sum(vocab: int, seed: int,
     generator = torch.Generator().manual_seed(seed)
     weights = torch.rand(1, vocab, generator=generator).double() * (torch.rand(1, vocab, generator=generator) < 0.7)
     weights[0, seed % vocab] += 0.5
-    index = int(inverse_cdf(weights, torch.tensor([u]).double()))
+    index = int(sample_inverse_cdf(weights, torch.tensor([u]).double()))
     total = weights.sum()
     assert weights[0, index] > 0
     assert weights[0, :index].sum() <= u * total * (1 + 1e-9) + 1e-12
@@ -37,8 +37,10 @@ def test_large_vocabulary_draws_follow_the_distribution() -> None:
     logits = torch.zeros(1, vocab)
     logits[0, [5, 70_000, 151_935]] = torch.tensor([12.0, 12.5, 11.5])
     probs = logits.double().softmax(-1)[0]
-    uniform = torch.from_numpy(uniforms(np.full(n, 3, np.uint64), np.arange(n, dtype=np.uint64)))
-    tokens = torch.cat([sample(logits.expand(50, -1), params_of(50), part).token_B for part in uniform.split(50)])
+    uniform = torch.from_numpy(counter_uniforms(np.full(n, 3, np.uint64), np.arange(n, dtype=np.uint64)))
+    tokens = torch.cat(
+        [sample_tokens(logits.expand(50, -1), params_of(50), part).token_B for part in uniform.split(50)]
+    )
     for token in (5, 70_000, 151_935):
         expected = float(probs[token])
         assert abs(float((tokens == token).float().mean()) - expected) < 4.5 * (expected * (1 - expected) / n) ** 0.5
@@ -54,7 +56,7 @@ def test_truncation_keeps_what_its_definition_says(
 ) -> None:
     logits = torch.randn(3, 600, generator=torch.Generator().manual_seed(seed)) * 3
     uniform = torch.rand(3, generator=torch.Generator().manual_seed(seed + 1)).double()
-    tokens, logprobs, kept, *_ = sample(logits, params_of(3, temperature, top_p, top_k, min_p), uniform)
+    tokens, logprobs, kept, *_ = sample_tokens(logits, params_of(3, temperature, top_p, top_k, min_p), uniform)
     probs = (logits / temperature).softmax(-1)
     for row in range(3):
         order = probs[row].argsort(descending=True)
@@ -73,25 +75,25 @@ def test_truncation_keeps_what_its_definition_says(
 def test_greedy_rows_take_the_most_probable_token_beside_sampled_ones() -> None:
     logits = torch.randn(4, 300, generator=torch.Generator().manual_seed(0))
     params = SamplingTensors.of([(0.0, 1.0, 0, 0.0), (1.0, 1.0, 0, 0.0)] * 2, CPU)
-    tokens, logprobs, *_ = sample(logits, params, torch.full((4,), 0.999).double())
+    tokens, logprobs, *_ = sample_tokens(logits, params, torch.full((4,), 0.999).double())
     assert tokens[[0, 2]].tolist() == logits[[0, 2]].argmax(-1).tolist()
     torch.testing.assert_close(logprobs, logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0], atol=1e-6, rtol=0)
 
 
 def test_uniforms_are_uniform_independent_and_reproducible() -> None:
     n = 100_000
-    values = uniforms(np.full(n, 12345, np.uint64), np.arange(n, dtype=np.uint64))
+    values = counter_uniforms(np.full(n, 12345, np.uint64), np.arange(n, dtype=np.uint64))
     assert values.min() >= 0
     assert values.max() < 1
     histogram = np.histogram(values, bins=100, range=(0, 1))[0]
     assert ((histogram - n / 100) ** 2 / (n / 100)).sum() < 160  # chi-square, 99 degrees of freedom, p = 1e-4
     assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.015
-    neighbours = uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.uint64))
+    neighbours = counter_uniforms(np.arange(n, dtype=np.uint64), np.zeros(n, np.uint64))
     assert abs(neighbours.mean() - 0.5) < 0.005
-    assert np.array_equal(values, uniforms(np.full(n, 12345, np.uint64), np.arange(n, dtype=np.uint64)))
+    assert np.array_equal(values, counter_uniforms(np.full(n, 12345, np.uint64), np.arange(n, dtype=np.uint64)))
 
 
 @given(st.lists(st.tuples(st.integers(0, 2**63), st.integers(0, 1000)), min_size=2, max_size=40, unique=True))
 def test_fold_separates_streams(pairs: list[tuple[int, int]]) -> None:
-    assert len({fold(seed, part) for seed, part in pairs}) == len(pairs)
-    assert fold(1, 2, 3) != fold(1, 3, 2)
+    assert len({derive_seed(seed, part) for seed, part in pairs}) == len(pairs)
+    assert derive_seed(1, 2, 3) != derive_seed(1, 3, 2)

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.engines.native.sampler import SamplingTensors, drawn_from, most_probable, probabilities
-from rollmill.engines.native.speculative import Drafted, acceptance, remainder
+from rollmill.engines.native.rejection_sampling import DraftBatch, acceptance_probability, residual_weights
+from rollmill.engines.native.sampler import SamplingTensors, normalized_probs, select_top_tokens, truncated_probs
 
 CPU = torch.device("cpu")
 OLD, NEW = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64), torch.tensor([0.3, 0.3, 0.4], dtype=torch.float64)
@@ -21,10 +21,10 @@ def outcome(old_V: Tensor, new_V: Tensor, known: int, *, biased: bool = False) -
     `biased`: what is rejected is drawn from the new distribution itself.
     """
     vocab = len(old_V)
-    ids, probs = most_probable(old_V[None], known)
-    drafted = Drafted(torch.arange(vocab), ids.expand(vocab, -1), probs.expand(vocab, -1))
-    accepted_V = acceptance(new_V, drafted)
-    left_V = new_V if biased else remainder(new_V[None], Drafted(torch.zeros(1).long(), ids, probs))[0]
+    ids, probs = select_top_tokens(old_V[None], known)
+    drafted = DraftBatch(torch.arange(vocab), ids.expand(vocab, -1), probs.expand(vocab, -1))
+    accepted_V = acceptance_probability(new_V, drafted)
+    left_V = new_V if biased else residual_weights(new_V[None], DraftBatch(torch.zeros(1).long(), ids, probs))[0]
     rejected = (old_V * (1 - accepted_V)).sum()
     return old_V * accepted_V + rejected * left_V / left_V.sum()
 
@@ -38,15 +38,17 @@ def test_golden() -> None:
 @pytest.mark.parametrize("known", [1, 2])
 def test_golden_with_a_part_of_the_old_distribution(known: int) -> None:
     torch.testing.assert_close(outcome(OLD, NEW, known), NEW, atol=1e-12, rtol=0)
-    drafted = Drafted(torch.arange(3), torch.tensor([[0]] * 3), torch.tensor([[0.5]] * 3).double())
-    assert acceptance(NEW, drafted).tolist() == [0.6, 0.0, 0.0]
+    drafted = DraftBatch(torch.arange(3), torch.tensor([[0]] * 3), torch.tensor([[0.5]] * 3).double())
+    assert acceptance_probability(NEW, drafted).tolist() == [0.6, 0.0, 0.0]
     expected = [0.0, 0.3, 0.4]
-    assert remainder(NEW[None], Drafted(*(each[:1] for each in drafted))).tolist() == [pytest.approx(expected)]
+    assert residual_weights(NEW[None], DraftBatch(*(each[:1] for each in drafted))).tolist() == [
+        pytest.approx(expected)
+    ]
 
 
 def distribution(logits_V: Tensor, temperature: float, top_p: float, top_k: int, min_p: float) -> Tensor:
     params = SamplingTensors.of([(temperature, top_p, top_k, min_p)], CPU)
-    return drawn_from(*probabilities(logits_V[None], params), logits_V[None], params)[0].double()
+    return normalized_probs(*truncated_probs(logits_V[None], params), logits_V[None], params)[0].double()
 
 
 @given(
@@ -84,15 +86,15 @@ def test_exact_for_any_guess(vocab: int, seed: int) -> None:
 
 def test_equal_distributions_accept_everything_and_rounding_leaves_something() -> None:
     ids = torch.arange(3)[None]
-    drafted = Drafted(torch.tensor([2]), ids, NEW[None])
-    assert acceptance(NEW[2:], drafted).tolist() == [1.0]
-    assert remainder(NEW[None], drafted).tolist() == [NEW.tolist()]
+    drafted = DraftBatch(torch.tensor([2]), ids, NEW[None])
+    assert acceptance_probability(NEW[2:], drafted).tolist() == [1.0]
+    assert residual_weights(NEW[None], drafted).tolist() == [NEW.tolist()]
 
 
 def test_unused_places_of_known_tokens_mean_nothing() -> None:
-    padded = Drafted(
+    padded = DraftBatch(
         torch.tensor([0]), torch.tensor([[2, 0, 0, 0]]), torch.tensor([[0.2, 0.5, 0.0, 0.0]], dtype=torch.float64)
     )
-    plain = Drafted(torch.tensor([0]), torch.tensor([[2, 0]]), torch.tensor([[0.2, 0.5]], dtype=torch.float64))
-    assert acceptance(NEW[:1], padded).tolist() == acceptance(NEW[:1], plain).tolist()
-    assert remainder(NEW[None], padded).tolist() == remainder(NEW[None], plain).tolist()
+    plain = DraftBatch(torch.tensor([0]), torch.tensor([[2, 0]]), torch.tensor([[0.2, 0.5]], dtype=torch.float64))
+    assert acceptance_probability(NEW[:1], padded).tolist() == acceptance_probability(NEW[:1], plain).tolist()
+    assert residual_weights(NEW[None], padded).tolist() == residual_weights(NEW[None], plain).tolist()

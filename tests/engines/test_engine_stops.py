@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from toys import toy_model, toy_tokenizer
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.stops import StopStrings
+from rollmill.engines.stop_strings import StopStringMatcher
+from rollmill.types import Completion, StopReason
 
 TOKENIZERS = {kind: toy_tokenizer(kind) for kind in ("char", "bpe")}
 
@@ -37,14 +37,14 @@ def first_end(tokenizer: Any, tokens: list[int], stops: tuple[str, ...]) -> int 
 def test_found_at_the_first_token_that_completes_one(kind: str, text: str, stops: list[str]) -> None:
     tokenizer = TOKENIZERS[kind]
     tokens = tokenizer.encode(text, add_special_tokens=False)
-    finder = StopStrings(tokenizer, tuple(stops))
+    finder = StopStringMatcher(tokenizer, tuple(stops))
     found = next((end for end in range(1, len(tokens) + 1) if finder.complete(tokens[:end])), None)
     assert found == first_end(tokenizer, tokens, tuple(stops))
 
 
 @given(st.text(alphabet="abc", max_size=12), st.lists(st.text(alphabet="abc", min_size=1, max_size=2), min_size=1))
 def test_text_ends_before_the_first_stop_string(text: str, stops: list[str]) -> None:
-    cut = StopStrings(None, tuple(stops)).cut(text)
+    cut = StopStringMatcher(None, tuple(stops)).cut(text)
     assert text.startswith(cut)
     assert not any(stop in cut for stop in stops)
     assert cut == text or any(text[len(cut) :].startswith(stop) for stop in stops)
@@ -62,7 +62,7 @@ def test_the_engine_stops_there_and_keeps_the_tokens(kind: str) -> None:
 
     def complete(**options: Any) -> list[Completion]:
         engine = NativeEngine(model, tokenizer, context=256)
-        request = Request([3, 4, 5], SamplingConfig(max_new_tokens=60, **options), n=12, seed=4)
+        request = GenerationRequest([3, 4, 5], SamplingConfig(max_new_tokens=60, **options), n=12, seed=4)
         return asyncio.run(engine.generate(request))
 
     stops = ("1", "a", "e")

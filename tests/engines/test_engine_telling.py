@@ -9,7 +9,7 @@ import pytest
 from endpoints import toy_engine
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.engines.base import Request, SampledToken
+from rollmill.engines.base import GenerationRequest, SampledToken
 
 
 @pytest.mark.parametrize("options", [{}, {"temperature": 0.6, "top_k": 5}, {"temperature": 0.0}])
@@ -18,8 +18,8 @@ def test_tokens_are_told_as_they_are_completed(options: dict[str, float]) -> Non
     told: list[SampledToken] = []
     sampling = SamplingConfig(max_new_tokens=12, **options)
     prompt = tokenizer.encode("how many apples")
-    request = Request(prompt, sampling, n=3, seed=4, on_token=told.append, top=7)
-    silent = Request(prompt, sampling, n=3, seed=4)
+    request = GenerationRequest(prompt, sampling, n=3, seed=4, on_token=told.append, top=7)
+    silent = GenerationRequest(prompt, sampling, n=3, seed=4)
 
     async def both() -> list[list[object]]:
         return [await engine.generate(each) for each in (request, silent)]  # type: ignore[misc]

@@ -22,13 +22,13 @@ from rollmill.config.engine import VLLMEngineConfig
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
-from rollmill.core.errors import ConfigError, ContextError, EngineError
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request, SampledToken
+from rollmill.engines.base import GenerationRequest, SampledToken
 from rollmill.engines.vllm.engine import VLLMEngine
-from rollmill.master.engine import make_engine, make_publisher, native_engine
-from rollmill.models.load import Policy, load_policy
-from rollmill.sync import InPlace, WeightPublisher
+from rollmill.errors import ConfigError, ContextLengthError, EngineError
+from rollmill.models.load import PolicyModel, load_policy
+from rollmill.orchestrator.engine import build_engine, build_native_engine, build_publisher
+from rollmill.types import Completion, StopReason
+from rollmill.weights import InPlacePublisher, WeightPublisher
 
 pytestmark = [pytest.mark.service, needs_vllm]
 
@@ -43,15 +43,17 @@ class Running:
     def __init__(self, folder: Path, restarts: int) -> None:
         shape = {"head_dim": 32, "tie_word_embeddings": True, "max_position_embeddings": 4096, "num_hidden_layers": 8}
         checkpoint = toy_checkpoint(folder / "model", "qwen3", **shape)
-        self.policy: Policy = load_policy(ModelConfig(path=checkpoint), texts=(), seed=0, device=torch.device("cpu"))
+        self.policy: PolicyModel = load_policy(
+            ModelConfig(path=checkpoint), texts=(), seed=0, device=torch.device("cpu")
+        )
         section = {"name": "vllm", "python": PYTHON, "cache_gb": 0.25, "restarts": restarts}
         few = {"prefill_tokens": 64, "max_sequences": 16}
         self.config = StageConfig.model_validate({"engine": section, "rollout": few})
         self.loop = asyncio.new_event_loop()
-        engine = make_engine(self.policy, self.config, "fp32")
+        engine = build_engine(self.policy, self.config, "fp32")
         assert isinstance(engine, VLLMEngine)
         self.engine = engine
-        self.publisher: WeightPublisher = make_publisher(self.policy, engine, "fp32")
+        self.publisher: WeightPublisher = build_publisher(self.policy, engine, "fp32")
         self.version, self.noise = 0, torch.Generator().manual_seed(0)
         self.publish()
 
@@ -80,7 +82,7 @@ class Running:
 
     def generate(self, prompt: list[int], n: int = 1, seed: int = 0, **sampling: Any) -> list[Completion]:
         options = SamplingConfig(**{"max_new_tokens": 24, **sampling})
-        found: list[Completion] = self.run(self.engine.generate(Request(prompt, options, n=n, seed=seed)))
+        found: list[Completion] = self.run(self.engine.generate(GenerationRequest(prompt, options, n=n, seed=seed)))
         return found
 
     def close(self) -> None:
@@ -97,7 +99,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     assert not made.engine.weights_path.parent.exists()
 
 
-def expected(policy: Policy, completion: Completion, temperature: float = 1.0) -> np.ndarray:
+def expected(policy: PolicyModel, completion: Completion, temperature: float = 1.0) -> np.ndarray:
     """Log-probs of a completion's tokens by the trainer's model."""
     prompt, tokens = completion.prompt_ids, completion.token_ids
     ids = torch.tensor(np.concatenate([prompt, tokens]), dtype=torch.long)[None]
@@ -108,14 +110,14 @@ def expected(policy: Policy, completion: Completion, temperature: float = 1.0) -
 
 
 def test_greedy_output_is_the_trainers_after_every_update(running: Running) -> None:
-    native = native_engine(running.policy, running.config.rollout, "fp32")
+    native = build_native_engine(running.policy, running.config.rollout, "fp32")
     for _ in range(4):
         running.update()
-        InPlace(native).publish(running.version)
+        InPlacePublisher(native).publish(running.version)
         for prompt in PROMPTS:
             [ours] = running.generate(prompt, temperature=0)
             [theirs] = running.run(
-                native.generate(Request(prompt, SamplingConfig(temperature=0, max_new_tokens=24), n=1))
+                native.generate(GenerationRequest(prompt, SamplingConfig(temperature=0, max_new_tokens=24), n=1))
             )
             assert ours.token_ids.tolist() == theirs.token_ids.tolist()
             assert (ours.stop_reason, ours.text) == (theirs.stop_reason, theirs.text)
@@ -167,7 +169,7 @@ def test_completions_end_at_stop_strings_and_at_all_end_ids(running: Running) ->
 
 def test_tokens_are_told_with_the_most_probable_ones(running: Running) -> None:
     told: list[SampledToken] = []
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=6), n=2, seed=9, on_token=told.append, top=3)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=6), n=2, seed=9, on_token=told.append, top=3)
     found = running.run(running.engine.generate(request))
     for each in found:
         own = [token for token in told if token.index == each.index]
@@ -199,7 +201,7 @@ def _generated_over_an_update(running: Running) -> list[Completion]:
             running.publish(noise=0.02)
 
     first = running.version
-    request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=LONG), n=2, seed=2, on_token=publish_once)
+    request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=LONG), n=2, seed=2, on_token=publish_once)
     completions: list[Completion] = running.run(running.engine.generate(request))
     after = [parameter.detach().clone() for parameter in running.policy.model.parameters()]
     for found in completions:
@@ -212,7 +214,7 @@ def _generated_over_an_update(running: Running) -> list[Completion]:
     return completions
 
 
-def _set(policy: Policy, values: list[torch.Tensor]) -> None:
+def _set(policy: PolicyModel, values: list[torch.Tensor]) -> None:
     with torch.no_grad():
         for parameter, value in zip(policy.model.parameters(), values, strict=True):
             parameter.copy_(value)
@@ -241,7 +243,7 @@ def _acted_on(running: Running, act: Callable[[], None], reason: StopReason) -> 
             if len(told) == 5:
                 act()
 
-        request = Request(PROMPTS[0], SamplingConfig(max_new_tokens=LONG), n=2, seed=2, on_token=tell)
+        request = GenerationRequest(PROMPTS[0], SamplingConfig(max_new_tokens=LONG), n=2, seed=2, on_token=tell)
         work = asyncio.ensure_future(running.engine.generate(request))
         while len(told) < 5:
             await asyncio.sleep(0.001)
@@ -279,7 +281,7 @@ def test_no_sleep_on_a_cpu(running: Running) -> None:
     assert isinstance(running.config.engine, VLLMEngineConfig)
     section = running.config.engine.model_copy(update={"sleep": True})
     with pytest.raises(ConfigError, match=r"engine\.sleep: vLLM sleeps on GPUs only, and this run is on a CPU"):
-        make_engine(running.policy, running.config.generated_by(section), "fp32")
+        build_engine(running.policy, running.config.with_engine(section), "fp32")
 
 
 def test_prompts_longer_than_what_is_taken_at_once(running: Running) -> None:
@@ -288,7 +290,9 @@ def test_prompts_longer_than_what_is_taken_at_once(running: Running) -> None:
 
     async def together() -> list[list[Completion]]:
         sampling = SamplingConfig(max_new_tokens=4)
-        return await asyncio.gather(*(running.engine.generate(Request(each, sampling, seed=3)) for each in long))
+        return await asyncio.gather(
+            *(running.engine.generate(GenerationRequest(each, sampling, seed=3)) for each in long)
+        )
 
     for [found] in running.run(together()):
         np.testing.assert_allclose(found.logprobs, expected(running.policy, found), atol=1e-4)
@@ -296,7 +300,7 @@ def test_prompts_longer_than_what_is_taken_at_once(running: Running) -> None:
 
 def test_a_cancelled_request_leaves_the_engine_as_it_was(running: Running) -> None:
     async def cancelled() -> None:
-        work = asyncio.ensure_future(running.engine.generate(Request(PROMPTS[0], SamplingConfig(), n=4)))
+        work = asyncio.ensure_future(running.engine.generate(GenerationRequest(PROMPTS[0], SamplingConfig(), n=4)))
         await asyncio.sleep(0.05)
         work.cancel()
         await asyncio.gather(work, return_exceptions=True)
@@ -309,7 +313,7 @@ def test_a_cancelled_request_leaves_the_engine_as_it_was(running: Running) -> No
     ("prompt", "sampling", "error", "text"),
     [
         ([], {}, EngineError, "no tokens"),
-        ([1] * 5000, {}, ContextError, "leaves no room"),
+        ([1] * 5000, {}, ContextLengthError, "leaves no room"),
         ([1], {"top_p": 0.9}, EngineError, "how much probability truncation keeps"),
     ],
 )
@@ -327,7 +331,9 @@ def test_a_process_that_dies_is_started_again_and_at_last_is_an_error(running: R
         pid = running.engine.pid
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)  # so that it does not finish before
-        work = asyncio.ensure_future(running.engine.generate(Request(PROMPTS[0], SamplingConfig(), n=4, seed=1)))
+        work = asyncio.ensure_future(
+            running.engine.generate(GenerationRequest(PROMPTS[0], SamplingConfig(), n=4, seed=1))
+        )
         await asyncio.sleep(0.05)
         os.kill(pid, signal.SIGKILL)
         return await work

@@ -12,16 +12,16 @@ import psutil
 import pytest
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.errors import ConfigError, DeadlineError, EngineError, RollmillError
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.vllm.engine import VLLMEngine
-from rollmill.engines.vllm.process import Launch, VLLMProcess, look_at
+from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess, probe_python
+from rollmill.errors import ConfigError, DeadlineError, EngineError, RollmillError
 
 
-def launch(folder: Path, python: str | Path, deadline_s: float = 60.0) -> Launch:
+def launch(folder: Path, python: str | Path, deadline_s: float = 60.0) -> VLLMLaunchConfig:
     folder.mkdir()
     settings: dict[str, Any] = {"arguments": {}, "weights": str(folder / "weights"), "folder": str(folder)}
-    return Launch(Path(python), folder, settings, threads=1, deadline_s=deadline_s)
+    return VLLMLaunchConfig(Path(python), folder, settings, threads=1, deadline_s=deadline_s)
 
 
 def script(path: Path, text: str) -> Path:
@@ -30,7 +30,7 @@ def script(path: Path, text: str) -> Path:
     return path
 
 
-def started(asked: Launch) -> RollmillError:
+def started(asked: VLLMLaunchConfig) -> RollmillError:
     async def start() -> None:
         await VLLMProcess.start(asked, lambda message: None, lambda: None)
 
@@ -69,7 +69,7 @@ def test_requests_fail_where_the_process_does_not_start(tmp_path: Path) -> None:
 
     async def generate() -> None:
         engine = VLLMEngine(launch(tmp_path / "f", python), None, eos_ids=frozenset({0}), context=64, checksum="crc32")
-        request = Request([1, 2], SamplingConfig(), n=2)
+        request = GenerationRequest([1, 2], SamplingConfig(), n=2)
         with pytest.raises(EngineError, match="there is no memory"):
             await engine.generate(request)
         with pytest.raises(EngineError, match="takes no more requests"):
@@ -82,8 +82,8 @@ def test_requests_fail_where_the_process_does_not_start(tmp_path: Path) -> None:
 
 def test_a_python_of_no_use_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"engine.python: .*/none does not run .*make vllm-setup"):
-        look_at(tmp_path / "none")
+        probe_python(tmp_path / "none")
     plain = script(tmp_path / "plain", f'exec {sys.executable} -I -S "$@"')
     with pytest.raises(ConfigError, match="cannot import vllm; give a Python that has vLLM"):
-        look_at(plain)
+        probe_python(plain)
     assert os.access(plain, os.X_OK)

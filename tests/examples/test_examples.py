@@ -22,8 +22,8 @@ from tiny import outcome
 from transformers import AutoModelForCausalLM
 
 from rollmill import load_experiences
-from rollmill.core.types import Experience, Source, StopReason
-from rollmill.monitor.rollouts import RolloutStore
+from rollmill.trackers.rollout_log import RolloutLog
+from rollmill.types import Experience, ExperienceSource, StopReason
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 SHORT_SFT = ["stages.0.steps=3", "stages.0.trainer.warmup_steps=0", "stages.0.evaluation.every=3", "evaluation.limit=4"]
@@ -137,8 +137,8 @@ def check_experts(out: Path, steps: range) -> None:
     """ceil(0.1 * 16 * 8) = 13 worked solutions, all right, join the 16 groups of 8 of every step."""
     for step in steps:
         batch = load_experiences(out, step=step)
-        assert Counter(each.source for each in batch) == {Source.USUAL: 128, Source.EXPERT: 13}
-        shown = [each for each in batch if each.source is Source.EXPERT]
+        assert Counter(each.source for each in batch) == {ExperienceSource.ROLLOUT: 128, ExperienceSource.EXPERT: 13}
+        shown = [each for each in batch if each.source is ExperienceSource.EXPERT]
         assert all(each.response.endswith(f"#{sum(map(int, each.prompt.split('+')))}") for each in shown)
 
 
@@ -255,7 +255,7 @@ def test_shortest_correct_completions_and_pairs_train(
         stored("2+3 #26", None),  # not judged
     ]
     second = [stored("2+3+1 #26", 0.0), stored("2 #25", 0.5), stored("#9", 0.0, prompt="4+5\n")]
-    store = RolloutStore(tmp_path / "runs/mine/rollouts")
+    store = RolloutLog(tmp_path / "runs/mine/rollouts")
     store.write(1, first)
     store.write(2, second)
     monkeypatch.chdir(tmp_path)

@@ -17,9 +17,9 @@ from browser import chromium, press
 from feedback_runs import END, TOKENIZER, Served, completion, everything, groups_of, make_run, served, shelf
 from playwright.sync_api import Browser, Page
 
-from rollmill.buffer import Shelf
-from rollmill.core.types import Source
-from rollmill.monitor.rollouts import RolloutStore
+from rollmill.buffer import ExperienceKind
+from rollmill.trackers.rollout_log import RolloutLog
+from rollmill.types import ExperienceSource
 
 pytestmark = pytest.mark.service
 
@@ -76,7 +76,7 @@ def scripted(browser: Browser, site: Served) -> Iterator[Page]:
     assert errors == []
 
 
-def tokens(site: Served, shelf_name: Shelf) -> list[list[list[int]]]:
+def tokens(site: Served, shelf_name: ExperienceKind) -> list[list[list[int]]]:
     return [[one.token_ids.tolist() for one in group.experiences] for group in shelf(site.desk, shelf_name)]
 
 
@@ -105,30 +105,35 @@ def test_rate_edit_compare_undo(page: Page, site: Served) -> None:
     press(page, page.get_by_role("button", name="Save comparison"))
     assert "ann preferred completion 3 to completion 2" in page.get_by_role("status").inner_text()
 
-    first, second = shelf(site.desk, Shelf.RATED)
+    first, second = shelf(site.desk, ExperienceKind.RATED)
     for group, id, reward in ((first, "main-000005/1", 0.25), (second, "main-000005/0", 1.0)):
         [one] = group.experiences
-        assert (group.author, group.info["of"], one.reward, one.source) == ("ann", [id], reward, Source.USUAL)
+        assert (group.author, group.info["of"], one.reward, one.source) == (
+            "ann",
+            [id],
+            reward,
+            ExperienceSource.ROLLOUT,
+        )
         for name in ("token_ids", "logprobs", "versions", "action_mask"):
             assert np.array_equal(getattr(one, name), getattr(originals[id], name))
     prompt = TOKENIZER.encode("How many apples are 13 and 3?\n")
-    assert tokens(site, Shelf.EXPERT) == [[[*prompt, *TOKENIZER.encode("\n13 and 3\nis 16."), END]]]
+    assert tokens(site, ExperienceKind.EXPERT) == [[[*prompt, *TOKENIZER.encode("\n13 and 3\nis 16."), END]]]
     pair = [originals[id].token_ids.tolist() for id in ("main-000005/2", "main-000005/1")]
-    assert tokens(site, Shelf.PREFERENCE) == [pair]
-    assert [one.reward for one in shelf(site.desk, Shelf.PREFERENCE)[0].experiences] == [1.0, 0.0]
+    assert tokens(site, ExperienceKind.PREFERENCE) == [pair]
+    assert [one.reward for one in shelf(site.desk, ExperienceKind.PREFERENCE)[0].experiences] == [1.0, 0.0]
 
     press(page, page.get_by_role("status").get_by_role("button", name="Undo"))
     assert "Undone" in page.get_by_role("status").inner_text()
-    assert tokens(site, Shelf.PREFERENCE) == []
+    assert tokens(site, ExperienceKind.PREFERENCE) == []
     press(page, page.get_by_role("link", name="History"))
     rows = page.locator("tbody tr")
     assert rows.count() == 4
     assert "undone by ann" in rows.nth(0).inner_text()
     press(page, rows.nth(1).get_by_role("button", name="Undo"))
-    assert tokens(site, Shelf.EXPERT) == []
+    assert tokens(site, ExperienceKind.EXPERT) == []
     press(page, rows.nth(0).get_by_role("button", name="Redo"))
-    assert tokens(site, Shelf.PREFERENCE) == [pair]
-    assert [group.info["rating"] for group in shelf(site.desk, Shelf.RATED)] == [0.25, 1.0]
+    assert tokens(site, ExperienceKind.PREFERENCE) == [pair]
+    assert [group.info["rating"] for group in shelf(site.desk, ExperienceKind.RATED)] == [0.25, 1.0]
 
 
 def test_everything_by_keyboard(scripted: Page, site: Served) -> None:
@@ -167,7 +172,7 @@ def test_hostile_text_is_shown_and_does_nothing(scripted: Page, site: Served, tm
         one.reward_parts, one.info = {text: 0.5}, {"outcomes": {text: text}}
         one.turns[-1].text, one.prompt = text, " ".join(HOSTILE)
         hostile.append(one)
-    RolloutStore(site.desk.stored.run_dir / "rollouts").write(3, hostile)
+    RolloutLog(site.desk.stored.run_dir / "rollouts").write(3, hostile)
     asked: list[str] = []
     scripted.on("request", lambda request: asked.append(request.url))
     scripted.on("dialog", lambda dialog: asked.append(dialog.message))
@@ -194,7 +199,7 @@ def test_hostile_text_is_shown_and_does_nothing(scripted: Page, site: Served, tm
     scripted.goto("/?task=" + HOSTILE[3])
     assert scripted.evaluate("window.pwned") is None
     assert [url for url in asked if not url.startswith(site.address)] == []
-    assert [group.info["of"] for group in shelf(site.desk, Shelf.RATED)] == [[hostile[1].id], [hostile[0].id]]
+    assert [group.info["of"] for group in shelf(site.desk, ExperienceKind.RATED)] == [[hostile[1].id], [hostile[0].id]]
 
 
 def test_inline_scripts_are_blocked_even_if_they_got_in(scripted: Page) -> None:
@@ -288,7 +293,7 @@ def test_two_people_at_once(browser: Browser, site: Served) -> None:
     assert "ann rated it 0.25" in said
     assert "bob rated it 0.75" in said
     assert "0 " not in said.replace("0.25", "").replace("0.75", "").partition(" 20")[0]
-    assert [(group.author, group.info["rating"]) for group in shelf(site.desk, Shelf.RATED)] == [
+    assert [(group.author, group.info["rating"]) for group in shelf(site.desk, ExperienceKind.RATED)] == [
         ("bob", 0.75),
         ("ann", 0.25),
     ]
@@ -300,7 +305,7 @@ def test_a_run_that_is_still_writing(page: Page, site: Served) -> None:
     folder = site.desk.stored.run_dir / "rollouts"
     page.goto("/")
     assert page.locator("tbody tr").count() == 4
-    RolloutStore(folder).write(3, groups_of(3))
+    RolloutLog(folder).write(3, groups_of(3))
     page.reload()
     assert page.locator("tbody tr").count() == 6
     press(page, page.locator("tbody a").first)

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from feedback_runs import Served, everything, make_run, served, shelf
 
-from rollmill.buffer import Group, Shelf
-from rollmill.feedback import open_desk
-from rollmill.feedback.guard import MAX_BODY, Guard
+from rollmill.buffer import ExperienceKind, Group
+from rollmill.feedback import open_feedback
+from rollmill.feedback.guard import MAX_BODY, RequestGuard
 
 RATE = {"author": "env", "completion": "main-000005/1", "rating": 0.5}
 HTML = {"accept": "text/html"}
@@ -81,7 +81,7 @@ def test_an_idempotency_key_makes_retries_harmless(site: Served, client: httpx.C
     assert (first.json()["new"], again.json()["new"]) == (2, 0)
     other = client.post("/feedback", json=[RATE | {"rating": 0.0}], headers=headers)
     assert (other.status_code, "was used for other feedback" in other.json()["error"]) == (409, True)
-    assert [group.info["rating"] for group in shelf(site.desk, Shelf.RATED)] == [1.0]
+    assert [group.info["rating"] for group in shelf(site.desk, ExperienceKind.RATED)] == [1.0]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def test_requests_that_cannot_be_done(
     ],
 )
 def test_other_sites_are_refused(client: httpx.Client, site: Served, headers: dict[str, str]) -> None:
-    made = site.desk.perform([]).new
+    made = site.desk.submit([]).new
     assert client.post("/feedback", json=RATE, headers=headers).status_code == 403
     data = form(site, completion="main-000005/1", rating="1")
     assert client.post("/rate", data=data, headers=headers).status_code == 403
@@ -161,7 +161,7 @@ def test_own_pages_and_forwarded_ports_are_served(client: httpx.Client, site: Se
     for host in ("localhost:9000", "127.0.0.1", "[::1]:8760"):
         own = {"host": host, "origin": f"http://{host}", "sec-fetch-site": "same-origin"}
         assert client.post("/feedback", json=RATE, headers=own).status_code == 200
-    assert len(shelf(site.desk, Shelf.RATED)) == 1
+    assert len(shelf(site.desk, ExperienceKind.RATED)) == 1
 
 
 def test_forms_need_the_secret_of_the_page(client: httpx.Client, site: Served) -> None:
@@ -211,7 +211,7 @@ def test_who_is_refused_learns_nothing(made: Path, tmp_path: Path, headers: dict
 def test_a_body_that_does_not_come_is_not_waited_for(
     site: Served, client: httpx.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollmill.feedback.guard.BODY_S", 0.1)
+    monkeypatch.setattr("rollmill.feedback.guard.BODY_TIMEOUT_S", 0.1)
     port = int(site.address.rpartition(":")[2])
     for path, kind in (("/feedback", "application/json"), ("/rate", "application/x-www-form-urlencoded")):
         with socket.create_connection(("127.0.0.1", port), timeout=30) as slow:
@@ -230,7 +230,7 @@ def test_many_wrong_keys_make_a_short_answer(client: httpx.Client) -> None:
 
 
 def test_the_secret_is_not_shown_by_repr() -> None:
-    guard = Guard()
+    guard = RequestGuard()
     assert guard.form_secret not in repr(guard)
 
 
@@ -260,20 +260,20 @@ def test_addresses_that_lead_nowhere(client: httpx.Client, path: str) -> None:
 
 def test_undo_twice_through_the_page(client: httpx.Client, site: Served) -> None:
     client.post("/rate", data=form(site, completion="main-000005/1", rating="1"))
-    [group] = shelf(site.desk, Shelf.RATED)
+    [group] = shelf(site.desk, ExperienceKind.RATED)
     undo = form(site, id=group.id, back="group")
     for _ in range(2):
         answer = client.post("/undo", data=undo, follow_redirects=True)
         assert (answer.status_code, "Undone: ann rated it 1" in " ".join(answer.text.split())) == (200, True)
-    assert shelf(site.desk, Shelf.RATED) == []
+    assert shelf(site.desk, ExperienceKind.RATED) == []
     client.post("/undo", data=undo | {"again": "1"})
-    assert [one.id for one in shelf(site.desk, Shelf.RATED)] == [group.id]
+    assert [one.id for one in shelf(site.desk, ExperienceKind.RATED)] == [group.id]
 
 
 def test_a_form_sent_twice_is_done_once(client: httpx.Client, site: Served) -> None:
     data = form(site, completion="main-000005/1", text="a\r\nb", key="k1")
     assert [client.post("/edit", data=data).status_code for _ in range(2)] == [303, 303]
-    [group] = shelf(site.desk, Shelf.EXPERT)
+    [group] = shelf(site.desk, ExperienceKind.EXPERT)
     assert group.experiences[0].response == "a\nb"
 
 
@@ -294,7 +294,7 @@ def test_names_are_changed_on_the_page(client: httpx.Client, site: Served) -> No
     named = client.post("/name", data=form(site, author=" Zoë <b> ", back="/history"))
     assert (named.status_code, named.headers["location"]) == (303, "/history")
     client.post("/rate", data=form(site, completion="main-000005/1", rating="1"))
-    assert shelf(site.desk, Shelf.RATED)[0].author == "Zoë <b>"
+    assert shelf(site.desk, ExperienceKind.RATED)[0].author == "Zoë <b>"
     assert "Zoë &lt;b&gt;" in client.get("/history").text
     for elsewhere in ("//evil.example", "http://evil.example", "/\\evil.example", "/a\nb"):
         sent = client.post("/name", data=form(site, author="ann", back=elsewhere))
@@ -321,7 +321,7 @@ def test_filters_and_orders(client: httpx.Client, site: Served) -> None:
 
 def test_clients_at_once_while_the_run_writes_and_reads(site: Served) -> None:
     """Four programs give feedback while a run puts and takes groups of its own in the same file."""
-    run = open_desk(site.desk.stored.run_dir).acts._store
+    run = open_feedback(site.desk.stored.run_dir).acts._store
     experiences = site.desk.stored.group(2, "main-000005")
     failures: list[Exception] = []
     taken: list[Group] = []
@@ -351,6 +351,6 @@ def test_clients_at_once_while_the_run_writes_and_reads(site: Served) -> None:
     run.close()
     assert failures == []
     assert [group.id for group in taken] == [f"main-{step}" for step in range(1, 21)]
-    answers = [group.experiences[0].response for group in shelf(site.desk, Shelf.EXPERT)]
+    answers = [group.experiences[0].response for group in shelf(site.desk, ExperienceKind.EXPERT)]
     assert sorted(answers) == sorted(str(number + index) for number in range(4) for index in range(5))
-    assert sorted(group.author for group in shelf(site.desk, Shelf.RATED)) == ["p0", "p1", "p2", "p3"]
+    assert sorted(group.author for group in shelf(site.desk, ExperienceKind.RATED)) == ["p0", "p1", "p2", "p3"]

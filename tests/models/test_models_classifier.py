@@ -18,27 +18,27 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from rollmill.core.errors import ModelError
-from rollmill.models.classifier import read_classifier, require_classifier, save_classifier
-from rollmill.trainer.scoring import ScoreModel
+from rollmill.errors import ModelError
+from rollmill.models.classifier import load_classifier, require_classifier_support, save_classifier
+from rollmill.trainer.reward_trainer import ScoringNetwork
 
 CPU = torch.device("cpu")
 TEXTS = ["how many apples are there?", "the answer is 12", "12"]
 
 
-def write(folder: Path, architecture: str, *, end_is_padding: bool = False) -> tuple[ScoreModel, list[list[int]]]:
+def write(folder: Path, architecture: str, *, end_is_padding: bool = False) -> tuple[ScoringNetwork, list[list[int]]]:
     """A scoring model written to a folder, and some ended sequences."""
     tokenizer = toy_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token if end_is_padding else tokenizer.pad_token
     policy = toy_model(architecture, len(tokenizer))
-    scored = ScoreModel(policy)
+    scored = ScoringNetwork(policy)
     torch.nn.init.normal_(scored.head.weight, generator=torch.Generator().manual_seed(1))
     end: int = tokenizer.eos_token_id
     save_classifier(policy, scored.network, scored.head, tokenizer, folder, end_id=end)
     return scored, [[*tokenizer.encode(text), end] for text in TEXTS]
 
 
-def own_scores(scored: ScoreModel, sequences: list[list[int]]) -> list[float]:
+def own_scores(scored: ScoringNetwork, sequences: list[list[int]]) -> list[float]:
     with torch.no_grad():
         states = [scored.network(torch.tensor([ids]), use_cache=False).last_hidden_state[0, -1] for ids in sequences]
         return [float(scored.head(state)) for state in states]
@@ -69,7 +69,7 @@ def test_an_end_that_is_also_padding_is_scored(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     write(tmp_path, "qwen3")
-    model, tokenizer = read_classifier(tmp_path, CPU)
+    model, tokenizer = load_classifier(tmp_path, CPU)
     assert (model.dtype, model.training, tokenizer.eos_token) == (torch.float32, False, "<eos>")
     assert not any(p.requires_grad for p in model.parameters())
 
@@ -77,8 +77,8 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
 def test_reading_and_writing_leave_the_random_state(tmp_path: Path) -> None:
     write(tmp_path, "qwen3")
     before = torch.get_rng_state()
-    read_classifier(tmp_path, CPU)
-    require_classifier(toy_model("qwen3"))
+    load_classifier(tmp_path, CPU)
+    require_classifier_support(toy_model("qwen3"))
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -117,13 +117,13 @@ def _damaged(folder: Path) -> None:
 def test_what_is_no_reward_model_is_refused(tmp_path: Path, make: Any, message: str) -> None:
     make(tmp_path)
     with pytest.raises(ModelError, match=f"reward `model`: {tmp_path}.*{message}"):
-        read_classifier(tmp_path, CPU)
+        load_classifier(tmp_path, CPU)
 
 
 def test_an_architecture_without_a_classifier_is_refused() -> None:
     sizes: dict[str, Any] = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "vocab_size": 30}
     model = CohereForCausalLM(CohereConfig(**sizes, intermediate_size=16))
     with pytest.raises(ModelError, match="transformers has no sequence classifier for CohereForCausalLM"):
-        require_classifier(model)
+        require_classifier_support(model)
     for architecture in ("qwen3", "llama", "gemma", "gemma2", "qwen2"):
-        require_classifier(toy_model(architecture))
+        require_classifier_support(toy_model(architecture))

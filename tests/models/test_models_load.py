@@ -14,15 +14,15 @@ from toys import toy_checkpoint, toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertForMaskedLM, BloomConfig, BloomForCausalLM
 
 from rollmill.config.model import ModelConfig
-from rollmill.core.errors import ModelError
-from rollmill.models.load import Policy, load_policy
-from rollmill.models.new import save_policy
+from rollmill.errors import ModelError
+from rollmill.models.from_scratch import save_policy
+from rollmill.models.load import PolicyModel, load_policy
 
 CPU = torch.device("cpu")
 ARCHITECTURES = ["qwen2", "qwen3", "llama", "gemma", "gemma2", "qwen3_moe", "mixtral"]
 
 
-def load(path: Path, **keys: Any) -> Policy:
+def load(path: Path, **keys: Any) -> PolicyModel:
     return load_policy(ModelConfig(path=path, **keys), texts=[], seed=0, device=CPU)
 
 

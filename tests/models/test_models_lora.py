@@ -11,11 +11,11 @@ from toys import toy_checkpoint
 from transformers import AutoModelForCausalLM
 
 from rollmill.config.model import LoRAConfig, ModelConfig
-from rollmill.core.errors import ModelError
-from rollmill.engines.native.weights import Weights
-from rollmill.models.load import Policy, load_policy
-from rollmill.models.lora import ADAPTER, adapted_layers, load_adapter, merged_model
-from rollmill.models.new import save_policy
+from rollmill.engines.native.weights import EngineWeights
+from rollmill.errors import ModelError
+from rollmill.models.from_scratch import save_policy
+from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.lora import ADAPTER_FOLDER, adapted_layers, load_adapter, merged_model
 
 CPU = torch.device("cpu")
 IDS = torch.arange(2, 12)[None]
@@ -26,12 +26,12 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return toy_checkpoint(tmp_path / "toy", request.param)
 
 
-def policy_of(folder: Path, seed: int = 0, **keys: Any) -> Policy:
+def policy_of(folder: Path, seed: int = 0, **keys: Any) -> PolicyModel:
     config = ModelConfig(path=folder, lora=LoRAConfig(**({"rank": 4} | keys)))
     return load_policy(config, texts=[], seed=seed, device=CPU)
 
 
-def trained(policy: Policy) -> Policy:
+def trained(policy: PolicyModel) -> PolicyModel:
     """With adapters that do something."""
     torch.manual_seed(1)
     for name, parameter in policy.model.named_parameters():
@@ -66,7 +66,7 @@ def test_the_merged_model_computes_the_same_and_shares_what_is_not_adapted(folde
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_engine_decodes_with_merged_weights_of_the_moment(folder: Path, dtype: torch.dtype) -> None:
     model = policy_of(folder).model
-    weights = Weights(model, dtype)
+    weights = EngineWeights(model, dtype)
     weights.refresh()
     for parameter in model.parameters():
         if parameter.requires_grad:
@@ -86,13 +86,13 @@ def test_a_checkpoint_is_merged_for_others_and_exact_for_us(folder: Path, tmp_pa
     others = AutoModelForCausalLM.from_pretrained(tmp_path / "saved", dtype=torch.float32)
     torch.testing.assert_close(others(IDS).logits, expected, rtol=1e-4, atol=1e-4)
     again = policy_of(folder, seed=7)
-    load_adapter(again.model, tmp_path / "saved" / ADAPTER)
+    load_adapter(again.model, tmp_path / "saved" / ADAPTER_FOLDER)
     assert torch.equal(again.model(IDS).logits, expected)
     with pytest.raises(ModelError, match=r"of another model\.lora"):
-        load_adapter(policy_of(folder, rank=2).model, tmp_path / "saved" / ADAPTER)
-    (tmp_path / "saved" / ADAPTER / "adapter_model.safetensors").unlink()
+        load_adapter(policy_of(folder, rank=2).model, tmp_path / "saved" / ADAPTER_FOLDER)
+    (tmp_path / "saved" / ADAPTER_FOLDER / "adapter_model.safetensors").unlink()
     with pytest.raises(ModelError, match="the adapter cannot be read"):
-        load_adapter(again.model, tmp_path / "saved" / ADAPTER)
+        load_adapter(again.model, tmp_path / "saved" / ADAPTER_FOLDER)
 
 
 def test_named_targets_and_wrong_ones(folder: Path) -> None:

@@ -15,10 +15,10 @@ from toys import toy_checkpoint, toy_model, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from rollmill.config.model import ModelConfig
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
+from rollmill.models.from_scratch import save_policy
 from rollmill.models.load import load_policy
 from rollmill.models.merge import merge_checkpoints
-from rollmill.models.new import save_policy
 
 EQUAL = [0.5, 0.5]
 WEIGHTS = "model.safetensors"

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.config.model import ModelConfig, NewModelConfig, TokenizerConfig
-from rollmill.models.load import Policy, load_policy
+from rollmill.models.load import PolicyModel, load_policy
 from rollmill.models.tokenizer import train_tokenizer
 
 TEXTS = ["12+34=46\n", "Fünf Äpfel, 七个 🍎🍎!", "  spaces  and\ttabs , not . cleaned 's"] * 2
@@ -25,7 +25,7 @@ BPE = toy_tokenizer()
 CHAR = train_tokenizer(TokenizerConfig(kind="char"), TEXTS)
 
 
-def new(seed: int = 0, kind: str = "char", **sizes: Any) -> Policy:
+def new(seed: int = 0, kind: str = "char", **sizes: Any) -> PolicyModel:
     config = NewModelConfig.model_validate(
         {"hidden_size": 32, "layers": 2, "heads": 4, "kv_heads": 2, "context": 64, "tokenizer": {"kind": kind}} | sizes
     )

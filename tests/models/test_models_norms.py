@@ -6,7 +6,7 @@ import pytest
 import torch
 from toys import toy_model
 
-from rollmill.models.norms import find_norms, replaced, rms_norm
+from rollmill.models.norms import find_norms, rms_norm, use_fast_norms
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -50,7 +50,7 @@ def test_every_norm_of_a_model_is_found_and_put_back(architecture: str, per_laye
     before = model(ids).logits
     found = find_norms(model)
     assert len(found) == 2 * per_layer + 1
-    with replaced(found):
+    with use_fast_norms(found):
         assert all("forward" in vars(module) for module, _ in found)
         torch.testing.assert_close(model(ids).logits, before, rtol=1e-5, atol=1e-5)
     assert not any("forward" in vars(module) for module, _ in found)

@@ -11,9 +11,9 @@ import transformers
 from torch import Tensor
 from toys import toy_model
 
-from rollmill.core.errors import ModelError
-from rollmill.models.routing import find_routers, routing_recorded, routing_replayed, routing_shape
-from rollmill.trainer.preparation import checkpoint_activations
+from rollmill.errors import ModelError
+from rollmill.models.routing import capture_routing, find_routers, replay_routing, routing_shape
+from rollmill.trainer.model_setup import set_gradient_checkpointing
 
 SIZES: dict[str, Any] = {
     "hidden_size": 32,
@@ -65,7 +65,7 @@ def outcome(model: Any, ids: Tensor = IDS) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def recorded(model: Any) -> Tensor:
-    with torch.no_grad(), routing_recorded(model) as routing:
+    with torch.no_grad(), capture_routing(model) as routing:
         model(input_ids=IDS, use_cache=False)
     return routing.take()
 
@@ -89,7 +89,7 @@ def test_its_own_routing_changes_nothing(kind: str) -> None:
     assert tuple(routing.shape) == (24, *routing_shape(model))
     assert routing.dtype == torch.uint8
     assert int(routing.max()) < find_routers(model)[0].experts
-    with routing_replayed(model, routing.int()):
+    with replay_routing(model, routing.int()):
         again, replayed = outcome(model)
     assert torch.equal(again, plain)
     assert all(torch.equal(replayed[name], each) for name, each in gradient.items())
@@ -123,7 +123,7 @@ def test_other_experts_are_weighted_by_the_models_own_scores(kind: str) -> None:
     """Replaying any experts equals routers written by hand: logits, then weights of these experts alone."""
     model = moe(kind)
     routing = others(model)
-    with routing_replayed(model, routing):
+    with replay_routing(model, routing):
         found, gradient = outcome(model)
     for number, router in enumerate(find_routers(model)):
 
@@ -147,14 +147,14 @@ def test_tokens_without_recorded_routing_choose_for_themselves(kind: str) -> Non
     model = moe(kind)
     partly = others(model)
     partly[:10] = -1
-    with torch.no_grad(), routing_replayed(model, partly), routing_recorded(model) as inner:
+    with torch.no_grad(), replay_routing(model, partly), capture_routing(model) as inner:
         model(input_ids=IDS, use_cache=False)  # the innermost context counts: the model's own choice
     assert torch.equal(inner.take(), recorded(model))
-    with routing_replayed(model, partly):
+    with replay_routing(model, partly):
         mixed, _ = outcome(model)
     whole = others(model)
     whole[:10] = recorded(model)[:10]
-    with routing_replayed(model, whole):
+    with replay_routing(model, whole):
         expected, _ = outcome(model)
     torch.testing.assert_close(mixed[:9], outcome(model)[0][:9], atol=1e-5, rtol=0)
     torch.testing.assert_close(mixed, expected, atol=1e-5, rtol=0)
@@ -163,9 +163,9 @@ def test_tokens_without_recorded_routing_choose_for_themselves(kind: str) -> Non
 def test_activations_that_are_recomputed_take_the_same_experts() -> None:
     model = moe("Qwen3Moe")
     routing = others(model)
-    with routing_replayed(model, routing):
+    with replay_routing(model, routing):
         plain, gradient = outcome(model)
-        checkpoint_activations(model.train(), True)
+        set_gradient_checkpointing(model.train(), True)
         again, recomputed = outcome(model)
     assert torch.equal(plain, again)
     assert all(torch.equal(recomputed[name], each) for name, each in gradient.items())

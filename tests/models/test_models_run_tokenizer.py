@@ -12,8 +12,13 @@ from toys import toy_tokenizer
 from transformers import LlamaTokenizerFast
 
 from rollmill.config.model import TokenizerConfig
-from rollmill.core.errors import ModelError
-from rollmill.models.run_tokenizer import fingerprint, load_run_tokenizer, run_fingerprint, save_run_tokenizer
+from rollmill.errors import ModelError
+from rollmill.models.run_tokenizer import (
+    compute_fingerprint,
+    load_run_fingerprint,
+    load_run_tokenizer,
+    save_run_tokenizer,
+)
 from rollmill.models.tokenizer import train_tokenizer
 
 TEXTS = ["how many?\n", "  12 + 3 = 15 ", "é 你好 🙂", "<eos>", ""]
@@ -24,7 +29,7 @@ def test_what_is_read_encodes_as_what_was_written(kind: str, tmp_path: Path) -> 
     tokenizer = toy_tokenizer(kind)
     save_run_tokenizer(tmp_path, tokenizer, 1)
     read = load_run_tokenizer(tmp_path)
-    assert (read.end_id, read.fingerprint) == (1, fingerprint(tokenizer))
+    assert (read.end_id, read.fingerprint) == (1, compute_fingerprint(tokenizer))
     assert [read.tokenizer.encode(text) for text in TEXTS] == [tokenizer.encode(text) for text in TEXTS]
     chat = [{"role": "user", "content": "hi"}]
     assert read.tokenizer.apply_chat_template(chat, tokenize=False) == tokenizer.apply_chat_template(
@@ -44,9 +49,9 @@ def test_special_tokens_in_front_are_kept(tmp_path: Path) -> None:
 def test_the_fingerprint_is_that_of_the_vocabulary() -> None:
     texts = ["abc 123"]
     one, same, other = (train_tokenizer(TokenizerConfig(kind="char"), found) for found in (texts, texts, ["abc 124 é"]))
-    assert fingerprint(one) == fingerprint(same) != fingerprint(other)
+    assert compute_fingerprint(one) == compute_fingerprint(same) != compute_fingerprint(other)
     same.add_tokens(["<think>"])
-    assert fingerprint(one) != fingerprint(same)
+    assert compute_fingerprint(one) != compute_fingerprint(same)
 
 
 def test_a_resumed_run_leaves_it_and_another_vocabulary_replaces_it(tmp_path: Path) -> None:
@@ -56,7 +61,7 @@ def test_a_resumed_run_leaves_it_and_another_vocabulary_replaces_it(tmp_path: Pa
     save_run_tokenizer(tmp_path, first, 1)
     assert (tmp_path / "tokenizer/run.json").stat().st_mtime_ns == written
     save_run_tokenizer(tmp_path, second, 1)
-    assert run_fingerprint(tmp_path) == fingerprint(second)
+    assert load_run_fingerprint(tmp_path) == compute_fingerprint(second)
 
 
 def test_changed_files_are_noticed(tmp_path: Path) -> None:
@@ -79,7 +84,7 @@ def test_a_run_without_one(tmp_path: Path) -> None:
     save_run_tokenizer(tmp_path, toy_tokenizer(), 1)
     (tmp_path / "tokenizer/run.json").write_text("{")
     with pytest.raises(ModelError, match=r"run\.json is no JSON"):
-        run_fingerprint(tmp_path)
+        load_run_fingerprint(tmp_path)
 
 
 def test_no_torch_is_imported(tmp_path: Path) -> None:

@@ -13,12 +13,11 @@ from pydantic import TypeAdapter
 from toys import toy_tokenizer
 
 from rollmill.config.operators import OperatorConfig, OperatorSection
-from rollmill.core import Experience, StopReason, Task
-from rollmill.core.types import Turn
-from rollmill.monitor.codec import encode_experience
-from rollmill.pipelines import Context, Pipeline, Report
-from rollmill.pipelines.build import Resources, build_pipeline
-from rollmill.rewards import build_judge
+from rollmill.pipelines import OperatorReport, Pipeline, PipelineContext
+from rollmill.pipelines.build import PipelineResources, build_pipeline
+from rollmill.rewards import build_reward_manager
+from rollmill.serialization import encode_experience
+from rollmill.types import Experience, StopReason, Task, Turn
 
 PROMPT = "what is 6 x 2?"
 _ADAPTER: TypeAdapter[Any] = TypeAdapter(OperatorConfig)
@@ -80,9 +79,9 @@ def group(rewards: Sequence[float | None], *, name: str = "g0", task: str = "t0"
 TASKS = {f"t{number}": Task(f"t{number}", PROMPT, answer="12", response="it is 12") for number in range(9)}
 
 
-def context(**changes: Any) -> Context:
+def context(**changes: Any) -> PipelineContext:
     """Step 8 of a run whose weights are version 7."""
-    known = Context(
+    known = PipelineContext(
         step=8,
         version=7,
         tokenizer=tokenizer(),
@@ -104,13 +103,15 @@ def section(**options: Any) -> OperatorSection:
 def pipeline(*sections: dict[str, Any] | str, seed: int = 0) -> Pipeline:
     """The pipeline of these entries of a run file."""
     written = [{"name": each} if isinstance(each, str) else each for each in sections]
-    resources = Resources(build_judge=lambda rewards: build_judge(rewards, tokenizer=tokenizer()), seed=seed)
+    resources = PipelineResources(
+        build_reward_manager=lambda rewards: build_reward_manager(rewards, tokenizer=tokenizer()), seed=seed
+    )
     return build_pipeline([section(**each) for each in written], resources)
 
 
 def process(
     sections: dict[str, Any] | str | Sequence[dict[str, Any] | str], experiences: Sequence[Experience], **changes: Any
-) -> tuple[list[Experience], Report]:
+) -> tuple[list[Experience], OperatorReport]:
     """What comes out of a pipeline, and the report of its last operator."""
     listed = [sections] if isinstance(sections, dict | str) else list(sections)
     made = pipeline(*listed)

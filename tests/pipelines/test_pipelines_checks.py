@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from made_up import group, ids, process, rewards, rollout
 
-from rollmill.core import Experience, StopReason, Task
+from rollmill.types import Experience, StopReason, Task
 
 EXACT = {"name": "exact", "after": "is"}
 SLOW = "import time\ndef slow(task, completion):\n    time.sleep(60)\n    return 0.0\n"

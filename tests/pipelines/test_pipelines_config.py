@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.operators import Check, Verify
-from rollmill.core.errors import ConfigError
+from rollmill.config.operators import CheckOperator, VerifyOperator
+from rollmill.errors import ConfigError
 
 RUN = """\
 model: {new: {hidden_size: 32}}
@@ -48,7 +48,7 @@ def test_set_reaches_into_an_operator_and_its_rewards() -> None:
         .pipeline
     )
     assert filtered.model_dump()["at_least"] == 0.5
-    assert isinstance(verify, Verify)
+    assert isinstance(verify, VerifyOperator)
     assert (verify.share, verify.rewards[0].model_dump()["after"]) == (0.2, "is")
 
 
@@ -61,8 +61,8 @@ def test_paths_inside_operators_are_settled_like_those_of_rewards(tmp_path: Path
     )
     Path("run.yaml").write_text("include: lib/base.yaml\n")
     verify, check = load_run(Path("run.yaml"), require_files=False).stages[0].pipeline
-    assert isinstance(verify, Verify)
-    assert isinstance(check, Check)
+    assert isinstance(verify, VerifyOperator)
+    assert isinstance(check, CheckOperator)
     for reward in (verify.rewards[0], check.reward):
         assert reward.model_dump()["function"] == f"{tmp_path}/lib/mine.py:right"
 

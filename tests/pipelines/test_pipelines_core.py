@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from made_up import context, group, ids, pipeline, rollout
 
-from rollmill.core.errors import DeadlineError, PipelineError
+from rollmill.errors import DeadlineError, PipelineError
 from rollmill.pipelines import Batch, Pipeline
 
 

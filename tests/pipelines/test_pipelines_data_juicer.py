@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from made_up import group, ids, pipeline, process, tokenizer
 
-from rollmill.core import Experience, Source
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
+from rollmill.types import Experience, ExperienceSource
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("data_juicer") is None, reason="py-data-juicer is not installed"
@@ -46,7 +46,7 @@ def test_mappers_make_expert_texts_and_leave_the_completion_alone() -> None:
     experiences = group([1.0, 1.0, 0.0], text=["it\u3000is 12", "it is 12", "it\u3000is 13"])  # a failure is no example
     tokens = [each.token_ids.tolist() for each in experiences]
     found, report = process(juicer(mapper, mapped="expert"), experiences)
-    made: list[Experience] = [each for each in found if each.source is Source.EXPERT]
+    made: list[Experience] = [each for each in found if each.source is ExperienceSource.EXPERT]
     assert [each.token_ids.tolist() for each in found[:3]] == tokens
     assert [(each.id, each.response) for each in made] == [("g0/0/data_juicer", "it is 12")]
     assert tokenizer().decode(made[0].token_ids[made[0].action_mask]) == "it is 12" + tokenizer().eos_token

@@ -12,10 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import context, group, ids, pipeline, process
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 from rollmill.pipelines import Pipeline
-from rollmill.pipelines.memory import Memory
-from rollmill.pipelines.near_duplicates import shingles
+from rollmill.pipelines.deduplication import text_ngrams
+from rollmill.pipelines.lru import LRUCache
 
 LONG = "Six times two is twelve, because two and two and two and two and two and two make twelve in all."
 NEAR = LONG.replace("in all", "altogether")
@@ -71,7 +71,7 @@ def test_near_duplicates(unit: str) -> None:
 
 
 def test_the_threshold_is_a_similarity() -> None:
-    one, other = shingles(LONG, "words", 3), shingles(NEAR, "words", 3)
+    one, other = text_ngrams(LONG, "words", 3), text_ngrams(NEAR, "words", 3)
     similarity = len(one & other) / len(one | other)
     for threshold, kept in ((similarity - 0.15, 1), (similarity + 0.12, 2)):
         options = {"name": "near_duplicates", "threshold": threshold, "permutations": 512}
@@ -80,8 +80,8 @@ def test_the_threshold_is_a_similarity() -> None:
 
 def test_empty_and_short_texts() -> None:
     assert len(process("near_duplicates", texts("", "", "12", "13", "12"))[0]) == 3
-    assert shingles("", "words", 3) == {b""}
-    assert shingles("ab", "characters", 5) == {b"ab"}
+    assert text_ngrams("", "words", 3) == {b""}
+    assert text_ngrams("ab", "characters", 5) == {b"ab"}
 
 
 @given(st.lists(st.sampled_from(["", "a", "it is 12", LONG, NEAR, OTHER, CHINESE, "\udcff"]), max_size=8), st.data())
@@ -108,7 +108,7 @@ def test_a_missing_library_says_how_to_install_it(monkeypatch: pytest.MonkeyPatc
 
 @given(st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans())), st.integers(1, 4))
 def test_a_memory_forgets_what_was_not_touched_for_longest(steps: list[tuple[str, bool]], size: int) -> None:
-    memory: Memory[int] = Memory(size)
+    memory: LRUCache[int] = LRUCache(size)
     order: list[str] = []
     for key, put in steps:
         known = key in order

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from made_up import group, ids, process, rewards, rollout
 
-from rollmill.core import Experience, StopReason
+from rollmill.types import Experience, StopReason
 
 
 @pytest.mark.parametrize(

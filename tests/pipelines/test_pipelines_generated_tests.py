@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from made_up import context, group, pipeline, rewards
 
-from rollmill.core import Experience, Task
 from rollmill.sandbox import Sandbox
 from rollmill.sandbox.errors import SandboxError
+from rollmill.types import Experience, Task
 
 OPTIONS = {"name": "test_cases", "submissions": 3, "agree": 2, "solve": 2, "cases": 6}
 VISIBLE = [{"stdin": "2 3", "stdout": "5"}]

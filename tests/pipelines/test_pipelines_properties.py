@@ -14,10 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_up import context, ids, pipeline, plain, rollout
 
-from rollmill.config.hints import sections_of
+from rollmill.config.hints import section_classes
 from rollmill.config.operators import OperatorConfig
-from rollmill.core import Experience, Source, StopReason
-from rollmill.pipelines import Pipeline, Report
+from rollmill.pipelines import OperatorReport, Pipeline
+from rollmill.types import Experience, ExperienceSource, StopReason
 
 EXACT = {"name": "exact", "after": "is"}
 OPERATORS: list[dict[str, Any]] = [
@@ -93,7 +93,7 @@ def name_of(options: dict[str, Any]) -> str:
 
 def test_every_built_in_operator_is_here() -> None:
     listed = {options["name"] for options in OPERATORS}
-    known = {str(section.model_fields["name"].default) for section in sections_of(OperatorConfig)}
+    known = {str(section.model_fields["name"].default) for section in section_classes(OperatorConfig)}
     assert known - listed == {"test_cases", "data_juicer"}  # they have sandboxes and packages of their own
 
 
@@ -115,7 +115,7 @@ def test_nothing_is_lost_doubled_or_rewritten(options: dict[str, Any], batches: 
     made.close()
 
 
-def check_report(report: Report, before: dict[str, Experience], found: Sequence[Experience]) -> None:
+def check_report(report: OperatorReport, before: dict[str, Experience], found: Sequence[Experience]) -> None:
     kept = [each for each in found if each.id in before]
     assert report.seen == len(before) == report.kept + report.dropped
     assert report.kept == len(kept)
@@ -138,7 +138,7 @@ def check_kept(after: Experience, before: Experience) -> None:
 
 
 def check_added(made: Experience) -> None:
-    assert made.source in (Source.EXPERT, Source.PREFERENCE)
+    assert made.source in (ExperienceSource.EXPERT, ExperienceSource.PREFERENCE)
     shapes = {array.shape for array in (made.token_ids, made.action_mask, made.logprobs, made.versions)}
     assert shapes == {(len(made.token_ids),)}
     assert made.action_tokens

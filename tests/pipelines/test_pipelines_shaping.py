@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from made_up import group, process, rewards, rollout
 
-from rollmill.core import Experience
+from rollmill.types import Experience
 
 
 def added(experiences: list[Experience], name: str) -> list[float | None]:

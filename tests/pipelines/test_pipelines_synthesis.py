@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from made_up import PROMPT, TASKS, context, group, ids, pipeline, process, rollout, tokenizer
 
-from rollmill.core import Experience, Source, StopReason, Task
+from rollmill.types import Experience, ExperienceSource, StopReason, Task
 
 
 def new(experiences: list[Experience]) -> list[Experience]:
-    return [each for each in experiences if each.source is not Source.USUAL]
+    return [each for each in experiences if each.source is not ExperienceSource.ROLLOUT]
 
 
 def origins(experiences: list[Experience]) -> list[str]:
@@ -44,7 +44,7 @@ def test_demonstrations_of_successes(options: dict[str, Any], expected: list[int
 
 def test_a_demonstration_has_the_recorded_tokens_and_a_name_of_its_own() -> None:
     [usual, made], _ = process("demonstrations", [rollout(1.0)])
-    assert (made.source, made.id, made.group) == (Source.EXPERT, "g0/0/demonstrations", "g0/0/demonstrations")
+    assert (made.source, made.id, made.group) == (ExperienceSource.EXPERT, "g0/0/demonstrations", "g0/0/demonstrations")
     assert np.array_equal(made.token_ids, usual.token_ids)
     assert np.array_equal(made.action_mask, usual.action_mask)
     assert not made.logprobs.any()
@@ -81,7 +81,7 @@ def test_pairs_of_best_and_worst() -> None:
     assert [each.reward for each in pair] == [1.0, 0.0]
     assert {each.group for each in pair} == {"g0/pairs/0"}
     assert ids(pair) == ["g0/pairs/0/chosen", "g0/pairs/0/rejected"]
-    assert all(each.source is Source.PREFERENCE and not each.logprobs.any() for each in pair)
+    assert all(each.source is ExperienceSource.PREFERENCE and not each.logprobs.any() for each in pair)
     assert report.added == 2
     assert new(process({"name": "pairs", "margin": 1.0}, group([1.0, 0.0]))[0]) == []
     assert new(process("pairs", group([1.0, 1.0]))[0]) == []
@@ -117,7 +117,7 @@ def test_a_reflection_is_attempt_cue_and_solution() -> None:
     assert made.response == "it is 13\nno: it is 12"
     assert [made.token_ids[turn.start : turn.end].tolist() for turn in made.turns][2] == cue
     assert made.info == {"origin": "g0/0", "origin_reward": 0.0, "solution": "g0/2"}
-    assert (made.source, made.id) == (Source.EXPERT, "g0/0/reflection")
+    assert (made.source, made.id) == (ExperienceSource.EXPERT, "g0/0/reflection")
     bare, _ = process({"name": "reflection", "cue": "\nno: ", "imitate_cue": False}, group([0.0, 1.0]))
     assert tokenizer().decode(new(bare)[0].token_ids[new(bare)[0].action_mask]) == "it is 12" + tokenizer().eos_token
 

@@ -13,9 +13,9 @@ from toys import toy_model
 
 from rollmill.algorithms import build_recipe
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience, StopReason
 from rollmill.recipes import known_algorithms
 from rollmill.trainer import Trainer
+from rollmill.types import Experience, StopReason
 
 CUT, EOS = StopReason.LENGTH, StopReason.EOS
 

@@ -14,9 +14,9 @@ import rollmill
 from rollmill.cli import main
 from rollmill.config import parts
 from rollmill.config.loader import LoadedRun, load_run
-from rollmill.core.errors import ConfigError, PipelineError
-from rollmill.pipelines.build import Resources, build_pipeline
-from rollmill.rewards import build_judge
+from rollmill.errors import ConfigError, PipelineError
+from rollmill.pipelines.build import PipelineResources, build_pipeline
+from rollmill.rewards import build_reward_manager
 
 RUN = """\
 model: {new: {hidden_size: 32}}
@@ -96,7 +96,7 @@ def load(text: str, *overrides: str) -> LoadedRun:
 
 
 def run(loaded: LoadedRun, *groups: list[Any]) -> list[Any]:
-    made = build_pipeline(loaded.stages[0].pipeline, Resources(build_judge, 0))
+    made = build_pipeline(loaded.stages[0].pipeline, PipelineResources(build_reward_manager, 0))
     return [each for members in groups for each in asyncio.run(made.process(members, context()))]
 
 
@@ -115,10 +115,10 @@ def test_functions_coroutines_and_classes_are_operators() -> None:
 
 def test_what_a_class_remembers_is_in_the_pipeline_s_state() -> None:
     loaded = load("pipeline: [{name: FirstOnly, count: 3}, {name: FirstOnly, count: 9}]\n")
-    made = build_pipeline(loaded.stages[0].pipeline, Resources(build_judge, 0))
+    made = build_pipeline(loaded.stages[0].pipeline, PipelineResources(build_reward_manager, 0))
     asyncio.run(made.process(group([1.0, 1.0]), context()))
     assert made.state_dict() == {"FirstOnly": {"seen": 2}, "FirstOnly-2": {"seen": 2}}
-    other = build_pipeline(loaded.stages[0].pipeline, Resources(build_judge, 0))
+    other = build_pipeline(loaded.stages[0].pipeline, PipelineResources(build_reward_manager, 0))
     other.load_state_dict(made.state_dict())
     assert ids(asyncio.run(other.process(group([1.0, 1.0], name="g1"), context()))) == ["g1/0"]
 

@@ -16,17 +16,17 @@ import torch
 from tiny import tiny_run
 
 from rollmill.cli import main
-from rollmill.cli.plan import show
+from rollmill.cli.plan import print_plan
 from rollmill.config.loader import load_run
-from rollmill.monitor import read_metrics
 from rollmill.planning.advice import too_large
 from rollmill.planning.calibration import Calibration, calibrate
-from rollmill.planning.memory import Memory
-from rollmill.planning.plan import Machine, plan_stage
-from rollmill.planning.prediction import Model, predict
+from rollmill.planning.measurement import MIN_STEPS
+from rollmill.planning.memory import PhaseMemory
+from rollmill.planning.planner import MachineSpec, plan_stage
+from rollmill.planning.prediction import StepTimeModel, predict_step
 from rollmill.planning.rollouts import draw_groups
-from rollmill.planning.samples import MIN_STEPS
-from rollmill.planning.splits import best_split, costs_of
+from rollmill.planning.splits import choose_split, simulation_costs
+from rollmill.trackers import read_metrics
 
 GRPO: dict[str, Any] = {
     "stages": None,
@@ -66,7 +66,7 @@ def test_what_is_measured(found: Calibration) -> None:
 
 
 def test_predictions_are_finite_and_sensible(found: Calibration) -> None:
-    plan = plan_stage(found, Machine(4, 64e9))
+    plan = plan_stage(found, MachineSpec(4, 64e9))
     assert all(math.isfinite(each) and each >= 0 for each in numbers(plan.to_json()))
     step = plan.prediction
     assert (step.groups, step.completions) == (8, 32)
@@ -75,7 +75,7 @@ def test_predictions_are_finite_and_sensible(found: Calibration) -> None:
     assert step.tokens_per_second < (step.decode_tokens_per_second or 0)
     half = replace(found, stage=found.stage.model_copy(deep=True))
     half.stage.rollout.batch = 4
-    less = predict(Model(half))
+    less = predict_step(StepTimeModel(half))
     assert less.seconds["rollout"] <= step.seconds["rollout"]
     assert less.seconds["train"] <= step.seconds["train"]
     for phase, memory in plan.memory.items():
@@ -84,7 +84,7 @@ def test_predictions_are_finite_and_sensible(found: Calibration) -> None:
 
 
 def test_memory_by_rank_and_process(found: Calibration) -> None:
-    plan, whole = plan_stage(found, Machine(4, 64e9)), found.sizes["policy"]
+    plan, whole = plan_stage(found, MachineSpec(4, 64e9)), found.sizes["policy"]
     ranks = plan.ranks
     first, other = (ranks[f"2 ranks, sharding fsdp, {which}"].parts for which in ("first", "others"))
     assert (first["policy"], other["policy"]) == (1.5 * whole, 0.5 * whole)
@@ -97,7 +97,7 @@ def test_memory_by_rank_and_process(found: Calibration) -> None:
 def test_with_residency_rollouts_need_the_policy_unless_there_is_a_cast_of_all_of_it(found: Calibration) -> None:
     merged = replace(found, sizes=found.sizes | {"cast": found.sizes["policy"] // 2})  # adapters, in fp32
     for precision, needed in (("fp32", {"policy", "cast"}), ("bf16", {"cast"})):
-        least = plan_stage(replace(merged, precision=precision), Machine(4, 64e9)).least["rollout"]
+        least = plan_stage(replace(merged, precision=precision), MachineSpec(4, 64e9)).least["rollout"]
         assert set(least.parts) & {"policy", "cast", "optimizer"} == needed
 
 
@@ -111,49 +111,49 @@ def with_fixed_times(found: Calibration) -> Calibration:
             seconds = {"rollout": rollout, "inference": 2e-5 * sample.trained, "train": 6e-5 * sample.trained}
             seconds["total"] = sum(seconds.values()) + 1e-3
             samples.append(replace(sample, passes=passes, seconds=seconds, full_s=seconds["train"]))
-    return replace(found, samples=samples, publish_s=1e-3, take_s=1e-3)
+    return replace(found, samples=samples, publish_s=1e-3, receive_s=1e-3)
 
 
 def test_splits(found: Calibration) -> None:
     found = with_fixed_times(found)
-    plan = plan_stage(found, Machine(4, 64e9))
+    plan = plan_stage(found, MachineSpec(4, 64e9))
     assert {split.explorers for split in plan.splits} == {0, 1, 2, 3}
     at = {(split.explorers, split.max_staleness): split.step_s for split in plan.splits}
     assert at[3, 0] <= 1.05 * at[1, 0]
     assert at[1, 1] <= 1.05 * at[1, 0]
     least = min(split.step_s for split in plan.splits if split.max_staleness <= 1)
     assert plan.best.step_s <= 1.02 * least
-    assert best_split(plan.splits, 0).max_staleness == 0
-    assert {split.explorers for split in plan_stage(found, Machine(1, 64e9)).splits} == {0}
-    assert {split.explorers for split in plan_stage(found, Machine(4, 1e9)).splits} == {0}  # no room for two
+    assert choose_split(plan.splits, 0).max_staleness == 0
+    assert {split.explorers for split in plan_stage(found, MachineSpec(1, 64e9)).splits} == {0}
+    assert {split.explorers for split in plan_stage(found, MachineSpec(4, 1e9)).splits} == {0}  # no room for two
 
 
 def test_processes_take_as_many_cores_as_the_one_that_was_measured(found: Calibration) -> None:
-    plan = plan_stage(replace(found, threads=2), Machine(5, 64e9))
+    plan = plan_stage(replace(found, threads=2), MachineSpec(5, 64e9))
     assert {split.explorers for split in plan.splits} == {0, 1}
 
 
 def test_on_gpus_each_process_has_one(found: Calibration, capsys: pytest.CaptureFixture[str]) -> None:
     on_gpus = replace(found, device=torch.device("cuda"), threads=8)
-    apart = plan_stage(on_gpus, Machine(3, 64e9)).processes
+    apart = plan_stage(on_gpus, MachineSpec(3, 64e9)).processes
     largest = max(memory.total for memory in apart.values())
-    plan = plan_stage(on_gpus, Machine(3, 1.01 * largest))  # not enough for two processes together
+    plan = plan_stage(on_gpus, MachineSpec(3, 1.01 * largest))  # not enough for two processes together
     assert {split.explorers for split in plan.splits} == {0, 1, 2}
-    assert {split.explorers for split in plan_stage(on_gpus, Machine(3, 0.99 * largest)).splits} == {0}
-    show(replace(plan, best=next(split for split in plan.splits if split.explorers == 2)))
+    assert {split.explorers for split in plan_stage(on_gpus, MachineSpec(3, 0.99 * largest)).splits} == {0}
+    print_plan(replace(plan, best=next(split for split in plan.splits if split.explorers == 2)))
     printed = capsys.readouterr().out
     assert "each process on a GPU of its own" in printed
     assert "placement: {name: ray, explorers: 2, gpus: 1, trainer_gpus: 1}" in printed
 
 
 def test_what_passes_do_not_take_is_not_counted_again_for_groups_that_were_dropped(found: Calibration) -> None:
-    model = Model(found)
-    usual, prediction = costs_of(model, predict(model)), predict(model)
+    model = StepTimeModel(found)
+    usual, prediction = simulation_costs(model, predict_step(model)), predict_step(model)
     model.refill = 3.0
-    more = costs_of(model, prediction)
+    more = simulation_costs(model, prediction)
     assert model.passes is not None
     assert more.pass_s == pytest.approx(3 * usual.pass_s)
-    around = model.around_s(prediction.groups) / prediction.groups
+    around = model.overhead_s(prediction.groups) / prediction.groups
     assert more.group_s - around == pytest.approx(3 * (usual.group_s - around), abs=1e-12)
 
 
@@ -167,10 +167,10 @@ def test_completions_that_were_cut_go_on(found: Calibration) -> None:
 def test_what_does_not_fit_names_keys(found: Calibration) -> None:
     stage = found.stage
     memory = {
-        "rollout": Memory({"policy": 1e9, "cache": 8e9, "process": 1e9}),
-        "train": Memory({"policy": 1e9, "optimizer": 4e9, "reference": 3e9, "work": 1e9, "process": 1e9}),
+        "rollout": PhaseMemory({"policy": 1e9, "cache": 8e9, "process": 1e9}),
+        "train": PhaseMemory({"policy": 1e9, "optimizer": 4e9, "reference": 3e9, "work": 1e9, "process": 1e9}),
     }
-    least = {"rollout": memory["rollout"], "train": Memory({"policy": 1e9, "optimizer": 4e9, "work": 1e9})}
+    least = {"rollout": memory["rollout"], "train": PhaseMemory({"policy": 1e9, "optimizer": 4e9, "work": 1e9})}
     rollout, train = too_large(stage, memory, least, 7e9)
     assert "phase `rollout` takes 10 GB of 7 GB (cache 8" in rollout
     assert "rollout.max_sequences (256)" in rollout

@@ -8,20 +8,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.master.pacing import Pacing
-from rollmill.planning.simulate import Costs, simulate
+from rollmill.orchestrator.pacing import Pacing
+from rollmill.planning.simulation import SimulationCosts, simulate_stage
 
 ROWS, TOKENS, BATCH = 4, 50, 8
 
 
-def costs(train_s: float, **others: float) -> Costs:
+def costs(train_s: float, **others: float) -> SimulationCosts:
     """No variance: a pass takes a millisecond a row, so a group takes .2 s of its explorer."""
-    return Costs(groups=[[TOKENS] * ROWS], train_s=[train_s], **{"pass_s": 0.0, "row_s": 1e-3} | others)
+    return SimulationCosts(groups=[[TOKENS] * ROWS], train_s=[train_s], **{"pass_s": 0.0, "row_s": 1e-3} | others)
 
 
-def step_s(measured: Costs, explorers: int, *, staleness: int, steps: int = 400, **options: Any) -> float:
+def step_s(measured: SimulationCosts, explorers: int, *, staleness: int, steps: int = 400, **options: Any) -> float:
     """In a stage without an end."""
-    return simulate(measured, Pacing(BATCH, staleness, 10**6), explorers, steps=steps, **options).step_s()
+    return simulate_stage(measured, Pacing(BATCH, staleness, 10**6), explorers, steps=steps, **options).step_s()
 
 
 GROUP_S = ROWS * TOKENS * 1e-3
@@ -30,7 +30,7 @@ GROUP_S = ROWS * TOKENS * 1e-3
 @pytest.mark.parametrize("explorers", [1, 2, 4, 8])
 @pytest.mark.parametrize("train_s", [0.1, 0.5, 3.0])
 def test_without_staleness_a_step_is_the_sum(explorers: int, train_s: float) -> None:
-    found = simulate(costs(train_s), Pacing(BATCH, 0, 20), explorers)
+    found = simulate_stage(costs(train_s), Pacing(BATCH, 0, 20), explorers)
     assert found.step_s() == pytest.approx(BATCH * GROUP_S / explorers + train_s)
     assert set(found.staleness) == {0}
 
@@ -49,14 +49,14 @@ def test_in_one_process_nothing_overlaps() -> None:
 
 
 def test_work_besides_decoding_counts() -> None:
-    found = simulate(costs(0.5, publish_s=0.1, take_s=0.2, group_s=0.01, judge_s=0.3), Pacing(BATCH, 0, 20), 1)
+    found = simulate_stage(costs(0.5, publish_s=0.1, receive_s=0.2, group_s=0.01, judge_s=0.3), Pacing(BATCH, 0, 20), 1)
     assert found.step_s() == pytest.approx(BATCH * GROUP_S + 0.5 + 0.1 + 0.2 + BATCH * 0.01 + 0.3)
 
 
 def test_passes_are_shared_by_what_is_decoded_together() -> None:
-    found = simulate(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1)
+    found = simulate_stage(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1)
     assert found.step_s() == pytest.approx(TOKENS * 1e-2 + 0.5)
-    found = simulate(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1, max_sequences=BATCH * ROWS // 2)
+    found = simulate_stage(costs(0.5, pass_s=1e-2, row_s=0.0), Pacing(BATCH, 0, 20), 1, max_sequences=BATCH * ROWS // 2)
     assert found.step_s() == pytest.approx(2 * TOKENS * 1e-2 + 0.5)
 
 
@@ -85,8 +85,8 @@ def test_the_bound_on_staleness_and_on_time_holds(
     seed: int,
 ) -> None:
     pass_s, group_s, judge_s, publish_s, take_s = others
-    measured = Costs(groups, train_s, pass_s, 1e-3, group_s, judge_s, publish_s, take_s)
-    found = simulate(measured, Pacing(batch, staleness, 12), explorers, seed=seed, beside=beside)
+    measured = SimulationCosts(groups, train_s, pass_s, 1e-3, group_s, judge_s, publish_s, take_s)
+    found = simulate_stage(measured, Pacing(batch, staleness, 12), explorers, seed=seed, beside=beside)
     assert all(0 <= each <= staleness for each in found.staleness)
     assert found.ends[-1] >= sum(found.trained) + 12 * publish_s - 1e-9
     assert all(each >= 0 for each in found.waited)

@@ -15,23 +15,23 @@ from tiny import GRPO, SFT, outcome, tiny_run
 from torch import Tensor
 
 import rollmill
-from rollmill.algorithms import RewardInputs, TermInputs, build_recipe
+from rollmill.algorithms import AdvantageInputs, LossInputs, build_recipe
 from rollmill.cli import main
 from rollmill.config import parts
 from rollmill.config.algorithm import AlgorithmOptions
-from rollmill.core.errors import ConfigError
-from rollmill.core.registry import import_file
+from rollmill.errors import ConfigError
 from rollmill.recipes import DAPO, AlgorithmConfig, known_algorithms
+from rollmill.registry import import_file
 
 PLUGIN = """\
 import torch
 
 import rollmill
-from rollmill.algorithms import TermInputs
+from rollmill.algorithms import LossInputs
 
 
 @rollmill.loss
-def tempered(inputs: TermInputs, *, tau: float = 1.0, rounds: int = 2) -> torch.Tensor:
+def tempered(inputs: LossInputs, *, tau: float = 1.0, rounds: int = 2) -> torch.Tensor:
     return -inputs.advantage * inputs.logprob / tau
 
 
@@ -65,25 +65,25 @@ def options(**section: Any) -> AlgorithmOptions:
     return made
 
 
-def inputs(n: int = 3) -> TermInputs:
+def inputs(n: int = 3) -> LossInputs:
     """Log-probs -1 under the policy and -1.5 under the old one, advantages 2."""
     zeros = torch.zeros(n)
-    return TermInputs(
+    return LossInputs(
         zeros - 1, zeros - 1.5, zeros - 1.5, zeros + 2, zeros, zeros, None, zeros, zeros.long(), zeros.long()
     )
 
 
-def rewards(*values: float) -> RewardInputs:
+def rewards(*values: float) -> AdvantageInputs:
     r, n = torch.tensor(values).double(), len(values)
     nothing = torch.full((n,), torch.nan).double()
-    return RewardInputs(
+    return AdvantageInputs(
         r, torch.zeros(n).long(), torch.ones(n).long(), torch.arange(n), torch.arange(n), nothing, r, {}
     )
 
 
 def test_a_loss_is_found_by_name_and_its_options_are_keys() -> None:
     @rollmill.loss
-    def tempered(inputs: TermInputs, *, tau: float = 1.0, form: Literal["plain", "square"] = "plain") -> Tensor:
+    def tempered(inputs: LossInputs, *, tau: float = 1.0, form: Literal["plain", "square"] = "plain") -> Tensor:
         """Tempered."""
         value = -inputs.advantage * inputs.logprob / tau
         return value**2 if form == "square" else value

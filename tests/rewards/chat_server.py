@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rollmill.rewards.judges.chat import ChatMessage, Reply, Sampling
-from rollmill.rewards.judges.loop import Loop
+from rollmill.rewards.event_loop import EventLoopThread
+from rollmill.rewards.judges.chat import ChatMessage, ChatModelReply, ChatSamplingParams
 
 
 @dataclass
@@ -109,12 +109,14 @@ class Scripted:
 
     def __init__(self, reply: Callable[[str, int, int], str]) -> None:
         self._reply = reply
-        self.loop, self.identity, self.asked = Loop("scripted"), "scripted", 0
+        self.loop, self.identity, self.asked = EventLoopThread("scripted"), "scripted", 0
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
+    ) -> list[ChatModelReply]:
         self.asked += len(indices)
         text = shown({"messages": messages})
-        return [Reply(self._reply(text, sampling.seed, index), "stop", 10, 5) for index in indices]
+        return [ChatModelReply(self._reply(text, sampling.seed, index), "stop", 10, 5) for index in indices]
 
 
 def _completion(answer: Answer) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.core.types import Completion, StopReason, Task
-from rollmill.rewards import Judge, Judgement
+from rollmill.rewards import RewardManager, RewardResult
+from rollmill.types import Completion, StopReason, Task
 
 
 def completion(text: str, index: int = 0) -> Completion:
@@ -20,5 +20,5 @@ def task(answer: Any, id: str = "t1", **metadata: Any) -> Task:
     return Task(id, "question", answer, metadata=metadata)
 
 
-def judged(judge: Judge, answer: Any, text: str, **metadata: Any) -> Judgement:
+def judged(judge: RewardManager, answer: Any, text: str, **metadata: Any) -> RewardResult:
     return asyncio.run(judge.judge(task(answer, **metadata), completion(text)))

@@ -11,14 +11,14 @@ from pydantic import TypeAdapter
 from reward_helpers import completion, judged, task
 
 from rollmill.config.rewards import RewardConfig
-from rollmill.core.types import Completion
-from rollmill.rewards import Judge, Judgement, build_judge
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.types import Completion
 
 ADAPTER: TypeAdapter[Any] = TypeAdapter(RewardConfig)
 
 
-def judge_of(name: str, **keys: Any) -> Judge:
-    return build_judge([ADAPTER.validate_python({"name": name, **keys})])
+def judge_of(name: str, **keys: Any) -> RewardManager:
+    return build_reward_manager([ADAPTER.validate_python({"name": name, **keys})])
 
 
 def verdict(name: str, gold: Any, text: str, metadata: dict[str, Any] | None = None, **keys: Any) -> tuple[Any, str]:
@@ -39,5 +39,5 @@ def tokens(count: int, index: int = 0, text: str = "") -> Completion:
     return made
 
 
-def group(judge: Judge, gold: Any, completions: Sequence[Completion], **metadata: Any) -> list[Judgement]:
+def group(judge: RewardManager, gold: Any, completions: Sequence[Completion], **metadata: Any) -> list[RewardResult]:
     return asyncio.run(judge.judge_group(task(gold, **metadata), completions))

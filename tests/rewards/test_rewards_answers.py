@@ -20,10 +20,10 @@ from bench.answer_corpus import Labelled, corpus
 from bench.chat_answers import chat_answers
 from bench.corpus import BANKS, accepted_by_math_verify, accepted_by_rollmill, counts
 from rollmill.config.rewards import MathReward
-from rollmill.rewards import Judge, build_judge
-from rollmill.rewards.answers.final import final_answer
-from rollmill.rewards.answers.numerals import chinese, spoken
-from rollmill.rewards.answers.phrase import value_of
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.answers.extraction import extract_answer
+from rollmill.rewards.answers.numerals import find_english_numbers, parse_chinese_numeral
+from rollmill.rewards.answers.phrase import extract_value
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "date"}
 SEEN: list[tuple[str, Any, str, bool]] = [
@@ -113,10 +113,12 @@ SCHOOL: list[tuple[str, Any, str, bool]] = [
 
 
 @pytest.fixture(scope="module")
-def judges() -> Iterator[dict[str, Judge]]:
+def judges() -> Iterator[dict[str, RewardManager]]:
     names = ["math", "k12", "count", "chart", "vqa", "ocr"]
     limits = {"math": {"time_limit_s": 20}, "k12": {"time_limit_s": 20}}
-    made = {name: build_judge([ADAPTER.validate_python({"name": name, **limits.get(name, {})})]) for name in names}
+    made = {
+        name: build_reward_manager([ADAPTER.validate_python({"name": name, **limits.get(name, {})})]) for name in names
+    }
     yield made
     for judge in made.values():
         judge.close()
@@ -124,7 +126,7 @@ def judges() -> Iterator[dict[str, Judge]]:
 
 @pytest.mark.parametrize(("reward", "gold", "text", "right"), SEEN)
 def test_answers_that_were_judged_wrongly(
-    judges: dict[str, Judge], reward: str, gold: Any, text: str, right: bool
+    judges: dict[str, RewardManager], reward: str, gold: Any, text: str, right: bool
 ) -> None:
     if reward == "ocr":
         pytest.importorskip("rapidfuzz")
@@ -133,7 +135,7 @@ def test_answers_that_were_judged_wrongly(
 
 @pytest.mark.parametrize(("kind", "gold", "text", "right"), SCHOOL)
 def test_school_answers_that_were_judged_wrongly(
-    judges: dict[str, Judge], kind: str, gold: Any, text: str, right: bool
+    judges: dict[str, RewardManager], kind: str, gold: Any, text: str, right: bool
 ) -> None:
     column = {"type": kind, **({"options": FRUIT} if kind in ("single", "multiple") else {})}
     found = judged(judges["k12"], gold, text, k12=column).reward
@@ -157,7 +159,7 @@ def test_school_answers_that_were_judged_wrongly(
     ],
 )
 def test_the_value_of_a_phrase(phrase: str, value: str) -> None:
-    assert value_of(phrase, leads=False) == value
+    assert extract_value(phrase, leads=False) == value
 
 
 @pytest.mark.parametrize(
@@ -165,11 +167,11 @@ def test_the_value_of_a_phrase(phrase: str, value: str) -> None:
     [("一万五千", 15000), ("一万五", 15000), ("三百五", 350), ("十五", 15), ("三百零五", 305), ("五只", None)],
 )
 def test_chinese_numerals(text: str, value: int | None) -> None:
-    assert chinese(text) == value
+    assert parse_chinese_numeral(text) == value
 
 
 def test_numbers_in_english_words() -> None:
-    assert spoken("two million three hundred and five, or twenty-one") == [2_000_305, 21]
+    assert find_english_numbers("two million three hundred and five, or twenty-one") == [2_000_305, 21]
 
 
 @settings(deadline=None, max_examples=150)
@@ -210,7 +212,7 @@ def test_numbers_in_english_words() -> None:
 )
 def test_finding_an_answer_never_raises(text: str) -> None:
     for values in (True, False):
-        found = final_answer(text, values=values)
+        found = extract_answer(text, values=values)
         assert found is None or isinstance(found.value, str)
 
 
@@ -218,7 +220,7 @@ def test_finding_an_answer_never_raises(text: str) -> None:
     "piece", ["\\boxed{", "$", "answer is ", "(", "12 ", "x=", "\\frac{1}{", "答案是", "**1** ", "\n"]
 )
 def test_long_texts_are_read_in_time(piece: str) -> None:
-    assert final_answer(piece * (20_000 // len(piece)) + "The answer is 7.") is not None
+    assert extract_answer(piece * (20_000 // len(piece)) + "The answer is 7.") is not None
 
 
 # -- the corpus ------------------------------------------------------------------------------------------------------
@@ -285,7 +287,7 @@ def test_formulas_that_algebra_would_not_finish_are_not_asked_about() -> None:
 
     async def outcomes() -> Counter[str]:
         found: Counter[str] = Counter()
-        with build_judge([MathReward(name="math", time_limit_s=20)]) as judge:
+        with build_reward_manager([MathReward(name="math", time_limit_s=20)]) as judge:
             for formula in formulas:
                 answer = await judge.judge(task("y'+ry=0"), completion(f"\\boxed{{{formula}}}"))
                 assert answer.reward == 0.0, formula
@@ -306,6 +308,6 @@ def test_long_references_may_have_long_answers() -> None:
         ("20!", "20 \\cdot 19!"),
         ("\\binom{10}{3}", "120"),
     ]
-    with build_judge([MathReward(name="math", time_limit_s=20)]) as judge:
+    with build_reward_manager([MathReward(name="math", time_limit_s=20)]) as judge:
         assert [judged(judge, gold, f"\\boxed{{{answer}}}").outcomes["math"] for gold, answer in pairs] == ["ok"] * 6
         assert [judged(judge, gold, f"\\boxed{{{answer}}}").reward for gold, answer in pairs] == [1.0] * 6

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from reward_helpers import judged
 from rule_helpers import ADAPTER
 
-from rollmill.core.errors import ConfigError
-from rollmill.rewards import Judge, build_judge
+from rollmill.errors import ConfigError
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.text.json_schema import build_validator
 from rollmill.rewards.text.language import _identifier
-from rollmill.rewards.text.schemas import validator
 
 pytest.importorskip("rapidfuzz")
 pytest.importorskip("jsonschema")
@@ -56,14 +56,14 @@ METADATA: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def judges() -> Iterator[tuple[Judge, Judge]]:
+def judges() -> Iterator[tuple[RewardManager, RewardManager]]:
     """Of all rules, and of all rewards that compare with an answer."""
     rules, about = ([ADAPTER.validate_python(each) for each in part] for part in (RULES, [{"name": n} for n in ABOUT]))
-    with build_judge(rules) as one, build_judge(about) as other:
+    with build_reward_manager(rules) as one, build_reward_manager(about) as other:
         yield one, other
 
 
-def check(judges: tuple[Judge, Judge], text: str) -> None:
+def check(judges: tuple[RewardManager, RewardManager], text: str) -> None:
     """Every part is a number within its bounds, for a task of each kind."""
     for part, value in judged(judges[0], None, text, **METADATA).parts.items():
         lowest = -1 if part.startswith(("length", "repetition")) and part != "length#2" else 0
@@ -101,7 +101,7 @@ TEXTS = (
 
 @given(TEXTS)
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_any_text(judges: tuple[Judge, Judge], text: str) -> None:
+def test_any_text(judges: tuple[RewardManager, RewardManager], text: str) -> None:
     check(judges, text)
 
 
@@ -134,7 +134,7 @@ def test_any_text(judges: tuple[Judge, Judge], text: str) -> None:
     ],
     ids=lambda text: f"{text[:12]!r}x{len(text)}",
 )
-def test_hostile_texts(judges: tuple[Judge, Judge], text: str) -> None:
+def test_hostile_texts(judges: tuple[RewardManager, RewardManager], text: str) -> None:
     check(judges, text)
 
 
@@ -150,10 +150,10 @@ def test_hostile_texts(judges: tuple[Judge, Judge], text: str) -> None:
 def test_a_missing_library_is_an_error_that_names_the_extra(
     keys: dict[str, Any], library: str, extra: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    validator.cache_clear()
+    build_validator.cache_clear()
     _identifier.cache_clear()
     monkeypatch.setitem(sys.modules, library, None)
     with pytest.raises(
         ConfigError, match=rf"{keys['name'] if extra != 'language' else 'identify'}`.*rollmill\[{extra}\]"
     ):
-        build_judge([ADAPTER.validate_python(keys)])
+        build_reward_manager([ADAPTER.validate_python(keys)])

@@ -12,27 +12,27 @@ import pytest
 from reward_helpers import completion, judged, task
 
 from rollmill.cli import main
-from rollmill.config.judging import JudgingConfig
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import CodeReward, GateConfig, RewardSection
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.core.types import Completion, Task
-from rollmill.rewards import Judge, Judgement, Part, Verdict, build_judge
+from rollmill.errors import ConfigError, RewardError
+from rollmill.rewards import RewardManager, RewardResult, Score, WeightedReward, build_reward_manager
 from rollmill.rewards.code.tests import read_suite
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
-Make = Callable[..., Judge]
+Make = Callable[..., RewardManager]
 
 
 @pytest.fixture(scope="module")
 def made() -> Iterator[Make]:
     """Makes a judge for each set of keys once, because a sandbox takes a while to start."""
-    judges: dict[str, Judge] = {}
+    judges: dict[str, RewardManager] = {}
 
-    def make(**keys: Any) -> Judge:
+    def make(**keys: Any) -> RewardManager:
         config = CodeReward(name="code", **{"time_limit_s": 5.0, "jobs": 1} | keys)
         name = config.model_dump_json()
         if name not in judges:
-            judges[name] = build_judge([config])
+            judges[name] = build_reward_manager([config])
         return judges[name]
 
     yield make
@@ -40,7 +40,7 @@ def made() -> Iterator[Make]:
         each.close()
 
 
-def of(judge: Judge, code: str, **columns: Any) -> Judgement:
+def of(judge: RewardManager, code: str, **columns: Any) -> RewardResult:
     return judged(judge, None, f"```python\n{code}\n```", **columns)
 
 
@@ -146,7 +146,7 @@ def test_one_job_judges_many_completions_of_every_sort_at_once(made: Make) -> No
     judge = made(jobs=1)
     code = completion("def square(x): return x * x\nif __name__ == '__main__': print(sum(map(int, input().split())))")
 
-    async def all_of_them() -> list[Judgement]:
+    async def all_of_them() -> list[RewardResult]:
         tasks = [task(None, **columns) for columns in (SQUARES, CHECKED, SUMS) for _ in range(5)]
         return await asyncio.gather(*(judge.judge(each, code) for each in tasks))
 
@@ -438,12 +438,12 @@ def test_large_arguments_and_results(made: Make) -> None:
 def test_a_judgement_that_comes_too_late_gives_its_turn_back() -> None:
     endless, right = "while True: pass", "def square(x): return x * x"
     config = CodeReward(name="code", time_limit_s=30.0, jobs=1)
-    with build_judge([config], JudgingConfig(deadline_s=0.5)) as judge:
+    with build_reward_manager([config], RewardManagerConfig(deadline_s=0.5)) as judge:
         assert of(judge, endless, **SQUARES).outcomes == {"code": "late"}
         assert of(judge, endless, **CHECKED).outcomes == {"code": "late"}
-    with build_judge([config], JudgingConfig(deadline_s=20.0)) as judge:
+    with build_reward_manager([config], RewardManagerConfig(deadline_s=20.0)) as judge:
 
-        async def both() -> list[Judgement]:
+        async def both() -> list[RewardResult]:
             late = asyncio.ensure_future(judge.judge(task(None, **CHECKED), completion(endless)))
             await asyncio.sleep(0.3)
             late.cancel()
@@ -454,21 +454,24 @@ def test_a_judgement_that_comes_too_late_gives_its_turn_back() -> None:
 
 def test_details_are_logged_and_do_not_count() -> None:
     class Fixed:
-        async def judge(self, task: Task, completion: Completion) -> Verdict:
-            return Verdict(0.5, details={"hidden": 0.25})
+        async def judge(self, task: Task, completion: Completion) -> Score:
+            return Score(0.5, details={"hidden": 0.25})
 
     class Together:
-        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Verdict]:
-            return [Verdict(0.1, details={"rank": 2.0}) for _ in completions]
+        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
+            return [Score(0.1, details={"rank": 2.0}) for _ in completions]
 
-    parts = [Part("one", RewardSection(weight=2.0), Fixed()), Part("all", RewardSection(), Together())]
-    with Judge(parts, JudgingConfig(), Resources()) as judge:
+    parts = [
+        WeightedReward("one", RewardSection(weight=2.0), Fixed()),
+        WeightedReward("all", RewardSection(), Together()),
+    ]
+    with RewardManager(parts, RewardManagerConfig(), RewardResources()) as judge:
         (found,) = asyncio.run(judge.judge_group(task(1), [completion("a")]))
     assert found.reward == pytest.approx(1.1)
     assert found.parts == {"one": 0.5, "all": 0.1}
     assert found.details == {"one/hidden": 0.25, "all/rank": 2.0}
     gate = RewardSection(gate=GateConfig(at_least=1.0, otherwise=-1.0))
-    with Judge([Part("one", gate, Fixed())], JudgingConfig(), Resources()) as judge:
+    with RewardManager([WeightedReward("one", gate, Fixed())], RewardManagerConfig(), RewardResources()) as judge:
         found = asyncio.run(judge.judge(task(1), completion("a")))
     assert (found.reward, found.details) == (-1.0, {"one/hidden": 0.25})
 

@@ -14,7 +14,7 @@ import pytest
 from reward_helpers import completion, task
 
 from rollmill.config.rewards import CodeReward
-from rollmill.rewards import Judge, Judgement, build_judge
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 
 SECRET = "expected-7c1f"
 DATA: dict[str, Any] = {
@@ -190,25 +190,25 @@ PROGRAMS = {
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge(
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager(
         [CodeReward(name="code", credit="fraction", time_limit_s=0.5, total_limit_s=1.0, memory_mb=256)]
     ) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[Judge]:
+def patient() -> Iterator[RewardManager]:
     """For what earns something, on a machine that has no time."""
-    with build_judge([CodeReward(name="code", credit="fraction", memory_mb=256)]) as made:
+    with build_reward_manager([CodeReward(name="code", credit="fraction", memory_mb=256)]) as made:
         yield made
 
 
-def judged(judge: Judge, columns: dict[str, Any], code: str) -> Judgement:
+def judged(judge: RewardManager, columns: dict[str, Any], code: str) -> RewardResult:
     return asyncio.run(judge.judge(task(None, **columns), completion(f"```python\n{code}\n```")))
 
 
-def test_the_right_function_and_program_earn_everything(patient: Judge) -> None:
+def test_the_right_function_and_program_earn_everything(patient: RewardManager) -> None:
     right = f"def f(n): return [n * n, True, f'{SECRET}-{{n}}']"
     for columns in (DATA, CHECK):
         assert judged(patient, columns, right).reward == 1.0
@@ -217,7 +217,7 @@ def test_the_right_function_and_program_earn_everything(patient: Judge) -> None:
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *SLOW])
 @pytest.mark.parametrize("columns", [DATA, CHECK], ids=["data", "check"])
-def test_functions_that_cheat_earn_nothing(judge: Judge, columns: dict[str, Any], name: str) -> None:
+def test_functions_that_cheat_earn_nothing(judge: RewardManager, columns: dict[str, Any], name: str) -> None:
     found = judged(judge, columns, (FUNCTIONS | SLOW)[name])
     assert found.reward == 0.0
     assert found.outcomes["code"] not in ("ok", "test_error", "late")
@@ -237,19 +237,19 @@ def test_the_cheats_are_real(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_programs_that_cheat_earn_no_more_than_they_solve(patient: Judge, name: str) -> None:
+def test_programs_that_cheat_earn_no_more_than_they_solve(patient: RewardManager, name: str) -> None:
     found = judged(patient, PROGRAM, PROGRAMS[name])
     assert found.reward == (pytest.approx(1 / 3) if name == "right for one test" else 0.0)
 
 
 @pytest.mark.parametrize("columns", [DATA, CHECK], ids=["data", "check"])
-def test_a_function_that_remembers_earns_nothing_for_it(judge: Judge, columns: dict[str, Any]) -> None:
+def test_a_function_that_remembers_earns_nothing_for_it(judge: RewardManager, columns: dict[str, Any]) -> None:
     """What the process has seen are arguments. It has them all by the last test, and no expected value among them."""
     code = "seen = []\ndef f(n):\n    seen.append(n)\n    return seen if len(seen) < 3 else [n * n, True, str(seen)]"
     assert judged(judge, columns, code).reward == 0.0
 
 
-def test_forged_replies_earn_what_their_values_are_worth(patient: Judge) -> None:
+def test_forged_replies_earn_what_their_values_are_worth(patient: RewardManager) -> None:
     """Writing the protocol by hand is another way to return a value. A right one is right, since it had to be found."""
     forging = (
         "import __main__\ndef f(n): pass\n"
@@ -286,7 +286,7 @@ def test_forged_replies_earn_what_their_values_are_worth(patient: Judge) -> None
             assert judged(patient, columns, forging % reply).reward == 0.0
 
 
-def test_nothing_is_left_in_the_trusted_process(judge: Judge) -> None:
+def test_nothing_is_left_in_the_trusted_process(judge: RewardManager) -> None:
     """No object of the model's classes is ever made here."""
     judged(judge, DATA, LIAR.format(base="int"))
     assert not [each for each in gc.get_objects() if type(each).__name__ == "Liar"]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.rewards.code.extraction import blocks, defines, extract_code, joined
+from rollmill.rewards.code.extraction import defines_name, extract_code, find_code_blocks, join_prefix
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_a_fence_can_be_required_and_ignored() -> None:
 
 @given(st.text(alphabet=" \t`~\npythonx=1", max_size=200))
 def test_blocks_are_pieces_of_the_text(text: str) -> None:
-    for block in blocks(text):
+    for block in find_code_blocks(text):
         assert all(line in text for line in block.code.split("\n"))
     found = extract_code(text)
     assert (found is None) == (not text.strip())
@@ -73,7 +73,7 @@ PROMPT = 'import math\n\n\ndef area(r):\n    """Of a circle."""\n'
 
 def test_a_completion_goes_on_from_its_prompt() -> None:
     body = "    return math.pi * r * r\n"
-    assert joined(PROMPT, body, "area") == f"{PROMPT}{body}\n"
+    assert join_prefix(PROMPT, body, "area") == f"{PROMPT}{body}\n"
     for tail in (
         "\nprint(area(1))",
         "\ndef other():\n    pass",
@@ -81,22 +81,22 @@ def test_a_completion_goes_on_from_its_prompt() -> None:
         "\n# so",
         "\n```\nExplanation",
     ):
-        assert joined(PROMPT, body + tail, "area").strip() == (PROMPT + body).strip()
+        assert join_prefix(PROMPT, body + tail, "area").strip() == (PROMPT + body).strip()
 
 
 def test_without_a_name_nothing_is_cut_off() -> None:
     program = "n = int(input())\ndef f(x):\n    return x\nprint(f(n))\n"
-    assert joined("import sys", program, None) == f"import sys\n\n{program}"
-    assert joined("def main():\n", "    pass\n\nmain()\n", None) == "def main():\n    pass\n\nmain()\n"
+    assert join_prefix("import sys", program, None) == f"import sys\n\n{program}"
+    assert join_prefix("def main():\n", "    pass\n\nmain()\n", None) == "def main():\n    pass\n\nmain()\n"
 
 
 def test_whole_functions_come_after_the_prompt_and_may_use_what_it_imports() -> None:
     names: dict[str, object] = {}
-    exec(joined(PROMPT, "def area(r):\n    return math.floor(r)\n", "area"), names)
+    exec(join_prefix(PROMPT, "def area(r):\n    return math.floor(r)\n", "area"), names)
     assert names["area"](2.5) == 2  # type: ignore[operator]
-    exec(joined("def area(r):\n", "def area(r):\n    return 7\n", "area"), names)
+    exec(join_prefix("def area(r):\n", "def area(r):\n    return 7\n", "area"), names)
     assert names["area"](0) == 7  # type: ignore[operator]
-    exec(joined("class Disc:\n    def area(r):\n", "class Disc:\n    area = 8\n", "Disc"), names)
+    exec(join_prefix("class Disc:\n    def area(r):\n", "class Disc:\n    area = 8\n", "Disc"), names)
     assert names["Disc"].area == 8  # type: ignore[attr-defined]
 
 
@@ -115,4 +115,4 @@ def test_whole_functions_come_after_the_prompt_and_may_use_what_it_imports() -> 
     ],
 )
 def test_what_defines_a_name(code: str, known: bool) -> None:
-    assert defines(code, "f") is known
+    assert defines_name(code, "f") is known

@@ -11,20 +11,20 @@ from reward_helpers import completion, task
 
 from rollmill.config.rewards import CodeReward
 from rollmill.config.taskset import TasksetConfig
-from rollmill.rewards import Judge, Judgement, build_judge
-from rollmill.tasks.taskset import load_taskset
+from rollmill.data.taskset import load_taskset
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 
 
-async def _graded(judge: Judge, pairs: list[tuple[dict[str, str], str]]) -> list[Judgement]:
-    async def one(row: dict[str, str], text: str) -> Judgement:
+async def _graded(judge: RewardManager, pairs: list[tuple[dict[str, str], str]]) -> list[RewardResult]:
+    async def one(row: dict[str, str], text: str) -> RewardResult:
         columns = {"prefix": row["prompt"], "test": row["test"], "entry_point": row["entry_point"]}
         return await judge.judge(task(None, row["task_id"], **columns), completion(text))
 
     return list(await asyncio.gather(*(one(*pair) for pair in pairs)))
 
 
-def graded(pairs: list[tuple[dict[str, str], str]], **keys: object) -> list[Judgement]:
-    with build_judge([CodeReward(name="code", **keys)]) as judge:  # type: ignore[arg-type]
+def graded(pairs: list[tuple[dict[str, str], str]], **keys: object) -> list[RewardResult]:
+    with build_reward_manager([CodeReward(name="code", **keys)]) as judge:  # type: ignore[arg-type]
         return asyncio.run(_graded(judge, pairs))
 
 
@@ -38,7 +38,7 @@ def test_all_canonical_solutions_pass(data_dir: Path) -> None:
 def test_tasks_of_the_preset_carry_their_tests(data_dir: Path) -> None:
     path = data_dir / "humaneval" / "HumanEval.jsonl"
     taskset = load_taskset(TasksetConfig(path=path, preset="humaneval", fields={"id": "task_id"}, limit=3))
-    with build_judge([CodeReward(name="code")]) as judge:
+    with build_reward_manager([CodeReward(name="code")]) as judge:
         for each in taskset.tasks:
             assert each.response is not None
             right, wrong = (

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.rewards.code.comparison import Rules, same_text, same_value
-from rollmill.rewards.code.values import DEEPEST, Opaque, TooLargeError, decode, encode, encode_text
+from rollmill.rewards.code.comparison import OutputMatchOptions, outputs_match, values_match
+from rollmill.rewards.code.values import MAX_DEPTH, Opaque, TooLargeError, decode, encode, encode_text
 
 leaves = (
     st.none()
@@ -57,12 +57,14 @@ def test_values_come_back_as_they_were(value: Any) -> None:
 @given(values)
 def test_every_value_is_the_same_as_itself(value: Any) -> None:
     if "j" not in repr(value) or "nan" not in repr(value):
-        assert same_value(value, sent(value), Rules(tolerance=0.0, tuples_as_lists=False))
+        assert values_match(value, sent(value), OutputMatchOptions(tolerance=0.0, tuples_as_lists=False))
 
 
 @given(values, values)
 def test_what_python_finds_different_is_different(one: Any, other: Any) -> None:
-    if "nan" not in repr(one) and same_value(one, sent(other), Rules(tolerance=0.0, tuples_as_lists=False)):
+    if "nan" not in repr(one) and values_match(
+        one, sent(other), OutputMatchOptions(tolerance=0.0, tuples_as_lists=False)
+    ):
         assert one == other
 
 
@@ -124,14 +126,14 @@ def test_what_python_finds_different_is_different(one: Any, other: Any) -> None:
     ],
 )
 def test_what_is_the_same(expected: Any, found: Any, same: bool) -> None:
-    assert same_value(expected, sent(found), Rules()) is same
+    assert values_match(expected, sent(found), OutputMatchOptions()) is same
 
 
 def test_tuples_and_lists_can_be_told_apart() -> None:
-    strict = Rules(tuples_as_lists=False)
-    assert not same_value([1, 2], sent((1, 2)), strict)
-    assert not same_value((1, 2), sent([1, 2]), strict)
-    assert same_value((1, [2]), sent((1, [2])), strict)
+    strict = OutputMatchOptions(tuples_as_lists=False)
+    assert not values_match([1, 2], sent((1, 2)), strict)
+    assert not values_match((1, 2), sent([1, 2]), strict)
+    assert values_match((1, [2]), sent((1, [2])), strict)
 
 
 class Liar:
@@ -178,13 +180,13 @@ def test_subclasses_are_what_they_are_underneath() -> None:
 def test_other_objects_are_the_same_as_nothing(expected: Any) -> None:
     found = sent(Liar())
     assert isinstance(decode(found), Opaque)
-    assert not same_value(expected, found, Rules())
-    assert not same_value([expected], [*sent([]), found], Rules())
+    assert not values_match(expected, found, OutputMatchOptions())
+    assert not values_match([expected], [*sent([]), found], OutputMatchOptions())
 
 
 def test_endless_and_deep_values_are_refused() -> None:
     deep: list[Any] = []
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_DEPTH + 1):
         deep = [deep]
     cycle: list[Any] = []
     cycle.append(cycle)
@@ -214,7 +216,7 @@ FORGED = [
 def test_forged_trees_are_no_value(tree: Any, expected: Any) -> None:
     """Nothing but a ValueError comes out of them, and no equality that is not one."""
     try:
-        same = same_value(expected, tree, Rules())
+        same = values_match(expected, tree, OutputMatchOptions())
     except ValueError:
         same = False
     assert not same or decode(tree) == expected
@@ -226,7 +228,7 @@ def test_members_of_one_hash_are_refused_before_they_cost_time() -> None:
         with pytest.raises(ValueError, match="same hash"):
             decode([tag, *(["i", hex(each)] for each in same_hash)])
     with pytest.raises(ValueError, match="same hash"):
-        same_value(set(range(len(same_hash))), ["s", *(["i", hex(each)] for each in same_hash)], Rules())
+        values_match(set(range(len(same_hash))), ["s", *(["i", hex(each)] for each in same_hash)], OutputMatchOptions())
 
 
 @pytest.mark.parametrize(
@@ -258,4 +260,4 @@ def test_members_of_one_hash_are_refused_before_they_cost_time() -> None:
     ],
 )
 def test_outputs_of_programs(compare: Any, expected: str, found: str, same: bool) -> None:
-    assert same_text(expected, found, Rules(compare=compare)) is same
+    assert outputs_match(expected, found, OutputMatchOptions(compare=compare)) is same

@@ -15,8 +15,8 @@ import psutil
 import pytest
 from waiting import wait_until
 
-from rollmill.core.errors import RewardError
-from rollmill.rewards.grader import GraderPool
+from rollmill.errors import RewardError
+from rollmill.rewards.grader_pool import GraderPool
 
 EASY = {"gold": "2\\sqrt{3}", "answer": "\\sqrt{12}"}
 ENDLESS = {"gold": "\\sqrt{2}", "answer": "9^{9^{9^{9}}}"}
@@ -87,7 +87,7 @@ def test_closing_leaves_no_process_and_ends_what_is_under_way() -> None:
 
 def test_workers_die_with_their_parent() -> None:
     program = """
-        from rollmill.rewards.grader import GraderPool
+        from rollmill.rewards.grader_pool import GraderPool
         pool = GraderPool()
         pool.submit("math", {"gold": "x", "answer": "x"}, 10).result(30)
         pool.submit("math", {"gold": "x", "answer": "9^{9^{9^{9}}}"}, 100)

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.judging import JudgingConfig
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import (
     ExactReward,
     FormatReward,
@@ -29,16 +29,16 @@ from rollmill.config.rewards import (
     ReasoningGymReward,
     RewardSection,
 )
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.core.registry import import_file, reward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards import Judge, Judgement, build_judge
-from rollmill.rewards.base import Verdict, checked_value
-from rollmill.rewards.judge import Part
-from rollmill.rewards.resources import Resources
-from rollmill.rewards.threads import LIMIT, MOST_STUCK
+from rollmill.errors import ConfigError, RewardError
+from rollmill.registry import import_file, reward
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.base import Score, validate_value
+from rollmill.rewards.function_threads import MAX_STUCK_THREADS, MAX_THREADS
+from rollmill.rewards.manager import WeightedReward
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
-Make = Callable[..., Judge]
+Make = Callable[..., RewardManager]
 FIRST = "judges0.py"
 
 
@@ -46,10 +46,10 @@ FIRST = "judges0.py"
 def judge_of(tmp_path: Path) -> Make:
     """A judge of one Python function, given its source."""
 
-    def make(source: str, name: str = "f", **keys: Any) -> Judge:
+    def make(source: str, name: str = "f", **keys: Any) -> RewardManager:
         path = tmp_path / f"judges{len(list(tmp_path.iterdir()))}.py"
         path.write_text("import asyncio, threading, time\n" + source)
-        return build_judge([PythonReward(name="python", function=f"{path}:{name}", **keys)])
+        return build_reward_manager([PythonReward(name="python", function=f"{path}:{name}", **keys)])
 
     return make
 
@@ -66,7 +66,7 @@ def test_the_reward_is_the_weighted_sum_of_the_parts_that_apply(tmp_path: Path) 
         PythonReward(name="python", function=f"{tmp_path}/mine.py:parts", options={"scale": 3}, weight=0.1),
         PythonReward(name="python", function=f"{tmp_path}/mine.py:skip", weight=100),
     ]
-    with build_judge(configs) as judge:
+    with build_reward_manager(configs) as judge:
         found = judged(judge, "5", "It is 5")
     assert found.parts == {
         "math": 1.0,
@@ -101,7 +101,7 @@ def test_nothing_applies(judge_of: Make) -> None:
     ],
 )
 def test_exact(keys: dict[str, Any], gold: Any, text: str, reward: float | None) -> None:
-    with build_judge([ExactReward(name="exact", **keys)]) as judge:
+    with build_reward_manager([ExactReward(name="exact", **keys)]) as judge:
         assert judged(judge, gold, text).reward == reward
 
 
@@ -109,20 +109,20 @@ def test_exact(keys: dict[str, Any], gold: Any, text: str, reward: float | None)
     ("whole", "text", "reward"), [(False, "so <a>\n</a>.", 1.0), (True, "so <a>\n</a>.", 0.0), (True, "<a>\n</a>", 1.0)]
 )
 def test_format(whole: bool, text: str, reward: float) -> None:
-    with build_judge([FormatReward(name="format", pattern="<a>.*</a>", whole=whole)]) as judge:
+    with build_reward_manager([FormatReward(name="format", pattern="<a>.*</a>", whole=whole)]) as judge:
         assert judged(judge, None, text).reward == reward
 
 
 def test_a_pattern_of_exponential_time_ends_at_its_limit() -> None:
     config = FormatReward(name="format", pattern=r"(a|aa)+$", time_limit_s=0.05)
-    with build_judge([config]) as judge:
+    with build_reward_manager([config]) as judge:
         found = judged(judge, None, "a" * 60 + "b")
         assert (found.reward, found.outcomes) == (0.0, {"format": "timeout"})
         assert judged(judge, None, "aaa").reward == 1.0
 
 
 def test_async_functions_are_awaited_and_plain_ones_leave_the_loop_alone(judge_of: Make) -> None:
-    async def twenty(judge: Judge) -> list[float | None]:
+    async def twenty(judge: RewardManager) -> list[float | None]:
         found = await asyncio.gather(*(judge.judge(task(i), completion(str(i))) for i in range(20)))
         return [each.reward for each in found]
 
@@ -163,7 +163,7 @@ def test_errors_name_reward_task_and_completion(judge_of: Make, body: str, messa
 
 
 def test_what_is_a_value() -> None:
-    found = [checked_value(value) for value in (True, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 4), None)]
+    found = [validate_value(value) for value in (True, 2, 0.5, np.float32(0.5), np.int64(3), Fraction(1, 4), None)]
     assert found == [1.0, 2.0, 0.5, 0.5, 3.0, 0.25, None]
     assert all(type(value) is float for value in found[:-1])
 
@@ -185,8 +185,8 @@ def test_a_time_out_is_an_outcome_of_its_own(judge_of: Make, source: str) -> Non
 def test_stuck_threads_are_counted_named_and_not_unlimited(judge_of: Make, caplog: pytest.LogCaptureFixture) -> None:
     source = "GATE = threading.Event()\ndef f(task, completion): GATE.wait(60)"
 
-    async def many(judge: Judge) -> None:
-        for _ in range(MOST_STUCK):
+    async def many(judge: RewardManager) -> None:
+        for _ in range(MAX_STUCK_THREADS):
             assert (await judge.judge(task("5"), completion("5"))).outcomes == {"f": "timeout"}
         await judge.judge(task("5"), completion("5"))
 
@@ -219,7 +219,7 @@ def f(task, completion):
 def test_processes_work_at_the_same_time_and_only_as_many_as_are_needed(judge_of: Make) -> None:
     source = "import os\ndef f(task, completion): time.sleep(0.5); return os.getpid()"
 
-    async def three(judge: Judge) -> set[float | None]:
+    async def three(judge: RewardManager) -> set[float | None]:
         return {each.reward for each in await judge.judge_group(task("5"), [completion(text, 0) for text in "abc"])}
 
     with judge_of(source, processes=3) as judge:
@@ -233,7 +233,7 @@ def test_registered_functions_run_in_processes_too(tmp_path: Path) -> None:
     path = tmp_path / "plugin_of_rewards.py"
     path.write_text("import os, rollmill\n@rollmill.reward\ndef pid_of_plugin(task, completion): return os.getpid()\n")
     import_file(path)
-    with build_judge([PythonReward(name="python", function="pid_of_plugin")]) as judge:
+    with build_reward_manager([PythonReward(name="python", function="pid_of_plugin")]) as judge:
         assert judged(judge, "5", "5").reward != os.getpid()
 
 
@@ -243,7 +243,7 @@ def test_the_decorator_marks_functions_of_groups(tmp_path: Path) -> None:
         "import rollmill\n@rollmill.reward(group=True)\ndef ranks_of_plugin(task, completions): return [1, 2]\n"
     )
     import_file(path)
-    with build_judge([PythonReward(name="python", function="ranks_of_plugin")]) as judge:
+    with build_reward_manager([PythonReward(name="python", function="ranks_of_plugin")]) as judge:
         found = asyncio.run(judge.judge_group(task("5"), [completion("a"), completion("b")]))
     assert [each.reward for each in found] == [1.0, 2.0]
 
@@ -253,7 +253,7 @@ def test_a_function_without_a_file_runs_in_a_thread() -> None:
     def pid_of_nowhere(task: Any, completion: Any) -> int:
         return os.getpid()
 
-    with build_judge([PythonReward(name="python", function="pid_of_nowhere")]) as judge:
+    with build_reward_manager([PythonReward(name="python", function="pid_of_nowhere")]) as judge:
         assert judged(judge, "5", "5").reward == os.getpid()
 
 
@@ -271,8 +271,8 @@ def test_the_cause_has_the_traceback_of_the_function(judge_of: Make) -> None:
 
 
 def test_waiting_for_a_thread_is_not_counted_against_the_limit(judge_of: Make) -> None:
-    async def many(judge: Judge) -> set[str]:
-        found = await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(4 * LIMIT)))
+    async def many(judge: RewardManager) -> set[str]:
+        found = await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(4 * MAX_THREADS)))
         return {each.outcomes["f"] for each in found}
 
     before = threading.enumerate()
@@ -335,26 +335,28 @@ def test_a_wrong_count_is_an_error(judge_of: Make, body: str, message: str) -> N
 
 @given(st.lists(st.tuples(st.floats(-3, 3), st.one_of(st.none(), st.floats(-3, 3))), max_size=4))
 def test_weights_of_group_and_single_rewards_add_up(parts: list[tuple[float, float | None]]) -> None:
-    from rollmill.rewards import Part, Verdict
-    from rollmill.rewards.resources import Resources
+    from rollmill.rewards import Score, WeightedReward
+    from rollmill.rewards.resources import RewardResources
 
     class Single:
         def __init__(self, value: float | None) -> None:
             self.value = value
 
-        async def judge(self, task: Any, completion: Any) -> Verdict:
-            return Verdict(self.value)
+        async def judge(self, task: Any, completion: Any) -> Score:
+            return Score(self.value)
 
     class Together:
         def __init__(self, value: float | None) -> None:
             self.value = value
 
-        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Verdict]:
-            return [Verdict(self.value)] * len(completions)
+        async def judge_group(self, task: Any, completions: Any, judged: Any) -> list[Score]:
+            return [Score(self.value)] * len(completions)
 
     def reward_of(kinds: Any) -> float | None:
-        built = [Part(f"p{i}", RewardSection(weight=weight), kinds(i)(v)) for i, (weight, v) in enumerate(parts)]
-        judge = Judge(built, JudgingConfig(), Resources())
+        built = [
+            WeightedReward(f"p{i}", RewardSection(weight=weight), kinds(i)(v)) for i, (weight, v) in enumerate(parts)
+        ]
+        judge = RewardManager(built, RewardManagerConfig(), RewardResources())
         return asyncio.run(judge.judge_group(task(1), [completion("a"), completion("b")]))[1].reward
 
     given = [weight * value for weight, value in parts if value is not None]
@@ -371,7 +373,7 @@ def test_group_functions_may_see_what_single_rewards_said(judge_of: Make, tmp_pa
     group = [completion("5", 0), completion(" 5 ", 1), completion("6", 2)]
     for run_in in ("process", "thread"):
         function = PythonReward(name="python", function=f"{path}:f", run_in=run_in)
-        with build_judge([ExactReward(name="exact", weight=10), function]) as judge:
+        with build_reward_manager([ExactReward(name="exact", weight=10), function]) as judge:
             found = asyncio.run(judge.judge_group(task("5"), group))
         assert [each.reward for each in found] == [9.0, 7.0, 0.0]
 
@@ -382,12 +384,12 @@ def gated(**keys: Any) -> FormatReward:
 
 def test_a_gate_that_is_not_passed_decides_alone(judge_of: Make) -> None:
     refused = PythonReward(name="python", function=f"{__file__}:never_called", run_in="thread")
-    with build_judge([refused, gated(otherwise=-0.5)]) as judge:
+    with build_reward_manager([refused, gated(otherwise=-0.5)]) as judge:
         found = judged(judge, "5", "5")
     assert found.reward == -0.5
     assert found.parts == {"format": 0.0}
     assert found.outcomes == {"format": "ok", "never_called": "gated"}
-    assert found.closed_by == "format"
+    assert found.failed_gate == "format"
 
 
 def never_called(task: Any, completion: Any) -> float:
@@ -395,47 +397,47 @@ def never_called(task: Any, completion: Any) -> float:
 
 
 def test_a_gate_that_is_passed_counts_like_any_reward() -> None:
-    with build_judge([ExactReward(name="exact", after="<a>"), gated()]) as judge:
+    with build_reward_manager([ExactReward(name="exact", after="<a>"), gated()]) as judge:
         found = judged(judge, "5", "<a>5")
-    assert (found.reward, found.closed_by) == (1.25, None)
+    assert (found.reward, found.failed_gate) == (1.25, None)
 
 
 def test_a_gate_that_does_not_count_yet_lets_everything_pass() -> None:
     gate = gated(otherwise=-1.0).model_copy(update={"after_steps": 3})
-    with build_judge([ExactReward(name="exact"), gate]) as judge:
+    with build_reward_manager([ExactReward(name="exact"), gate]) as judge:
         for version, reward, closed_by in ((2, 1.0, None), (3, -1.0, "format")):
             written = completion("5")
             written.versions = np.array([version], np.int32)
             found = asyncio.run(judge.judge(task("5"), written))
-            assert (found.reward, found.closed_by, found.parts["format"]) == (reward, closed_by, 0.0)
+            assert (found.reward, found.failed_gate, found.parts["format"]) == (reward, closed_by, 0.0)
 
 
 def test_a_gate_compares_what_is_logged(tmp_path: Path) -> None:
     path = tmp_path / "parts.py"
     path.write_text("def f(task, completion): return {'a': 9, 'b': -9}\n")
     gate = PythonReward(name="python", function=f"{path}:f", clip=(0, 1), gate=GateConfig(at_least=1, otherwise=-5))
-    with build_judge([gate]) as judge:
+    with build_reward_manager([gate]) as judge:
         assert judged(judge, "5", "5").reward == 1.0
 
 
 class Both:
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         raise AssertionError("a closed gate must keep everything else from judging")
 
-    async def judge_group(self, task: Task, completions: Any, judged: Any) -> list[Verdict]:
+    async def judge_group(self, task: Task, completions: Any, judged: Any) -> list[Score]:
         raise AssertionError("not asked here")
 
 
 def test_a_closed_gate_is_the_outcome_of_rewards_of_either_kind() -> None:
     gate = gated(otherwise=-1.0)
-    with build_judge([gate]) as closed:
-        parts = [*closed._parts.values(), Part("both", ExactReward(name="exact"), Both())]
-        judge = Judge(parts, JudgingConfig(), Resources())
+    with build_reward_manager([gate]) as closed:
+        parts = [*closed._parts.values(), WeightedReward("both", ExactReward(name="exact"), Both())]
+        judge = RewardManager(parts, RewardManagerConfig(), RewardResources())
         assert judged(judge, "5", "5").outcomes == {"format": "ok", "both": "gated"}
 
 
 def test_what_rewards_share_is_made_once_by_many_threads_and_all_of_it_closed() -> None:
-    resources, made, closed, ready = Resources(), [], [], threading.Barrier(8)
+    resources, made, closed, ready = RewardResources(), [], [], threading.Barrier(8)
 
     class Slow:
         def __init__(self) -> None:
@@ -468,7 +470,7 @@ def test_a_reward_that_compares_completions_cannot_be_a_gate(judge_of: Make) -> 
 
 def test_of_several_gates_the_lowest_counts() -> None:
     other = ExactReward(name="exact", gate=GateConfig(at_least=0.5, otherwise=-2.0))
-    with build_judge([gated(otherwise=-1.0), other]) as judge:
+    with build_reward_manager([gated(otherwise=-1.0), other]) as judge:
         assert judged(judge, "5", "6").reward == -2.0
         assert judged(judge, None, "6").reward == -1.0  # exact does not apply, so it is passed
 
@@ -476,7 +478,7 @@ def test_of_several_gates_the_lowest_counts() -> None:
 def test_group_rewards_do_not_count_where_a_gate_is_closed(judge_of: Make, tmp_path: Path) -> None:
     path = tmp_path / "longer.py"
     path.write_text("def f(task, completions): return [len(c.text) for c in completions]\nf.group = True\n")
-    with build_judge([gated(), PythonReward(name="python", function=f"{path}:f")]) as judge:
+    with build_reward_manager([gated(), PythonReward(name="python", function=f"{path}:f")]) as judge:
         found = asyncio.run(judge.judge_group(task("5"), [completion("<a>", 0), completion("none", 1)]))
     assert [each.reward for each in found] == [3.25, 0.0]
     assert [each.parts["f"] for each in found] == [3.0, 4.0]
@@ -490,18 +492,20 @@ def test_parts_are_clipped_before_their_weight_and_the_sum_at_the_end(judge_of: 
     )
     one = PythonReward(name="python", function=f"{path}:one", clip=(-1, 2), weight=10)
     group = PythonReward(name="python", function=f"{path}:group")
-    with build_judge([one]) as judge:
+    with build_reward_manager([one]) as judge:
         found = judged(judge, "5", "5")
     assert found.parts == {"one/a": 2.0, "one/b": -1.0, "one/c": None}
     assert found.reward == 10.0
-    with build_judge([one.model_copy(update={"weight": -9.0}), group], JudgingConfig(clip=(0, 95))) as judge:
+    with build_reward_manager(
+        [one.model_copy(update={"weight": -9.0}), group], RewardManagerConfig(clip=(0, 95))
+    ) as judge:
         [found] = asyncio.run(judge.judge_group(task("5"), [completion("5")]))
     assert found.reward == 100 - 9  # the sum is clipped once, at the end
 
 
 def test_a_reward_may_wait_for_later_weights() -> None:
     late = ExactReward(name="exact", after_steps=3)
-    with build_judge([late, FormatReward(name="format", pattern="5", weight=0.5)]) as judge:
+    with build_reward_manager([late, FormatReward(name="format", pattern="5", weight=0.5)]) as judge:
         for version, reward in ((2, 0.5), (3, 1.5)):
             written = completion("5")
             written.versions = np.array([version, version - 1], np.int32)
@@ -514,10 +518,10 @@ def test_what_is_late_has_an_outcome_and_a_reward_of_its_own(judge_of: Make, tmp
     path.write_text("import time\ndef f(task, completion): time.sleep(1)\n")
     slow = PythonReward(name="python", function=f"{path}:f", timeout_reward=-1, processes=1)
 
-    async def both(judge: Judge) -> list[Judgement]:
+    async def both(judge: RewardManager) -> list[RewardResult]:
         return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(2)))
 
-    with build_judge([slow, ExactReward(name="exact")], JudgingConfig(deadline_s=0.2)) as judge:
+    with build_reward_manager([slow, ExactReward(name="exact")], RewardManagerConfig(deadline_s=0.2)) as judge:
         found = asyncio.run(both(judge))
     assert [each.outcomes for each in found] == [{"f": "late", "exact": "ok"}] * 2
     assert [each.reward for each in found] == [0.0, 0.0]
@@ -527,10 +531,10 @@ def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
     path = tmp_path / "timed.py"
     path.write_text("import time\ndef f(task, completion):\n    time.sleep(0.2)\n    return 1\n")
 
-    async def three(judge: Judge) -> list[Judgement]:
+    async def three(judge: RewardManager) -> list[RewardResult]:
         return await asyncio.gather(*(judge.judge(task("5"), completion("5")) for _ in range(3)))
 
-    with build_judge([PythonReward(name="python", function=f"{path}:f", processes=1)]) as judge:
+    with build_reward_manager([PythonReward(name="python", function=f"{path}:f", processes=1)]) as judge:
         judged(judge, "5", "5")  # starts the process
         spans = sorted((each.spans["f"] for each in asyncio.run(three(judge))), key=lambda span: span.ended)
     assert all(span.ended - span.started >= 0.19 for span in spans)
@@ -540,7 +544,7 @@ def test_spans_tell_waiting_from_work(tmp_path: Path) -> None:
     assert spans[0].started - spans[0].asked < spans[2].started - spans[2].asked
 
 
-@pytest.mark.parametrize("section", [RewardSection, JudgingConfig])
+@pytest.mark.parametrize("section", [RewardSection, RewardManagerConfig])
 def test_bounds_the_wrong_way_round_are_refused(section: type) -> None:
     with pytest.raises(ValueError, match="the lower bound 2 is above the upper 1"):
         section(clip=(2, 1))
@@ -555,7 +559,7 @@ def test_reasoning_gym_scores_its_own_tasks() -> None:
 
     chain, factors = made("chain_sum", min_terms=2, max_terms=2), made("prime_factorization")
     countdown = made("countdown")
-    with build_judge([ReasoningGymReward(name="reasoning_gym", after="Answer:", time_limit_s=1.0)]) as judge:
+    with build_reward_manager([ReasoningGymReward(name="reasoning_gym", after="Answer:", time_limit_s=1.0)]) as judge:
         gold = chain["entry"]["answer"]
         assert judged(judge, None, f"Answer: {gold}\n", **chain).reward == 1.0
         assert 0 < (judged(judge, None, f"Answer: it is {gold}", **chain).reward or 0) < 1
@@ -574,8 +578,8 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
     )
     config = PythonReward(name="python", function=f"{tmp_path / 'slow.py'}:slow", time_limit_s=0.3)
 
-    async def main() -> Judgement:
-        with build_judge([config]) as judge:
+    async def main() -> RewardResult:
+        with build_reward_manager([config]) as judge:
             pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
             await asyncio.sleep(0.01)
             time.sleep(0.6)
@@ -588,14 +592,14 @@ def test_async_rewards_are_timed_and_run_while_the_callers_loop_is_blocked(tmp_p
 class Detailed:
     """A reward that logs a number beside its value."""
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
-        return Verdict(1.0, details={"physics": 0.25})
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        return Score(1.0, details={"physics": 0.25})
 
 
 def test_details_are_kept_by_name_and_not_counted() -> None:
     config = ExactReward(name="exact", weight=2.0, gate=GateConfig(at_least=2.0, otherwise=-1.0))
     counted, closed = (
-        Judge([Part("mine", each, Detailed())], JudgingConfig(), Resources())
+        RewardManager([WeightedReward("mine", each, Detailed())], RewardManagerConfig(), RewardResources())
         for each in (config.model_copy(update={"gate": None}), config)
     )
     found = judged(counted, "x", "x")

@@ -22,14 +22,14 @@ from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
 from rollmill.config.rewards import FormatReward, JudgeReward, PairwiseReward, RankingReward
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Task
-from rollmill.rewards import Judge, Judgement, build_judge
-from rollmill.rewards.judges import asking
-from rollmill.rewards.judges.rubric import RubricScorer
-from rollmill.rewards.judges.schedule import schedule
-from rollmill.rewards.resources import Resources
-from rollmill.tasks.images import image_ref
+from rollmill.data.images import make_image_ref
+from rollmill.errors import RewardError
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.judges import client
+from rollmill.rewards.judges.rubric import RubricJudge
+from rollmill.rewards.judges.schedule import pair_opponents
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Task
 
 MODEL = {"endpoint": "http://localhost:1/v1", "model": "m"}
 BLOCK = re.compile(r"<(response-[0-9a-f]{6})>\n(.*?)\n</\1>", re.DOTALL)
@@ -50,18 +50,18 @@ def asks(reply: Callable[[str, int, int], str]) -> Iterator[Scripted]:
     """Every judge asks this function of the question, the seed and the index."""
     model = Scripted(reply)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(asking, "chat_model", lambda config, resources: model)
+        patch.setattr(client, "build_chat_model", lambda config, resources: model)
         yield model
     model.loop.close()
 
 
-def group(judge: Judge, texts: Sequence[str], of: Task | None = None) -> list[Judgement]:
+def group(judge: RewardManager, texts: Sequence[str], of: Task | None = None) -> list[RewardResult]:
     found = [completion(text, index) for index, text in enumerate(texts)]
     return asyncio.run(judge.judge_group(of or task("5"), found))
 
 
-def judge_of(**keys: Any) -> Judge:
-    return build_judge([JudgeReward(name="judge", **MODEL, **keys)])
+def judge_of(**keys: Any) -> RewardManager:
+    return build_reward_manager([JudgeReward(name="judge", **MODEL, **keys)])
 
 
 # -- scores ------------------------------------------------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_most_votes_need_a_verdict(good: int, votes: int, found: tuple[float, st
 def test_a_reply_that_was_cut_off_is_no_verdict() -> None:
     with (
         chat_server([Answer('{"score": 9}', finish="length")]) as server,
-        build_judge([JudgeReward(name="judge", endpoint=server.url, model="m")]) as judge,
+        build_reward_manager([JudgeReward(name="judge", endpoint=server.url, model="m")]) as judge,
     ):
         assert judged(judge, "5", "a").outcomes == {"judge": "unparsable"}
 
@@ -172,7 +172,7 @@ def test_a_template_of_ones_own() -> None:
 def test_scoring_by_the_callers_rubric() -> None:
     async def scored(rubric: str) -> float:
         config = JudgeReward(name="judge", **MODEL, rubric="theirs", unparsable_reward=0.25)
-        return await RubricScorer(config, Resources()).score(task("5", rubric="the task's"), "text", rubric)
+        return await RubricJudge(config, RewardResources()).score(task("5", rubric="the task's"), "text", rubric)
 
     with asks(lambda text, seed, index: '{"score": 6}' if "\nmine\n" in text and "their" not in text else "?"):
         assert asyncio.run(scored("mine")) == pytest.approx(0.6)
@@ -193,8 +193,8 @@ def better(quality: Callable[[str], float], margin: float = 0.0) -> Callable[[st
     return reply
 
 
-def pairs_of(**keys: Any) -> Judge:
-    return build_judge([PairwiseReward(name="pairwise", **MODEL, **keys)])
+def pairs_of(**keys: Any) -> RewardManager:
+    return build_reward_manager([PairwiseReward(name="pairwise", **MODEL, **keys)])
 
 
 def test_win_rates_of_a_fair_judge() -> None:
@@ -247,7 +247,7 @@ def test_both_orders_need_a_verdict() -> None:
 def test_who_takes_part() -> None:
     gate = FormatReward(name="format", pattern=r"^\d+$", gate={"at_least": 1, "otherwise": -2})
     pairwise = PairwiseReward(name="pairwise", **MODEL, response_limit=3, unparsable_reward=-1)
-    with asks(better(float)) as model, build_judge([gate, pairwise]) as judge:
+    with asks(better(float)) as model, build_reward_manager([gate, pairwise]) as judge:
         found = group(judge, ["3", "x", "12345", "1"])
         assert [each.reward for each in found] == [2, -2, 0, 1]
         assert [each.outcomes["pairwise"] for each in found] == ["ok", "gated", "too_long", "ok"]
@@ -258,7 +258,7 @@ def test_who_takes_part() -> None:
 
 def test_against_the_reference() -> None:
     config = PairwiseReward(name="pairwise", **MODEL, against="reference")
-    with asks(better(float)) as model, build_judge([config]) as judge:
+    with asks(better(float)) as model, build_reward_manager([config]) as judge:
         assert not judge.groupwise
         assert [judged(judge, "5", text).reward for text in ("6", "4", "5", "5.0")] == [1, 0, 0.5, 0.5]
         assert judged(judge, None, "6").reward is None
@@ -269,17 +269,17 @@ def test_against_the_reference() -> None:
 
 @given(st.integers(2, 12), st.integers(1, 12), st.integers(0, 5))
 def test_everybody_meets_as_many_as_asked_for(count: int, opponents: int, seed: int) -> None:
-    pairs = schedule(count, opponents, f"{seed}")
+    pairs = pair_opponents(count, opponents, f"{seed}")
     met = [sum(player in pair for pair in pairs) for player in range(count)]
     wanted = min(opponents, count - 1)
     assert all(left < right for left, right in pairs)
     assert len(set(pairs)) == len(pairs)
     assert sorted(met) in ([wanted] * count, [wanted] * (count - 1) + [wanted + 1])
-    assert schedule(count, None, "") == list(combinations(range(count), 2))
+    assert pair_opponents(count, None, "") == list(combinations(range(count), 2))
 
 
 def test_opponents_are_drawn() -> None:
-    assert len({tuple(schedule(8, 2, f"{seed}")) for seed in range(20)}) > 10
+    assert len({tuple(pair_opponents(8, 2, f"{seed}")) for seed in range(20)}) > 10
 
 
 # -- rankings ----------------------------------------------------------------------------------------------------
@@ -296,8 +296,8 @@ def ranked(quality: Callable[[str], float], bias: float = 0.0) -> Callable[[str,
     return reply
 
 
-def ranking_of(**keys: Any) -> Judge:
-    return build_judge([RankingReward(name="ranking", **MODEL, **keys)])
+def ranking_of(**keys: Any) -> RewardManager:
+    return build_reward_manager([RankingReward(name="ranking", **MODEL, **keys)])
 
 
 def test_places_are_evenly_spaced_and_shared() -> None:
@@ -354,14 +354,14 @@ def test_candidates_are_anonymous_and_cannot_vote() -> None:
 
 def picture(file: Path, **changes: str) -> dict[str, Any]:
     Image.new("RGB", (2, 3), "red").save(file)
-    return asdict(image_ref(file)) | changes
+    return asdict(make_image_ref(file)) | changes
 
 
 def test_pictures_go_along(tmp_path: Path) -> None:
     images = [picture(tmp_path / "a.png"), picture(tmp_path / "b.png")]
     with chat_server(['{"score": 5}']) as server:
         config = JudgeReward(name="judge", endpoint=server.url, model="m")
-        with build_judge([config, config.model_copy(update={"images": False})]) as judge:
+        with build_reward_manager([config, config.model_copy(update={"images": False})]) as judge:
             assert judged(judge, "5", "a", images=images).reward == pytest.approx(1.0)
     contents = sorted(
         (body["messages"][1]["content"] for body in server.requests), key=lambda each: isinstance(each, str)
@@ -383,9 +383,12 @@ def test_pictures_go_along(tmp_path: Path) -> None:
 def test_pictures_that_are_not_what_they_were(tmp_path: Path, changes: dict[str, str], message: str) -> None:
     with chat_server(['{"score": 5}']) as server:
         config = JudgeReward(name="judge", endpoint=server.url, model="m")
-        with build_judge([config]) as judge, pytest.raises(RewardError, match=message):
+        with build_reward_manager([config]) as judge, pytest.raises(RewardError, match=message):
             judged(judge, "5", "a", images=[picture(tmp_path / "a.png", **changes)])
-        with build_judge([config]) as judge, pytest.raises(RewardError, match="not pictures that the taskset found"):
+        with (
+            build_reward_manager([config]) as judge,
+            pytest.raises(RewardError, match="not pictures that the taskset found"),
+        ):
             judged(judge, "5", "a", images=["a.png"])
         assert server.requests == []
 

@@ -20,29 +20,29 @@ from tiny import tiny_run
 
 from rollmill.cli import main
 from rollmill.config.rewards import JudgeReward
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.master import run
-from rollmill.monitor.view import PlainView
-from rollmill.rewards import Judge, Judgement, build_judge
+from rollmill.errors import ConfigError, RewardError
+from rollmill.launch import run
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.judges import endpoint as endpoint_module
-from rollmill.rewards.judges.trouble import retry_after
+from rollmill.rewards.judges.request_errors import retry_after
+from rollmill.trackers.console import PlainView
 
 SEVEN = 'It is fine.\n{"score": 7}'
 
 
 @pytest.fixture(autouse=True)
 def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint_module, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(endpoint_module, "MIN_BACKOFF_S", 0.01)
 
 
 def reward(url: str, **keys: Any) -> JudgeReward:
     return JudgeReward(name="judge", endpoint=url, model="m", **keys)
 
 
-def many(judge: Judge, count: int) -> list[Judgement]:
+def many(judge: RewardManager, count: int) -> list[RewardResult]:
     """As many different completions at once."""
 
-    async def all_of_them() -> list[Judgement]:
+    async def all_of_them() -> list[RewardResult]:
         return list(await asyncio.gather(*(judge.judge(task("5"), completion(f"r{i}", i)) for i in range(count))))
 
     return asyncio.run(all_of_them())
@@ -51,7 +51,7 @@ def many(judge: Judge, count: int) -> list[Judgement]:
 def test_a_request_holds_the_question_and_no_key() -> None:
     with (
         chat_server([SEVEN]) as server,
-        build_judge([reward(server.url, options={"top_k": 3, "seed": None}, rubric="Be strict.")]) as judge,
+        build_reward_manager([reward(server.url, options={"top_k": 3, "seed": None}, rubric="Be strict.")]) as judge,
     ):
         found = judged(judge, "5", "It is five.")
     assert (found.reward, found.outcomes) == (pytest.approx(0.7), {"judge": "ok"})
@@ -69,7 +69,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(monkeypatch: pytes
     monkeypatch.setenv("MY_KEY", "top-secret")
     with (
         chat_server([SEVEN, failing(401, "wrong key top-secret")]) as server,
-        build_judge([reward(server.url, api_key_env="MY_KEY")]) as judge,
+        build_reward_manager([reward(server.url, api_key_env="MY_KEY")]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
         with pytest.raises(RewardError, match=r"status 401 \(wrong key \*\*\*\), the key is refused; correct the") as e:
@@ -78,7 +78,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(monkeypatch: pytes
     assert "top-secret" not in str(e.value)
     monkeypatch.delenv("MY_KEY")
     with pytest.raises(ConfigError, match=r"environment variable MY_KEY \(api_key_env\) is not set"):
-        build_judge([reward("http://localhost/v1", api_key_env="MY_KEY")])
+        build_reward_manager([reward("http://localhost/v1", api_key_env="MY_KEY")])
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_the_key_comes_from_the_environment_and_shows_nowhere(monkeypatch: pytes
 def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
     with (
         chat_server([trouble, trouble, SEVEN]) as server,
-        build_judge([reward(server.url)]) as judge,
+        build_reward_manager([reward(server.url)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
         counters = judge.counters()
@@ -112,7 +112,7 @@ def test_what_may_pass_is_tried_again(trouble: Answer) -> None:
 def test_an_answer_that_does_not_come_is_asked_for_again() -> None:
     with (
         chat_server([Answer("late", delay_s=60), SEVEN]) as server,
-        build_judge([reward(server.url, try_s=1.0)]) as judge,
+        build_reward_manager([reward(server.url, try_s=1.0)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
         assert judge.counters()["judge/retries"] == len(server.requests) - 1
@@ -122,7 +122,7 @@ def test_too_many_requests_are_no_failed_tries() -> None:
     """However often an endpoint says so: only the deadline counts."""
     with (
         chat_server([failing(429, "slow down")] * 5 + [SEVEN]) as server,
-        build_judge([reward(server.url, tries=2)]) as judge,
+        build_reward_manager([reward(server.url, tries=2)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
 
@@ -136,7 +136,7 @@ def test_what_a_server_counts_and_writes_badly_does_no_harm(tmp_path: Path) -> N
     }
     with (
         chat_server([Answer(body=body)]) as server,
-        build_judge([reward(server.url, cache=tmp_path / "cache")]) as judge,
+        build_reward_manager([reward(server.url, cache=tmp_path / "cache")]) as judge,
     ):
         assert [judged(judge, "5", "a").reward for _ in range(2)] == pytest.approx([0.7] * 2)
         assert judge.counters()["judge/cached"] == 1
@@ -163,7 +163,7 @@ def test_what_a_server_counts_and_writes_badly_does_no_harm(tmp_path: Path) -> N
 def test_an_endpoint_that_does_not_work_ends_the_run(answers: list[Answer], message: str) -> None:
     with (
         chat_server(answers) as server,
-        build_judge([reward(server.url, tries=3)]) as judge,
+        build_reward_manager([reward(server.url, tries=3)]) as judge,
         pytest.raises(RewardError, match=message) as caught,
     ):
         judged(judge, "5", "a")
@@ -173,14 +173,14 @@ def test_an_endpoint_that_does_not_work_ends_the_run(answers: list[Answer], mess
 def test_no_server_at_all() -> None:
     with chat_server([SEVEN]) as server:
         url = server.url
-    with build_judge([reward(url, tries=2)]) as judge, pytest.raises(RewardError, match="no connection"):
+    with build_reward_manager([reward(url, tries=2)]) as judge, pytest.raises(RewardError, match="no connection"):
         judged(judge, "5", "a")
 
 
 def test_one_bad_request_among_good_ones_is_no_outage(caplog: pytest.LogCaptureFixture) -> None:
     with (
         chat_server(lambda body: failing(500, "this text breaks me") if "r3" in shown(body) else SEVEN) as server,
-        build_judge([reward(server.url, tries=4, max_in_flight=2, timeout_reward=-1)]) as judge,
+        build_reward_manager([reward(server.url, tries=4, max_in_flight=2, timeout_reward=-1)]) as judge,
     ):
         found = many(judge, 12)
         assert judge.counters()["judge/failed"] == 1
@@ -193,7 +193,7 @@ def test_a_response_that_breaks_the_server_alone_is_no_outage() -> None:
     """Nothing else is under way, so the endpoint is asked for a word."""
     with (
         chat_server(lambda body: Answer(drop=True) if "poison" in shown(body) else SEVEN) as server,
-        build_judge([reward(server.url, tries=2, timeout_reward=-1)]) as judge,
+        build_reward_manager([reward(server.url, tries=2, timeout_reward=-1)]) as judge,
     ):
         found = judged(judge, "5", "poison")
     assert (found.reward, found.outcomes) == (-1, {"judge": "timeout"})
@@ -205,7 +205,7 @@ def test_an_endpoint_that_refuses_everything_later_ends_the_run(status: int) -> 
     """An account without money, a filter that refuses the prompt: it is not the response's fault, so it earns no 0."""
     with (
         chat_server([SEVEN, failing(status, "your credit balance is too low")]) as server,
-        build_judge([reward(server.url)]) as judge,
+        build_reward_manager([reward(server.url)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.7)
         with pytest.raises(RewardError, match=rf"whatever the response: .+ status {status} \(your credit balance"):
@@ -217,7 +217,7 @@ def test_a_refused_response_ends_no_run(status: int) -> None:
     """Not even the first: a filter in front of the model does not like what it holds."""
     with (
         chat_server(lambda body: failing(status, "no") if "<script>" in shown(body) else SEVEN) as server,
-        build_judge([reward(server.url, unparsable_reward=-1)]) as judge,
+        build_reward_manager([reward(server.url, unparsable_reward=-1)]) as judge,
     ):
         assert judged(judge, "5", "<script>alert(1)</script>").outcomes == {"judge": "refused"}
         assert judged(judge, "5", "a").outcomes == {"judge": "ok"}
@@ -236,7 +236,7 @@ def test_what_lies_in_the_response_earns_a_low_reward(answer: Answer, outcome: s
     """422 may be the request's fault, but not after the same one was taken for another response."""
     with (
         chat_server([SEVEN, answer, SEVEN]) as server,
-        build_judge([reward(server.url, unparsable_reward=-0.5)]) as judge,
+        build_reward_manager([reward(server.url, unparsable_reward=-0.5)]) as judge,
     ):
         judged(judge, "5", "a")
         found = judged(judge, "5", "x" * 200)
@@ -246,14 +246,14 @@ def test_what_lies_in_the_response_earns_a_low_reward(answer: Answer, outcome: s
 def test_a_prompt_that_is_too_long_is_not_the_responses_fault() -> None:
     with (
         chat_server([failing(400, "x", "context_length_exceeded")]) as server,
-        build_judge([reward(server.url, rubric="word " * 50)]) as judge,
+        build_reward_manager([reward(server.url, rubric="word " * 50)]) as judge,
         pytest.raises(RewardError, match=r"whatever the response: .+ status 400 \(x\); shorten the prompt or `rubric`"),
     ):
         judged(judge, "5", "a")
 
 
 def test_too_long_responses_are_not_sent() -> None:
-    with chat_server([SEVEN]) as server, build_judge([reward(server.url, response_limit=5)]) as judge:
+    with chat_server([SEVEN]) as server, build_reward_manager([reward(server.url, response_limit=5)]) as judge:
         assert judged(judge, "5", "123456").outcomes == {"judge": "too_long"}
         assert judged(judge, "5", "12345").outcomes == {"judge": "ok"}
     assert len(server.requests) == 1
@@ -262,7 +262,7 @@ def test_too_long_responses_are_not_sent() -> None:
 def test_no_more_requests_at_once_than_allowed() -> None:
     with (
         chat_server(lambda body: Answer(SEVEN, delay_s=0.02)) as server,
-        build_judge([reward(server.url, max_in_flight=3)]) as judge,
+        build_reward_manager([reward(server.url, max_in_flight=3)]) as judge,
     ):
         assert [each.reward for each in many(judge, 12)] == pytest.approx([0.7] * 12)
     assert server.most <= 3
@@ -271,7 +271,9 @@ def test_no_more_requests_at_once_than_allowed() -> None:
 def test_rewards_with_the_same_settings_share_connections_and_limits() -> None:
     with (
         chat_server(lambda body: Answer(SEVEN, delay_s=0.02)) as server,
-        build_judge([reward(server.url, max_in_flight=1), reward(server.url, max_in_flight=1, weight=2)]) as judge,
+        build_reward_manager(
+            [reward(server.url, max_in_flight=1), reward(server.url, max_in_flight=1, weight=2)]
+        ) as judge,
     ):
         assert many(judge, 3)[0].parts == {"judge": pytest.approx(0.7), "judge#2": pytest.approx(0.7)}
         assert (judge.counters()["judge/calls"], judge.counters()["judge#2/calls"]) == (3, 3)
@@ -281,7 +283,7 @@ def test_rewards_with_the_same_settings_share_connections_and_limits() -> None:
 def test_tokens_cost() -> None:
     with (
         chat_server([SEVEN]) as server,
-        build_judge([reward(server.url, prompt_price=2.0, completion_price=10.0)]) as judge,
+        build_reward_manager([reward(server.url, prompt_price=2.0, completion_price=10.0)]) as judge,
     ):
         many(judge, 4)
         found = judge.counters()
@@ -290,10 +292,10 @@ def test_tokens_cost() -> None:
 
 
 def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
-    async def main() -> Judgement:
+    async def main() -> RewardResult:
         with (
             chat_server([Answer(status=500, delay_s=0.2), SEVEN]) as server,
-            build_judge([reward(server.url)]) as judge,
+            build_reward_manager([reward(server.url)]) as judge,
         ):
             pending = asyncio.ensure_future(judge.judge(task(1), completion("x")))
             while not server.requests:
@@ -306,7 +308,7 @@ def test_judging_goes_on_while_the_callers_loop_is_blocked() -> None:
 
 
 def test_a_cancelled_judgement_frees_its_place() -> None:
-    async def main(judge: Judge) -> float | None:
+    async def main(judge: RewardManager) -> float | None:
         first = asyncio.ensure_future(judge.judge(task(1), completion("r0")))
         while not server.requests:
             await asyncio.sleep(0.01)
@@ -316,7 +318,7 @@ def test_a_cancelled_judgement_frees_its_place() -> None:
 
     with (
         chat_server([Answer(SEVEN, delay_s=60), SEVEN]) as server,
-        build_judge([reward(server.url, max_in_flight=1)]) as judge,
+        build_reward_manager([reward(server.url, max_in_flight=1)]) as judge,
     ):
         assert asyncio.run(main(judge)) == pytest.approx(0.7)
 
@@ -324,7 +326,7 @@ def test_a_cancelled_judgement_frees_its_place() -> None:
 def test_closing_fails_what_is_under_way() -> None:
     """With an error, not as if the caller had been cancelled; and closing does not wait for the endpoint."""
 
-    async def main(judge: Judge) -> list[BaseException | Judgement]:
+    async def main(judge: RewardManager) -> list[BaseException | RewardResult]:
         pending = [asyncio.ensure_future(judge.judge(task(1), completion(f"r{i}"))) for i in range(5)]
         while not server.requests:
             await asyncio.sleep(0.01)
@@ -333,7 +335,7 @@ def test_closing_fails_what_is_under_way() -> None:
 
     with (
         chat_server([Answer(SEVEN, delay_s=60)]) as server,
-        build_judge([reward(server.url, max_in_flight=2)]) as judge,
+        build_reward_manager([reward(server.url, max_in_flight=2)]) as judge,
     ):
         found = asyncio.run(main(judge))
     assert all(isinstance(each, RewardError) and "the judge was closed" in str(each) for each in found)
@@ -367,7 +369,7 @@ def test_retry_after(text: str, seconds: float) -> None:
 def test_structured_replies_are_asked_for_by_schema() -> None:
     with (
         chat_server(['{"thoughts": "{} {\\"score\\": 1}", "score": 9}']) as server,
-        build_judge([reward(server.url, structured=True)]) as judge,
+        build_reward_manager([reward(server.url, structured=True)]) as judge,
     ):
         assert judged(judge, "5", "a").reward == pytest.approx(0.9)
     form = server.requests[0]["response_format"]

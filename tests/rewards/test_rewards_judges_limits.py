@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 from reward_helpers import judged
 
 from rollmill.config.rewards import JudgeReward
-from rollmill.core.errors import ConfigError
-from rollmill.rewards import build_judge
-from rollmill.rewards.judges.cache import Cached, Store
-from rollmill.rewards.judges.chat import Reply, Sampling
-from rollmill.rewards.judges.limits import WINDOW_S, Limits
+from rollmill.errors import ConfigError
+from rollmill.rewards import build_reward_manager
+from rollmill.rewards.judges.cache import CachedChatModel, ChatReplyStore
+from rollmill.rewards.judges.chat import ChatModelReply, ChatSamplingParams
+from rollmill.rewards.judges.rate_limit import WINDOW_S, RateLimiter
 
 
 class Clock:
@@ -41,7 +41,7 @@ class Clock:
 )
 def test_no_window_of_a_minute_holds_more_than_the_limit(limit: int, arrivals: list[tuple[int, float]]) -> None:
     clock = Clock()
-    window = Limits([limit], lambda: clock.now, clock.sleep)
+    window = RateLimiter([limit], lambda: clock.now, clock.sleep)
     passed: list[tuple[float, int]] = []
 
     async def one(units: int) -> None:
@@ -65,7 +65,7 @@ def test_no_window_of_a_minute_holds_more_than_the_limit(limit: int, arrivals: l
 
 def test_a_free_window_makes_nobody_wait() -> None:
     clock = Clock()
-    window = Limits([3], lambda: clock.now, clock.sleep)
+    window = RateLimiter([3], lambda: clock.now, clock.sleep)
 
     async def main() -> list[float]:
         times = []
@@ -83,7 +83,7 @@ def test_a_free_window_makes_nobody_wait() -> None:
 def test_who_waits_for_one_window_takes_no_place_in_another() -> None:
     """A request that waits for tokens is not sent yet, so it does not count as sent: no burst follows."""
     clock = Clock()
-    limits = Limits([2, 100], lambda: clock.now, clock.sleep)
+    limits = RateLimiter([2, 100], lambda: clock.now, clock.sleep)
     passed: list[tuple[float, int]] = []
 
     async def one(tokens: int) -> None:
@@ -100,7 +100,7 @@ def test_who_waits_for_one_window_takes_no_place_in_another() -> None:
 
 def test_a_cancelled_request_leaves_the_queue() -> None:
     clock = Clock()
-    limits = Limits([1, math.inf], lambda: clock.now, lambda seconds: asyncio.sleep(3600))
+    limits = RateLimiter([1, math.inf], lambda: clock.now, lambda seconds: asyncio.sleep(3600))
 
     async def main() -> None:
         await limits.enter(1, 5)
@@ -116,23 +116,31 @@ def test_a_cancelled_request_leaves_the_queue() -> None:
 
 # -- the cache ---------------------------------------------------------------------------------------------------
 
-GREEDY = Sampling(0.0, 8, 0)
+GREEDY = ChatSamplingParams(0.0, 8, 0)
 QUESTION = [{"role": "user", "content": "é?"}]
 
 
 def test_what_is_kept_is_not_asked_again(tmp_path: Path) -> None:
-    model, store = Scripted(lambda text, seed, index: f"{text}/{seed}/{index}"), Store(tmp_path / "new" / "cache")
-    cached = Cached(model, store)
+    model, store = (
+        Scripted(lambda text, seed, index: f"{text}/{seed}/{index}"),
+        ChatReplyStore(tmp_path / "new" / "cache"),
+    )
+    cached = CachedChatModel(model, store)
     first = asyncio.run(cached.chat(QUESTION, GREEDY, [0, 1]))
     again = asyncio.run(cached.chat(QUESTION, GREEDY, [2, 1, 0]))
     assert [each.text for each in again] == ["é?/0/2", "é?/0/1", "é?/0/0"]
     assert [each.text for each in first] == ["é?/0/0", "é?/0/1"]
     assert [each.cached for each in again] == [False, True, True]
     assert model.asked == 3
-    for sampling in (Sampling(0.1, 8, 0), Sampling(0.0, 9, 0), Sampling(0.0, 8, 1), Sampling(0.0, 8, 0, {"type": 1})):
+    for sampling in (
+        ChatSamplingParams(0.1, 8, 0),
+        ChatSamplingParams(0.0, 9, 0),
+        ChatSamplingParams(0.0, 8, 1),
+        ChatSamplingParams(0.0, 8, 0, {"type": 1}),
+    ):
         assert not asyncio.run(cached.chat(QUESTION, sampling, [0]))[0].cached
     model.identity = "other"
-    assert not asyncio.run(Cached(model, store).chat(QUESTION, GREEDY, [0]))[0].cached
+    assert not asyncio.run(CachedChatModel(model, store).chat(QUESTION, GREEDY, [0]))[0].cached
     store.close()
     store.close()
 
@@ -140,14 +148,14 @@ def test_what_is_kept_is_not_asked_again(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from rollmill.rewards.judges.cache import Store
-from rollmill.rewards.judges.chat import Reply
+from rollmill.rewards.judges.cache import ChatReplyStore
+from rollmill.rewards.judges.chat import ChatModelReply
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(10):  # who opens or leaves a file has it alone for a moment
-    store = Store(Path(sys.argv[1]))
+    store = ChatReplyStore(Path(sys.argv[1]))
     for number in range(50):
-        store.put(f"{number}", Reply(sys.argv[2], "stop"))
+        store.put(f"{number}", ChatModelReply(sys.argv[2], "stop"))
         assert store.get(f"{number}") is not None
     store.close()
 """
@@ -167,10 +175,10 @@ def test_several_processes_share_a_cache(tmp_path: Path) -> None:
     for worker in workers:
         worker.communicate()
     assert [worker.returncode for worker in workers] == [0] * 4
-    store = Store(tmp_path / "cache")
+    store = ChatReplyStore(tmp_path / "cache")
     found = [store.get(f"{number}") for number in range(50)]
     assert all(reply is not None and reply.text in "0123" and reply.cached for reply in found)
-    store.put("0", Reply("later", "stop"))
+    store.put("0", ChatModelReply("later", "stop"))
     assert store.get("0") == found[0]
 
 
@@ -181,17 +189,17 @@ def test_who_is_there_first_is_waited_for(tmp_path: Path) -> None:
     other.execute("BEGIN IMMEDIATE")
     leaving = threading.Timer(0.2, other.close)
     leaving.start()
-    store = Store(tmp_path / "cache")
+    store = ChatReplyStore(tmp_path / "cache")
     leaving.join()
-    store.put("a", Reply("b", "stop"))
-    assert store.get("a") == Reply("b", "stop", cached=True)
+    store.put("a", ChatModelReply("b", "stop"))
+    assert store.get("a") == ChatModelReply("b", "stop", cached=True)
 
 
 def test_a_second_run_asks_nothing(tmp_path: Path) -> None:
     with chat_server(['{"score": 4}']) as server:
         config = JudgeReward(name="judge", endpoint=server.url, model="m", cache=tmp_path / "c.sqlite", prompt_price=1)
         for calls in (1, 0):
-            with build_judge([config]) as judge:
+            with build_reward_manager([config]) as judge:
                 assert judged(judge, "5", "a").reward == pytest.approx(0.4)
                 counters = judge.counters()
                 assert (counters["judge/calls"], counters["judge/cached"]) == (calls, 1 - calls)
@@ -204,4 +212,4 @@ def test_a_cache_that_cannot_be_used_is_named_before_the_run(tmp_path: Path) -> 
     for path in (tmp_path / "text", tmp_path):
         config = JudgeReward(name="judge", endpoint="http://localhost/v1", model="m", cache=path)
         with pytest.raises(ConfigError, match=f"cache {path} cannot be used"):
-            build_judge([config])
+            build_reward_manager([config])

@@ -24,12 +24,12 @@ from tokenizers import AddedToken
 from toys import toy_checkpoint, toy_model, toy_tokenizer
 
 from rollmill.config.rewards import JudgeReward, PairwiseReward, RankingReward
-from rollmill.core.errors import ModelError, RewardError
-from rollmill.models.new import save_policy
-from rollmill.rewards import build_judge
+from rollmill.errors import ModelError, RewardError
+from rollmill.models.from_scratch import save_policy
+from rollmill.rewards import build_reward_manager
 from rollmill.rewards.judges import native as native_module
-from rollmill.rewards.judges.chat import Sampling
-from rollmill.rewards.judges.native import native_model
+from rollmill.rewards.judges.chat import ChatSamplingParams
+from rollmill.rewards.judges.native import load_native_chat_model
 
 CONTEXT = 4096
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +67,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_a_model_in_a_folder_judges(folder: Path) -> None:
     config = JudgeReward(name="judge", path=folder)
-    with build_judge([config], device="cpu") as judge:
+    with build_reward_manager([config], device="cpu") as judge:
         found = judged(judge, "5", "It is 5.")
         counters = judge.counters()
     assert (found.reward, found.outcomes) == (0.75, {"judge": "ok"})
@@ -82,7 +82,7 @@ def test_groups_and_votes(tmp_path: Path) -> None:
         PairwiseReward(name="pairwise", path=model, unparsable_reward=-1),
     ]
     group = [completion(text, index) for index, text in enumerate("ab")]
-    with build_judge(configs, device="cpu") as judge:
+    with build_reward_manager(configs, device="cpu") as judge:
         found = asyncio.run(judge.judge_group(task("5"), group))
         assert judge.counters()["ranking/calls"] == 3
         assert judge.counters()["pairwise/malformed"] == 4
@@ -92,11 +92,11 @@ def test_groups_and_votes(tmp_path: Path) -> None:
 
 def test_samples_depend_on_their_index_only(tmp_path: Path) -> None:
     """A model of random weights: greedy samples agree, others differ, and each is the same in any company."""
-    model = native_model(toy_checkpoint(tmp_path / "model", "qwen3"), "cpu")
+    model = load_native_chat_model(toy_checkpoint(tmp_path / "model", "qwen3"), "cpu")
     messages = [{"role": "system", "content": "Judge."}, {"role": "user", "content": "how many apples?"}]
 
     def texts(temperature: float, indices: list[int], seed: int = 0) -> list[str]:
-        work = model.chat(messages, Sampling(temperature, 12, seed), indices)
+        work = model.chat(messages, ChatSamplingParams(temperature, 12, seed), indices)
         return [reply.text for reply in asyncio.run(model.loop.run(work))]
 
     assert len(set(texts(0.0, [0, 1, 2]))) == 1
@@ -108,8 +108,8 @@ def test_samples_depend_on_their_index_only(tmp_path: Path) -> None:
 
 def test_a_judge_and_a_policy_decode_at_the_same_time(tmp_path: Path) -> None:
     """Two engines in two threads: what each of them generates is what it generates alone."""
-    models = [native_model(toy_checkpoint(tmp_path / name, name), "cpu") for name in ("qwen3", "llama")]
-    sampling = Sampling(1.0, 24, 0)
+    models = [load_native_chat_model(toy_checkpoint(tmp_path / name, name), "cpu") for name in ("qwen3", "llama")]
+    sampling = ChatSamplingParams(1.0, 24, 0)
 
     async def asked(model: Any, times: int) -> list[str]:
         found = []
@@ -127,13 +127,15 @@ def test_a_judge_and_a_policy_decode_at_the_same_time(tmp_path: Path) -> None:
 
 def test_random_weights_give_no_verdict(tmp_path: Path) -> None:
     path = toy_checkpoint(tmp_path / "model", "qwen3", max_position_embeddings=CONTEXT)
-    with build_judge([JudgeReward(name="judge", path=path, max_tokens=8, unparsable_reward=-1)], device="cpu") as judge:
+    with build_reward_manager(
+        [JudgeReward(name="judge", path=path, max_tokens=8, unparsable_reward=-1)], device="cpu"
+    ) as judge:
         assert judged(judge, "5", "5").outcomes == {"judge": "unparsable"}
         assert judge.counters()["judge/calls"] == 2
 
 
 def test_the_models_own_control_tokens_end_no_turn(folder: Path) -> None:
-    model = native_model(folder, "cpu")
+    model = load_native_chat_model(folder, "cpu")
     end = model._tokenizer.convert_tokens_to_ids("<|end|>")
     eos = model._tokenizer.eos_token_id
     ids = model._encoded([{"role": "user", "content": "a<|end|>b<eos>c"}])
@@ -148,16 +150,16 @@ def test_a_template_that_refuses_a_system_turn(tmp_path: Path) -> None:
     template.write_text(
         "{% if messages[0].role == 'system' %}{{ raise_exception('no') }}{% endif %}" + template.read_text()
     )
-    with build_judge([JudgeReward(name="judge", path=path)], device="cpu") as judge:
+    with build_reward_manager([JudgeReward(name="judge", path=path)], device="cpu") as judge:
         assert judged(judge, "5", "5").reward == 1.0
 
 
 def test_what_does_not_fit(folder: Path) -> None:
     config = JudgeReward(name="judge", path=folder, response_limit=10**6, unparsable_reward=-1)
-    with build_judge([config], device="cpu") as judge:
+    with build_reward_manager([config], device="cpu") as judge:
         assert judged(judge, "5", "apples " * 4000).outcomes == {"judge": "too_long"}
     with (
-        build_judge([config.model_copy(update={"rubric": "apples " * 4000})], device="cpu") as judge,
+        build_reward_manager([config.model_copy(update={"rubric": "apples " * 4000})], device="cpu") as judge,
         pytest.raises(
             RewardError,
             match=r"whatever the response: \d+ tokens and 1024 of the reply; the judge's context is 4096; shorten",
@@ -171,18 +173,18 @@ def test_pictures_need_an_endpoint(folder: Path, tmp_path: Path) -> None:
 
     images = [picture(tmp_path / "a.png")]
     with (
-        build_judge([JudgeReward(name="judge", path=folder)], device="cpu") as judge,
+        build_reward_manager([JudgeReward(name="judge", path=folder)], device="cpu") as judge,
         pytest.raises(RewardError, match="a judge with `path` reads text only; set images: false"),
     ):
         judged(judge, "5", "5", images=images)
-    with build_judge([JudgeReward(name="judge", path=folder, images=False)], device="cpu") as judge:
+    with build_reward_manager([JudgeReward(name="judge", path=folder, images=False)], device="cpu") as judge:
         assert judged(judge, "5", "5", images=images).reward == 0.75
 
 
 def test_rewards_of_a_folder_share_one_model_and_its_thread_ends_with_it(folder: Path) -> None:
     gc.collect()
     config = JudgeReward(name="judge", path=folder)
-    judges = [build_judge([config, config], device="cpu") for _ in range(2)]
+    judges = [build_reward_manager([config, config], device="cpu") for _ in range(2)]
     assert len(native_module._models) == 1
     assert judged(judges[0], "5", "5").reward == 1.5
     for judge in judges:
@@ -200,7 +202,7 @@ def test_rewards_of_a_folder_share_one_model_and_its_thread_ends_with_it(folder:
 def test_a_cache_serves_a_folder_until_it_changes(folder: Path, tmp_path: Path) -> None:
     config = JudgeReward(name="judge", path=folder, cache=tmp_path / "cache.sqlite")
     for calls in (1, 0, 1):
-        with build_judge([config], device="cpu") as judge:
+        with build_reward_manager([config], device="cpu") as judge:
             assert judged(judge, "5", "5").reward == 0.75
             assert judge.counters()["judge/calls"] == calls
         del judge
@@ -213,17 +215,20 @@ def test_folders_that_hold_no_judge(tmp_path: Path) -> None:
     path = toy_checkpoint(tmp_path / "model", "qwen3")
     (path / "chat_template.jinja").unlink()
     with pytest.raises(ModelError, match="has no chat template; use a model that was tuned for chat"):
-        build_judge([JudgeReward(name="judge", path=path)], device="cpu")
+        build_reward_manager([JudgeReward(name="judge", path=path)], device="cpu")
     with pytest.raises(ModelError, match=r"a judge's path: .+ does not exist"):
-        build_judge([JudgeReward(name="judge", path=tmp_path / "none")], device="cpu")
+        build_reward_manager([JudgeReward(name="judge", path=tmp_path / "none")], device="cpu")
 
 
 def test_an_endpoint_needs_no_torch() -> None:
     program = (
-        "import sys\nfrom rollmill.config.rewards import JudgeReward\nfrom rollmill.rewards import build_judge\n"
-        "build_judge([JudgeReward(name='judge', endpoint='http://x/v1', model='m')]).close()\n"
+        "import sys\n"
+        "from rollmill.config.rewards import JudgeReward\n"
+        "from rollmill.rewards import build_reward_manager\n"
+        "build_reward_manager([JudgeReward(name='judge', endpoint='http://x/v1', model='m')]).close()\n"
         "assert 'torch' not in sys.modules\n"
-        "import rollmill.config.rewards as _\nassert 'openai' in sys.modules"
+        "import rollmill.config.rewards as _\n"
+        "assert 'openai' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
@@ -284,7 +289,7 @@ def test_vllm_serves_a_judge(folder: Path, tmp_path: Path) -> None:
     """The same folder behind vLLM's server and in the native engine: the same reply, the same number of tokens."""
     with vllm_server(folder, tmp_path / "log") as url:
         config = JudgeReward(name="judge", endpoint=url, model="toy", response_limit=10**6, cache=tmp_path / "cache")
-        with build_judge([config, JudgeReward(name="judge", path=folder)], device="cpu") as judge:
+        with build_reward_manager([config, JudgeReward(name="judge", path=folder)], device="cpu") as judge:
             found = judged(judge, "5", "It is 5.<|end|>")
             counters = judge.counters()
             assert found.parts == {"judge": 0.75, "judge#2": 0.75}
@@ -292,10 +297,10 @@ def test_vllm_serves_a_judge(folder: Path, tmp_path: Path) -> None:
                 assert counters[f"judge/{key}"] == counters[f"judge#2/{key}"]
             assert judged(judge, "5", "apples " * 4000).outcomes["judge"] == "too_long"
         schema = config.model_copy(update={"structured": True, "max_tokens": 64, "unparsable_reward": -1.0})
-        with build_judge([schema]) as judge:
+        with build_reward_manager([schema]) as judge:
             assert judged(judge, "5", "It is 5.").outcomes["judge"] in ("ok", "unparsable")
         with (
-            build_judge([config.model_copy(update={"model": "other", "cache": None})]) as judge,
+            build_reward_manager([config.model_copy(update={"model": "other", "cache": None})]) as judge,
             pytest.raises(RewardError, match=r"status 404 .+ correct `model`"),
         ):
             judged(judge, "5", "It is 5.")

@@ -16,15 +16,15 @@ from pydantic import ValidationError
 from reward_helpers import judged, task
 
 from rollmill.config.rewards import K12Reward
-from rollmill.core.errors import RewardError
-from rollmill.rewards import Judge, Judgement, build_judge
-from rollmill.rewards.answers.final import final_answer
+from rollmill.errors import RewardError
+from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
+from rollmill.rewards.answers.extraction import extract_answer
 from rollmill.rewards.k12 import unit_words
-from rollmill.rewards.k12.amounts import amount
-from rollmill.rewards.k12.question import question
-from rollmill.rewards.k12.reward import credit
-from rollmill.rewards.k12.sequences import kendall
-from rollmill.rewards.k12.unit_words import converted, units
+from rollmill.rewards.k12.amounts import parse_amount
+from rollmill.rewards.k12.answer_types import kendall_tau
+from rollmill.rewards.k12.question import read_question
+from rollmill.rewards.k12.reward import multiple_choice_credit
+from rollmill.rewards.k12.unit_words import convert_unit, parse_units
 
 OPTIONS = {letter: f"text {letter}" for letter in "ABCDE"}
 MULTIPLE = {"type": "multiple", "options": OPTIONS}
@@ -32,8 +32,8 @@ letters = st.sets(st.sampled_from("ABCDE"), min_size=1).map(frozenset)
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge([K12Reward(name="k12")]) as judge:
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager([K12Reward(name="k12")]) as judge:
         yield judge
 
 
@@ -64,7 +64,7 @@ def config(**keys: Any) -> K12Reward:
     ],
 )
 def test_rules_of_multiple_choice(keys: dict[str, Any], named: str, earned: float) -> None:
-    assert credit(frozenset("AC"), frozenset(named), OPTIONS, config(**keys)) == pytest.approx(earned)
+    assert multiple_choice_credit(frozenset("AC"), frozenset(named), OPTIONS, config(**keys)) == pytest.approx(earned)
 
 
 @given(letters, letters, st.sampled_from("ABCDE"), st.sampled_from(["subset", "all", "per_option"]))
@@ -72,31 +72,33 @@ def test_a_right_option_more_never_earns_less_and_a_wrong_one_never_more(
     right: frozenset[str], named: frozenset[str], letter: str, rule: str
 ) -> None:
     rules = config(multiple=rule)
-    before, after = (credit(right, each, OPTIONS, rules) for each in (named - {letter}, named | {letter}))
+    before, after = (
+        multiple_choice_credit(right, each, OPTIONS, rules) for each in (named - {letter}, named | {letter})
+    )
     assert 0 <= before <= 1
     assert after >= before if letter in right else after <= before or named == frozenset(letter)
-    assert (credit(right, named, OPTIONS, rules) == 1) == (named == right)
+    assert (multiple_choice_credit(right, named, OPTIONS, rules) == 1) == (named == right)
 
 
 @given(letters, letters, st.randoms(use_true_random=False), st.sampled_from(["", ", ", "、", " and ", " "]))
 @settings(deadline=None, max_examples=60)
 def test_the_order_of_the_letters_does_not_matter(
-    judge: Judge, right: frozenset[str], named: frozenset[str], random: Any, between: str
+    judge: RewardManager, right: frozenset[str], named: frozenset[str], random: Any, between: str
 ) -> None:
     written = sorted(named)
     random.shuffle(written)
     found = judged(judge, "".join(sorted(right)), f"The answer is {between.join(written)}.", k12=MULTIPLE)
-    assert found.reward == pytest.approx(credit(right, named, OPTIONS, config()))
+    assert found.reward == pytest.approx(multiple_choice_credit(right, named, OPTIONS, config()))
 
 
 def test_guessing_every_option_earns_nothing_by_any_rule() -> None:
     for rule in ("subset", "all", "per_option"):
-        with build_judge([config(multiple=rule)]) as judge:
+        with build_reward_manager([config(multiple=rule)]) as judge:
             assert judged(judge, "AC", "ABCDE", k12=MULTIPLE).reward == 0
 
 
 def test_kendall_is_one_for_the_order_and_minus_one_for_its_reverse() -> None:
-    taus = {order: kendall("ABC", order) for order in permutations("ABC")}
+    taus = {order: kendall_tau("ABC", order) for order in permutations("ABC")}
     assert taus["A", "B", "C"] == 1
     assert taus["C", "B", "A"] == -1
     assert taus["B", "A", "C"] == pytest.approx(1 / 3)
@@ -125,7 +127,7 @@ def test_kendall_is_one_for_the_order_and_minus_one_for_its_reverse() -> None:
 def test_keys_change_the_rules(
     keys: dict[str, Any], column: dict[str, Any], answer: Any, text: str, reward: float
 ) -> None:
-    with build_judge([config(**keys)]) as judge:
+    with build_reward_manager([config(**keys)]) as judge:
         assert judged(judge, answer, text, k12=column).reward == pytest.approx(reward)
 
 
@@ -159,7 +161,7 @@ texts = st.one_of(st.text(max_size=80), st.lists(st.sampled_from(WORDS), max_siz
 @given(st.sampled_from(QUESTIONS), texts)
 @settings(deadline=None, max_examples=400)
 def test_no_text_raises_and_every_reward_is_from_0_to_1(
-    judge: Judge, asked: tuple[dict[str, Any], Any], text: str
+    judge: RewardManager, asked: tuple[dict[str, Any], Any], text: str
 ) -> None:
     found = judged(judge, asked[1], text, k12=asked[0])
     assert found.reward is not None
@@ -170,7 +172,7 @@ def test_no_text_raises_and_every_reward_is_from_0_to_1(
     "piece", ["A ", '"A', "(", "1,", "1 km ", "一", "\\boxed{", "not ", "-", " ", "Answer:", "\\frac{1}{"]
 )
 @pytest.mark.parametrize(("column", "answer"), QUESTIONS, ids=[each["type"] for each, _ in QUESTIONS])
-def test_long_texts_end(judge: Judge, column: dict[str, Any], answer: Any, piece: str) -> None:
+def test_long_texts_end(judge: RewardManager, column: dict[str, Any], answer: Any, piece: str) -> None:
     for text in (piece * (40_000 // len(piece)), f"Answer: {piece * (1900 // len(piece))}!"):
         found = judged(judge, answer, text, k12=column).reward
         assert found is not None
@@ -180,22 +182,22 @@ def test_long_texts_end(judge: Judge, column: dict[str, Any], answer: Any, piece
 @given(st.fractions(), st.sampled_from(["km", "克", "h", "m/s", "°C", "元", "平方米", "L"]))
 def test_converting_there_and_back_is_exact(value: Fraction, unit: str) -> None:
     others = {"km": "inch", "克": "斤", "h": "天", "m/s": "千米/时", "°C": "K", "元": "角", "平方米": "亩", "L": "cm^3"}
-    [one], [other] = units(unit), units(others[unit])
-    there = converted(value, one, other)
+    [one], [other] = parse_units(unit), parse_units(others[unit])
+    there = convert_unit(value, one, other)
     assert there is not None
-    assert converted(there, other, one) == value
+    assert convert_unit(there, other, one) == value
 
 
 def test_units_of_different_things_do_not_convert() -> None:
     for one, other in [("km", "h"), ("元", "dollar"), ("°", "°C"), ("m^2", "m"), ("J", "N"), ("km/h", "km")]:
-        assert converted(Fraction(1), units(one)[0], units(other)[0]) is None
+        assert convert_unit(Fraction(1), parse_units(one)[0], parse_units(other)[0]) is None
 
 
 @pytest.mark.parametrize(
     "text", ["__import__('os')", "m**9999999999", "1e9**9e9 m", "km^9", "meter; exit()", "dimensionless"]
 )
 def test_only_known_words_are_units(text: str) -> None:
-    assert units(text) == ()
+    assert parse_units(text) == ()
 
 
 @pytest.mark.parametrize(
@@ -216,7 +218,7 @@ def test_only_known_words_are_units(text: str) -> None:
     ],
 )
 def test_numbers_in_words(text: str, value: Fraction | int) -> None:
-    found = amount(text)
+    found = parse_amount(text)
     assert found is not None
     assert found.value == value
 
@@ -225,13 +227,13 @@ def test_numbers_in_words(text: str, value: Fraction | int) -> None:
     "text", ["5 or 6", "5/0", "零分之一", "一共", "5到6", "about", "五六七x", "x5", "5+6", "1" * 500]
 )
 def test_what_is_no_single_number(text: str) -> None:
-    assert amount(text) is None
+    assert parse_amount(text) is None
 
 
 @pytest.mark.parametrize("text", ["可能是9页", "8到9页", "大于9", "不是9", "9或8个", "no number here", "2、3"])
 def test_sentences_that_do_not_settle_on_a_number(text: str) -> None:
-    found = final_answer(text)
-    assert found is None or found.hedged or amount(found.value) is None
+    found = extract_answer(text)
+    assert found is None or found.hedged or parse_amount(found.value) is None
 
 
 # -- tasks -----------------------------------------------------------------------------------------------------
@@ -258,22 +260,22 @@ def test_sentences_that_do_not_settle_on_a_number(text: str) -> None:
     ],
 )
 def test_the_type_is_seen_where_it_is_clear(answer: Any, column: dict[str, Any], kind: str) -> None:
-    found = question(task(answer, k12=column))
+    found = read_question(task(answer, k12=column))
     assert found is not None
     assert found.kind == kind
 
 
-def test_options_subject_and_grade_may_be_columns_of_their_own(judge: Judge) -> None:
+def test_options_subject_and_grade_may_be_columns_of_their_own(judge: RewardManager) -> None:
     found = judged(judge, "B", "Answer: text B", choices=list(OPTIONS.values()), subject="physics", grade=8)
     assert (found.reward, found.details) == (1, {"k12/physics": 1, "k12/grade-8": 1})
 
 
-def test_the_reference_may_be_the_words_of_an_option(judge: Judge) -> None:
+def test_the_reference_may_be_the_words_of_an_option(judge: RewardManager) -> None:
     for text, reward in [("B", 1), ("(B) text B", 1), ("text b", 1), ("C", 0)]:
         assert judged(judge, "text B", text, k12={"type": "single", "options": OPTIONS}).reward == reward
 
 
-def test_a_task_without_an_answer_is_not_judged(judge: Judge) -> None:
+def test_a_task_without_an_answer_is_not_judged(judge: RewardManager) -> None:
     found = judged(judge, None, "B", k12={"subject": "physics"})
     assert (found.reward, found.outcomes, found.details) == (None, {"k12": "not_applicable"}, {})
 
@@ -301,12 +303,14 @@ def test_a_task_without_an_answer_is_not_judged(judge: Judge) -> None:
         (None, {"type": "short"}, "give it `k12.rubric`, `k12.keywords` or a reference"),
     ],
 )
-def test_wrong_task_data_is_an_error_that_says_what_to_do(judge: Judge, answer: Any, column: Any, message: str) -> None:
+def test_wrong_task_data_is_an_error_that_says_what_to_do(
+    judge: RewardManager, answer: Any, column: Any, message: str
+) -> None:
     with pytest.raises(RewardError, match=rf"reward `k12` failed on task `t1`: .*{message}"):
         judged(judge, answer, "some answer", k12=column)
 
 
-def test_without_pint_the_error_names_the_extra(judge: Judge, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_pint_the_error_names_the_extra(judge: RewardManager, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pint", None)
     unit_words._registry.cache_clear()
     unit_words._pint.cache_clear()
@@ -320,9 +324,9 @@ def test_without_pint_the_error_names_the_extra(judge: Judge, monkeypatch: pytes
 # -- short answers ---------------------------------------------------------------------------------------------
 
 
-def with_judge(server: ChatServer, answer: Any, text: str, column: dict[str, Any]) -> Judgement:
+def with_judge(server: ChatServer, answer: Any, text: str, column: dict[str, Any]) -> RewardResult:
     reward = config(judge={"endpoint": server.url, "model": "m", "scale": (0, 4)})
-    with build_judge([reward]) as judge:
+    with build_reward_manager([reward]) as judge:
         found = judged(judge, answer, text, k12=column)
         assert judge.counters()["k12/calls"] == len(server.requests)
     return found
@@ -374,23 +378,23 @@ def test_a_judge_of_short_answers_is_a_part_of_the_reward(keys: dict[str, Any], 
     ],
 )
 def test_a_key_that_would_do_nothing_and_an_empty_reference_are_errors(
-    judge: Judge, answer: Any, column: dict[str, Any], message: str
+    judge: RewardManager, answer: Any, column: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(RewardError, match=message):
         judged(judge, answer, "5", k12=column)
 
 
-def test_keys_without_a_value_may_stand_in_any_column(judge: Judge) -> None:
+def test_keys_without_a_value_may_stand_in_any_column(judge: RewardManager) -> None:
     empty = {"points": [], "rubric": None, "synonyms": [], "unordered": False, "absolute_tolerance": 0}
     assert judged(judge, "B", "B", k12={"type": "single", **empty}).reward == 1
 
 
 @pytest.mark.parametrize("kind", ["single", "true_false", "blank", "ordering", "matching"])
-def test_an_endless_answer_is_not_read(judge: Judge, kind: str) -> None:
+def test_an_endless_answer_is_not_read(judge: RewardManager, kind: str) -> None:
     gold: dict[str, Any] = {"true_false": True, "ordering": "BA", "matching": {"1": "B"}}
     found = judged(judge, gold.get(kind, "B"), "\\boxed{" + "=" * 10_000 + "}", k12={"type": kind})
     assert (found.reward, found.outcomes["k12"]) == (0, "too_long")
 
 
-def test_an_empty_subject_has_no_metric(judge: Judge) -> None:
+def test_an_empty_subject_has_no_metric(judge: RewardManager) -> None:
     assert judged(judge, "B", "B", k12={"type": "single", "subject": " ", "grade": 3}).details == {"k12/grade-3": 1.0}

@@ -13,10 +13,10 @@ from reward_helpers import completion
 
 from rollmill.config.rewards import K12Reward
 from rollmill.config.taskset import TasksetConfig
-from rollmill.core.types import Task
-from rollmill.rewards import Judge, build_judge
-from rollmill.rewards.answers.writing import key
-from rollmill.tasks.taskset import load_taskset
+from rollmill.data.taskset import load_taskset
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.answers.normalization import comparison_key
+from rollmill.types import Task
 
 LAYOUTS = {
     "cmath": ("cmath", 600),
@@ -29,8 +29,8 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge([K12Reward(name="k12", time_limit_s=10)]) as judge:
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager([K12Reward(name="k12", time_limit_s=10)]) as judge:
         yield judge
 
 
@@ -41,7 +41,7 @@ def tasks_of(data_dir: Path, name: str) -> list[Task]:
     return taskset.tasks
 
 
-def rewards(judge: Judge, pairs: list[tuple[Task, str]]) -> list[float | None]:
+def rewards(judge: RewardManager, pairs: list[tuple[Task, str]]) -> list[float | None]:
     async def all_of_them() -> list[float | None]:
         return [(await judge.judge(task, completion(text))).reward for task, text in pairs]
 
@@ -80,7 +80,7 @@ def formulations(task: Task) -> list[str]:
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_every_reference_is_accepted_in_every_formulation(judge: Judge, data_dir: Path, name: str) -> None:
+def test_every_reference_is_accepted_in_every_formulation(judge: RewardManager, data_dir: Path, name: str) -> None:
     written = [formulations(task) for task in tasks_of(data_dir, name)]
     if name == "mmlu_stem":  # each task in every eighth formulation, because there are 3,018
         written = [texts[index % 8 :: 8] for index, texts in enumerate(written)]
@@ -91,13 +91,13 @@ def test_every_reference_is_accepted_in_every_formulation(judge: Judge, data_dir
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_shuffled_answers_are_rejected(judge: Judge, data_dir: Path, name: str) -> None:
+def test_shuffled_answers_are_rejected(judge: RewardManager, data_dir: Path, name: str) -> None:
     tasks = tasks_of(data_dir, name)
     others = random.Random(0).sample(tasks, len(tasks))
     pairs = [
         (task, text)
         for task, other in zip(tasks, others, strict=True)
-        if key(shown(task)) != key(shown(other))
+        if comparison_key(shown(task)) != comparison_key(shown(other))
         for text in (f"The answer is {shown(other)}.", f"故答案为：{shown(other)}。", f"\\boxed{{{shown(other)}}}")
     ]
     if name == "mmlu_stem":
@@ -136,7 +136,7 @@ def test_what_the_presets_read(data_dir: Path) -> None:
     assert {"元", "千克", "厘米", "平方厘米", "小时"} <= {unit for unit in units if unit}
 
 
-def test_real_answers_to_one_question(judge: Judge, data_dir: Path) -> None:
+def test_real_answers_to_one_question(judge: RewardManager, data_dir: Path) -> None:
     """`100千克稻谷可碾米75千克，1吨稻谷可碾米多少千克？` in other units."""
     task = next(each for each in tasks_of(data_dir, "cmath") if "稻谷可碾米多少千克" in str(each.prompt))
     texts = [

@@ -9,7 +9,7 @@ import pytest
 from reward_helpers import judged
 
 from rollmill.config.rewards import K12Reward
-from rollmill.rewards import Judge, build_judge
+from rollmill.rewards import RewardManager, build_reward_manager
 
 FRUIT = {"A": "apple", "B": "banana", "C": "cherry", "D": "A and B"}
 NUMBERS = {"A": "$-2$", "B": "$2$", "C": "$\\frac{1}{2}$", "D": "1 或 2"}
@@ -21,8 +21,8 @@ TRUTH = {"type": "true_false"}
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge([K12Reward(name="k12", time_limit_s=10)]) as judge:
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager([K12Reward(name="k12", time_limit_s=10)]) as judge:
         yield judge
 
 
@@ -461,5 +461,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("column", "answer", "text", "reward"), TABLE)
-def test_what_an_answer_earns(judge: Judge, column: dict[str, Any], answer: Any, text: str, reward: float) -> None:
+def test_what_an_answer_earns(
+    judge: RewardManager, column: dict[str, Any], answer: Any, text: str, reward: float
+) -> None:
     assert judged(judge, answer, text, k12=column).reward == pytest.approx(reward)

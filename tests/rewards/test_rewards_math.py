@@ -14,18 +14,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.judging import JudgingConfig
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import MathReward
-from rollmill.core.errors import RewardError
-from rollmill.rewards import Judge, build_judge
-from rollmill.rewards.answers.final import final_answer
-from rollmill.rewards.comparison import settle
-from rollmill.rewards.numbers import normalised, quantity
+from rollmill.errors import RewardError
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.answers.comparison import compare_texts
+from rollmill.rewards.answers.extraction import extract_answer
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge([MathReward(name="math")]) as judge:
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager([MathReward(name="math")]) as judge:
         yield judge
 
 
@@ -128,16 +128,16 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("gold", "text"), SAME)
-def test_same_answers_are_accepted(judge: Judge, gold: object, text: str) -> None:
+def test_same_answers_are_accepted(judge: RewardManager, gold: object, text: str) -> None:
     assert judged(judge, gold, text).reward == 1.0
 
 
 @pytest.mark.parametrize(("gold", "text"), DIFFERENT)
-def test_different_answers_are_refused(judge: Judge, gold: object, text: str) -> None:
+def test_different_answers_are_refused(judge: RewardManager, gold: object, text: str) -> None:
     assert judged(judge, gold, text).reward == 0.0
 
 
-def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, judge: Judge) -> None:
+def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, judge: RewardManager) -> None:
     solutions = [json.loads(line)["answer"] for line in (data_dir / "gsm8k/train.jsonl").open(encoding="utf-8")]
     answers = [solution.rpartition("#### ")[2] for solution in solutions]
     assert len(solutions) == 7473
@@ -157,7 +157,7 @@ def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(data_dir: Path, 
 
 
 def _value(text: str, place: str) -> str | None:
-    found = final_answer(text, place)  # type: ignore[arg-type]
+    found = extract_answer(text, place)  # type: ignore[arg-type]
     return None if found is None else found.value
 
 
@@ -166,8 +166,8 @@ def test_places_of_the_answer() -> None:
     found = [_value(text, place) for place in ("boxed", "hash", "last_number", "auto")]
     assert found == ["4, \\frac{1}{2}", "5", "7", "4, \\frac{1}{2}"]
     assert _value(text.partition("####")[2], "auto") == "6"
-    assert final_answer("no box", "boxed") is None
-    with build_judge([MathReward(name="math", extract="boxed")]) as judge:
+    assert extract_answer("no box", "boxed") is None
+    with build_reward_manager([MathReward(name="math", extract="boxed")]) as judge:
         missing = judged(judge, "5", "#### 5")
     assert (missing.reward, missing.outcomes) == (0.0, {"math": "no_answer"})
 
@@ -193,27 +193,27 @@ _TEXT = st.one_of(st.text(), st.lists(st.one_of(st.sampled_from(_SCRAPS), st.tex
 @settings(max_examples=300, deadline=None)
 @given(_TEXT, st.sampled_from(["auto", "boxed", "hash", "last_number"]))
 def test_extraction_and_comparison_never_raise(text: str, place: str) -> None:
-    found = final_answer(text, place)  # type: ignore[arg-type]
+    found = extract_answer(text, place)  # type: ignore[arg-type]
     if found is not None:
         answer = found.value
-        settle("5", answer)
-        settle(answer, "5")
-        quantity(normalised(answer))
+        compare_texts("5", answer)
+        compare_texts(answer, "5")
+        parse_quantity(normalize_answer(answer))
 
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(-(10**12), 10**12), st.integers(-(10**12), 10**12))
 def test_numbers_are_compared_exactly(gold: int, other: int) -> None:
     for text in (f"{other}", f"{other:,}", f"{other}.00", f"${other}", f"{other} apples"):
-        assert settle(str(gold), text) is (gold == other)
+        assert compare_texts(str(gold), text) is (gold == other)
 
 
-def test_a_task_without_an_answer_is_not_judged(judge: Judge) -> None:
+def test_a_task_without_an_answer_is_not_judged(judge: RewardManager) -> None:
     found = judged(judge, None, "5")
     assert (found.reward, found.parts, found.outcomes) == (None, {"math": None}, {"math": "not_applicable"})
 
 
-def test_an_answer_that_is_no_answer_is_refused(judge: Judge) -> None:
+def test_an_answer_that_is_no_answer_is_refused(judge: RewardManager) -> None:
     with pytest.raises(RewardError, match=r"reward `math` failed on task `t1`: TypeError: the task's answer is \[5\]"):
         judged(judge, [5], "5")
 
@@ -238,8 +238,8 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
     ticks: list[None] = []
 
     async def judge_all() -> None:
-        with build_judge(
-            [MathReward(name="math", time_limit_s=2.0, timeout_reward=-0.25)], JudgingConfig(workers=2)
+        with build_reward_manager(
+            [MathReward(name="math", time_limit_s=2.0, timeout_reward=-0.25)], RewardManagerConfig(workers=2)
         ) as judge:
 
             async def one(name: str) -> None:
@@ -272,6 +272,6 @@ def test_endless_answers_end_in_time_and_block_nobody() -> None:
 
 
 @pytest.mark.parametrize("answer", ["", "  "])
-def test_an_empty_reference_is_an_error(judge: Judge, answer: str) -> None:
+def test_an_empty_reference_is_an_error(judge: RewardManager, answer: str) -> None:
     with pytest.raises(RewardError, match="the task's answer is empty"):
         judged(judge, answer, r"\boxed{}")

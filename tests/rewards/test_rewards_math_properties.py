@@ -13,13 +13,13 @@ from pydantic import ValidationError
 from reward_helpers import completion, judged, task
 
 from rollmill.config.rewards import MathReward
-from rollmill.core.errors import RewardError
-from rollmill.rewards import build_judge
-from rollmill.rewards.choices import chosen
-from rollmill.rewards.comparison import Rules, settle
-from rollmill.rewards.numbers import normalised, quantity, squeezed
-from rollmill.rewards.structure import collection
-from rollmill.rewards.units import measured
+from rollmill.errors import RewardError
+from rollmill.rewards import build_reward_manager
+from rollmill.rewards.answers.collection import parse_collection
+from rollmill.rewards.answers.comparison import AnswerMatchOptions, compare_texts
+from rollmill.rewards.answers.option_letters import split_option
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_spaces
+from rollmill.rewards.answers.units import parse_unit
 
 _SCRAPS = [
     *("\\boxed{", "{", "}", "(", ")", "[", "]", "\\{", "\\}", "\\begin{pmatrix}", "\\end{pmatrix}", "\\\\", "&"),
@@ -53,11 +53,11 @@ _NUMBERS = st.fractions(min_value=-(10**9), max_value=10**9, max_denominator=10*
 @settings(max_examples=600, deadline=None)
 @given(_TEXT, _TEXT)
 def test_comparing_any_text_never_raises(gold: str, answer: str) -> None:
-    found = settle(gold, answer)
+    found = compare_texts(gold, answer)
     assert isinstance(found, bool) or found
-    assert settle(answer, answer) is True
-    text = normalised(answer)
-    quantity(text), collection(text), chosen(text), measured(text), squeezed(text)
+    assert compare_texts(answer, answer) is True
+    text = normalize_answer(answer)
+    parse_quantity(text), parse_collection(text), split_option(text), parse_unit(text), strip_spaces(text)
 
 
 def _written(value: Fraction) -> list[str]:
@@ -94,7 +94,7 @@ def test_equal_numbers_are_accepted_in_any_notation(value: Fraction) -> None:
     texts = _written(value)
     for gold in texts:
         for answer in texts:
-            assert settle(gold, answer) is True, (gold, answer)
+            assert compare_texts(gold, answer) is True, (gold, answer)
 
 
 @settings(max_examples=300, deadline=None)
@@ -103,7 +103,7 @@ def test_different_numbers_are_refused(value: Fraction, data: st.DataObject) -> 
     near = st.sampled_from([value + 1, -value - 1, value * 10 + 1, value + Fraction(1, 10**4)])
     other = data.draw(st.one_of(_NUMBERS, near).filter(lambda each: each != value))
     for gold, answer in zip(_written(value), reversed(_written(other)), strict=False):
-        assert settle(gold, answer) is False, (gold, answer)
+        assert compare_texts(gold, answer) is False, (gold, answer)
 
 
 @settings(max_examples=300, deadline=None)
@@ -112,7 +112,7 @@ def test_plain_numbers_are_compared_alike_from_both_sides(data: st.DataObject) -
     unit = st.sampled_from(["", "", r"\%", " m", " cm", " s", " m^2", " apples", " dollars", " cents"])
     number = st.integers(-20, 20).map(lambda n: Fraction(n, 2) * data.draw(st.sampled_from([1, 10, 100])))
     one, other = (data.draw(st.sampled_from(_written(data.draw(number)))) + data.draw(unit) for _ in range(2))
-    assert settle(one, other) == settle(other, one)
+    assert compare_texts(one, other) == compare_texts(other, one)
 
 
 def box(text: str) -> str:
@@ -162,7 +162,7 @@ def test_endless_answers_are_answered_one_after_the_other() -> None:
     outcomes: dict[str, str] = {}
 
     async def judge_all() -> None:
-        with build_judge([MathReward(name="math")]) as judge:
+        with build_reward_manager([MathReward(name="math")]) as judge:
             for name, answer in PATHOLOGICAL.items():
                 await judge.judge(task(r"\sqrt{2}"), completion(box(r"\sqrt{3}")))  # starts the process
                 start = time.perf_counter()
@@ -180,13 +180,13 @@ def test_endless_answers_are_answered_one_after_the_other() -> None:
 
 def test_endless_references_do_not_hang_the_parent() -> None:
     for answer in PATHOLOGICAL.values():
-        settle(answer, r"\sqrt{2}")
-        settle(r"\{1, 2\}", answer)
-        settle("5", answer)
+        compare_texts(answer, r"\sqrt{2}")
+        compare_texts(r"\{1, 2\}", answer)
+        compare_texts("5", answer)
 
 
 def test_a_tolerance_accepts_what_is_close() -> None:
-    with build_judge([MathReward(name="math", tolerance=1e-3)]) as judge:
+    with build_reward_manager([MathReward(name="math", tolerance=1e-3)]) as judge:
         close = [("1/3", "0.3333"), (r"\sqrt{2}", "1.4142"), (r"(\pi, 1)", "(3.1416, 1.0001)"), ("100 cm", "1.0005 m")]
         far = [("1/3", "0.33"), (r"\sqrt{2}", "1.41"), (r"(\pi, 1)", "(3.1, 1)"), ("100 cm", "1.01 m"), ("0", "0.0001")]
         assert [judged(judge, gold, box(answer)).reward for gold, answer in close] == [1.0] * 4
@@ -202,9 +202,9 @@ def test_required_units_refuse_a_missing_one() -> None:
         ("50%", "0.5"),
         (r"2\pi \text{ m}", r"\pi 2"),
     ]
-    with build_judge([MathReward(name="math", units="required")]) as judge:
+    with build_reward_manager([MathReward(name="math", units="required")]) as judge:
         assert [judged(judge, gold, box(answer)).reward for gold, answer in pairs] == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0]
-    with build_judge([MathReward(name="math")]) as judge:
+    with build_reward_manager([MathReward(name="math")]) as judge:
         assert judged(judge, "5 m", box("5"), math={"units": "required"}).reward == 0.0
         assert judged(judge, "1/3", box("0.3333"), math={"tolerance": 0.01}).reward == 1.0
         with pytest.raises(RewardError, match=r"the task's column `math` has \['unit'\]; extract, tolerance and units"):
@@ -219,7 +219,7 @@ def test_the_place_of_the_answer_is_chosen_by_taskset_and_by_task() -> None:
         "last_number",
         "auto",
     ]
-    with build_judge([config]) as judge:
+    with build_reward_manager([config]) as judge:
         assert judged(judge, "1", text).reward == 1.0
         assert judged(judge, "3", text, math={"extract": "last_number"}).reward == 1.0
     with pytest.raises(ValidationError, match="extract_by_taskset"):
@@ -227,5 +227,5 @@ def test_the_place_of_the_answer_is_chosen_by_taskset_and_by_task() -> None:
 
 
 def test_rules_are_exact_by_default() -> None:
-    assert settle("1/3", "0.3333") is False
-    assert settle("1/3", "0.3333", Rules(slack=Fraction(1, 1000))) is True
+    assert compare_texts("1/3", "0.3333") is False
+    assert compare_texts("1/3", "0.3333", AnswerMatchOptions(slack=Fraction(1, 1000))) is True

@@ -8,12 +8,12 @@ import pytest
 from reward_helpers import judged
 
 from rollmill.config.rewards import MathReward
-from rollmill.rewards import Judge, build_judge
+from rollmill.rewards import RewardManager, build_reward_manager
 
 
 @pytest.fixture(scope="module")
-def judge() -> Iterator[Judge]:
-    with build_judge([MathReward(name="math", time_limit_s=10)]) as judge:
+def judge() -> Iterator[RewardManager]:
+    with build_reward_manager([MathReward(name="math", time_limit_s=10)]) as judge:
         yield judge
 
 
@@ -333,7 +333,7 @@ TABLE = UNITS + PERCENT + NUMBERS + STRUCTURE + FORMULAS + WORDS
 
 
 @pytest.mark.parametrize(("gold", "answer", "right"), TABLE)
-def test_pair(judge: Judge, gold: str, answer: str, right: bool) -> None:
+def test_pair(judge: RewardManager, gold: str, answer: str, right: bool) -> None:
     assert judged(judge, gold, f"So the answer is $\\boxed{{{answer}}}$.").reward == float(right)
 
 
@@ -376,7 +376,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("gold", "text", "right"), PLACES)
-def test_whole_completion(judge: Judge, gold: str, text: str, right: bool) -> None:
+def test_whole_completion(judge: RewardManager, gold: str, text: str, right: bool) -> None:
     assert judged(judge, gold, text).reward == float(right)
 
 
@@ -395,6 +395,6 @@ CHOICES = [
 
 @pytest.mark.parametrize("column", ["options", "choices"])
 @pytest.mark.parametrize(("gold", "text", "right"), CHOICES)
-def test_known_options(judge: Judge, gold: str, text: str, right: bool, column: str) -> None:
+def test_known_options(judge: RewardManager, gold: str, text: str, right: bool, column: str) -> None:
     options = OPTIONS if column == "options" else list(OPTIONS.values())
     assert judged(judge, gold, text, **{column: options}).reward == float(right)

@@ -21,12 +21,12 @@ from transformers import AutoModelForSequenceClassification
 
 from rollmill.cli import main
 from rollmill.config.rewards import ExactReward, ModelReward
-from rollmill.core.errors import ModelError, RewardError
-from rollmill.core.types import Completion, StopReason
+from rollmill.errors import ModelError, RewardError
 from rollmill.models.classifier import save_classifier
-from rollmill.rewards import build_judge
-from rollmill.rewards import model as model_module
-from rollmill.trainer.scoring import ScoreModel
+from rollmill.rewards import build_reward_manager
+from rollmill.rewards import reward_model as model_module
+from rollmill.trainer.reward_trainer import ScoringNetwork
+from rollmill.types import Completion, StopReason
 
 WORDS = ["12", "the answer is 12", "how many apples", "are there?", "12 apples 12"]
 
@@ -41,7 +41,7 @@ def written(path: Path, *, end_is_padding: bool = False) -> Path:
     tokenizer = toy_tokenizer()
     tokenizer.pad_token = tokenizer.eos_token if end_is_padding else tokenizer.pad_token
     policy = toy_model("qwen3", len(tokenizer))
-    scored = ScoreModel(policy)
+    scored = ScoringNetwork(policy)
     torch.nn.init.normal_(scored.head.weight, generator=torch.Generator().manual_seed(1))
     end: int = tokenizer.eos_token_id
     save_classifier(policy, scored.network, scored.head, tokenizer, path, end_id=end)
@@ -71,7 +71,7 @@ def plain(path: Path, sequences: Sequence[Sequence[int]]) -> list[float]:
 
 
 def group(configs: list[Any], found: list[Completion], tokenizer: Any) -> list[Any]:
-    with build_judge(configs, tokenizer=tokenizer, device="cpu") as judge:
+    with build_reward_manager(configs, tokenizer=tokenizer, device="cpu") as judge:
         return asyncio.run(judge.judge_group(task("12"), found))
 
 
@@ -109,12 +109,12 @@ def test_without_padding_sequences_go_one_by_one(tmp_path: Path) -> None:
 
 
 def test_rewards_of_a_folder_share_one_model(folder: Path) -> None:
-    judges = [build_judge([reward(folder)], device="cpu") for _ in range(2)]
+    judges = [build_reward_manager([reward(folder)], device="cpu") for _ in range(2)]
     scorers = {id(part.reward._scorer) for judge in judges for part in judge._groupwise}  # type: ignore[union-attr]
     assert len(scorers) == 1
     del judges
     gc.collect()
-    assert not model_module._scorers
+    assert not model_module._loaded_models
 
 
 def test_a_completion_beyond_the_context_ends_the_run(folder: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_completion_beyond_the_context_ends_the_run(folder: Path) -> None:
 
 def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
     seen: list[int] = []
-    with build_judge([reward(folder)], device="cpu") as judge:
+    with build_reward_manager([reward(folder)], device="cpu") as judge:
         scorer = judge._groupwise[0].reward._scorer  # type: ignore[union-attr]
         asyncio.run(judge.judge(task("12"), completions(toy_tokenizer())[0]))
         scorer.thread.submit(lambda: seen.append(torch.get_num_threads())).result()
@@ -137,15 +137,18 @@ def test_threads_of_torch_stay_as_they_are(folder: Path) -> None:
 
 def test_no_torch_without_a_reward_model() -> None:
     program = (
-        "import sys\nfrom rollmill.config.rewards import ExactReward\nfrom rollmill.rewards import build_judge\n"
-        "build_judge([ExactReward(name='exact')]).close()\nassert 'torch' not in sys.modules"
+        "import sys\n"
+        "from rollmill.config.rewards import ExactReward\n"
+        "from rollmill.rewards import build_reward_manager\n"
+        "build_reward_manager([ExactReward(name='exact')]).close()\n"
+        "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_a_causal_model_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="Qwen3ForCausalLM, not a sequence classifier"):
-        build_judge([ExactReward(name="exact"), reward(toy_checkpoint(tmp_path, "qwen3"))])
+        build_reward_manager([ExactReward(name="exact"), reward(toy_checkpoint(tmp_path, "qwen3"))])
 
 
 def test_grade_scores_texts(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,11 +12,11 @@ from reward_helpers import judged
 from rule_helpers import ADAPTER, judge_of, reward
 
 from rollmill.config.rewards import FormatReward
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.core.user_files import strict_json
-from rollmill.rewards import build_judge
-from rollmill.rewards.text.reading import json_values, last_fenced
-from rollmill.rewards.text.structure import sections_right, tags_right
+from rollmill.errors import ConfigError, RewardError
+from rollmill.rewards import build_reward_manager
+from rollmill.rewards.text.parsing import find_json_values, last_code_block
+from rollmill.rewards.text.structure import check_sections, check_tags
+from rollmill.strict_files import parse_strict_json
 
 TAGS = ["think", "answer"]
 GOOD = "<think>\n2 and 2\n</think>\n\n<answer>4</answer>\n"
@@ -64,7 +64,7 @@ def test_tags_are_right_exactly_if_the_text_is_of_the_one_form(parts: list[str])
     text = "".join(parts)
     inside = r"(?:(?!</?(?:think|answer)>).)*a(?:(?!</?(?:think|answer)>).)*"
     form = rf"\s*<think>{inside}</think>\s*<answer>{inside}</answer>\s*"
-    assert all(tags_right(text, TAGS, 1)) == (re.fullmatch(form, text, re.DOTALL) is not None)
+    assert all(check_tags(text, TAGS, 1)) == (re.fullmatch(form, text, re.DOTALL) is not None)
 
 
 @pytest.mark.parametrize(
@@ -91,7 +91,7 @@ def test_sections(text: str, partial: float) -> None:
 
 @given(st.text(alphabet="#*_: \nPplanAnswer", max_size=200))
 def test_any_text_has_sections_or_not(text: str) -> None:
-    assert len(sections_right(text, ["Plan", "Answer"], 1)) == 3
+    assert len(check_sections(text, ["Plan", "Answer"], 1)) == 3
 
 
 SCHEMA: dict[str, Any] = {
@@ -160,7 +160,7 @@ def test_the_schema_may_stand_in_a_column() -> None:
 )
 def test_schemas_that_cannot_be_used_are_refused_at_once(schema: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build_judge([FormatReward(name="format", json_schema=schema)])
+        build_reward_manager([FormatReward(name="format", json_schema=schema)])
 
 
 def test_a_schema_that_refers_to_itself_accepts_trees_and_ends() -> None:
@@ -195,9 +195,9 @@ LEAVES = st.none() | st.integers() | st.text(max_size=5)
 def test_json_inside_text_is_found(value: Any) -> None:
     import json
 
-    found = json_values(f"Here it is: {json.dumps(value)}. Fine.")
+    found = find_json_values(f"Here it is: {json.dumps(value)}. Fine.")
     assert found == ([value] if isinstance(value, list | dict) else [])
-    assert strict_json(json.dumps(value)) == value
+    assert parse_strict_json(json.dumps(value)) == value
 
 
 @pytest.mark.parametrize(
@@ -212,11 +212,11 @@ def test_json_inside_text_is_found(value: Any) -> None:
     ],
 )
 def test_the_last_closed_fenced_block(text: str, block: str | None) -> None:
-    assert last_fenced(text) == block
+    assert last_code_block(text) == block
 
 
 def test_json_values_takes_what_it_can() -> None:
-    assert json_values('[1] and {"a": [2]} and [3') == [[1], {"a": [2]}]
-    assert json_values("[sic] {x} [4]") == [[4]]
-    assert json_values("[" * 500 + "]" * 500 + "[7]") == [[7]]
-    assert json_values("[" * 50_000) == json_values("[1," * 30_000) == []
+    assert find_json_values('[1] and {"a": [2]} and [3') == [[1], {"a": [2]}]
+    assert find_json_values("[sic] {x} [4]") == [[4]]
+    assert find_json_values("[" * 500 + "]" * 500 + "[7]") == [[7]]
+    assert find_json_values("[" * 50_000) == find_json_values("[1," * 30_000) == []

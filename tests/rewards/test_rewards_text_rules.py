@@ -18,12 +18,12 @@ from rule_helpers import ADAPTER, group, judge_of, reward, tokens, verdict
 
 from rollmill.cli import main
 from rollmill.config.rewards import ExactReward, LengthReward
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.core.types import Message, Task
-from rollmill.rewards import build_judge
-from rollmill.rewards.text.language import prose
-from rollmill.rewards.text.repetition import loop_length, repeated_share
+from rollmill.errors import ConfigError, RewardError
+from rollmill.rewards import build_reward_manager
+from rollmill.rewards.text.language import extract_prose
+from rollmill.rewards.text.repetition import loop_length, repeated_ngram_share
 from rollmill.rewards.text.scripts import main_scripts, script_words
+from rollmill.types import Message, Task
 
 
 @pytest.mark.parametrize(
@@ -111,7 +111,7 @@ def test_codes_that_are_no_languages_are_refused() -> None:
 def test_any_text_has_a_share(text: str) -> None:
     for language in ("en", "ja", "ru", "ko"):
         assert 0 <= reward("language", None, text, language=language) <= 1
-    own, others = script_words(prose(text), ("Latin",))
+    own, others = script_words(extract_prose(text), ("Latin",))
     assert len(own) + others <= len(text)
     assert main_scripts(text)
 
@@ -125,7 +125,7 @@ def test_any_text_has_a_share(text: str) -> None:
 def test_kimi_golden_numbers(texts: str, expected: list[float]) -> None:
     """Lengths 100, 200, 300 (arXiv:2501.12599, 2.3.3)."""
     configs = [ExactReward(name="exact"), LengthReward(name="length", kind="kimi", correct="exact")]
-    with build_judge(configs) as judge:
+    with build_reward_manager(configs) as judge:
         found = group(judge, "5", [tokens(100 * (i + 1), i, text) for i, text in enumerate(texts)])
     assert [each.parts["length"] for each in found] == pytest.approx(expected)
 
@@ -141,12 +141,14 @@ def test_kimi_by_value_of_a_part_and_after_a_warm_up(tmp_path: Any) -> None:
         ({"correct": "score/a", "threshold": 2}, [0.5, 0.0, -0.5], [0.0, 0.0, 0.0]),
         ({"correct": "score/b", "threshold": 0, "after_steps": 0}, [0.5, 0.0, None], [0.5, 0.0, 0.0]),
     ]:
-        with build_judge([ADAPTER.validate_python(each) for each in (python, length | keys)]) as judge:
+        with build_reward_manager([ADAPTER.validate_python(each) for each in (python, length | keys)]) as judge:
             found = group(judge, "5", made)
         assert [each.parts["length"] for each in found] == expected
         assert [each.reward for each in found] == totals
     with (
-        build_judge([ADAPTER.validate_python(each) for each in (python, length | {"correct": "score"})]) as judge,
+        build_reward_manager(
+            [ADAPTER.validate_python(each) for each in (python, length | {"correct": "score"})]
+        ) as judge,
         pytest.raises(RewardError, match=r"no reward `score` that judges .* there are score/a, score/b"),
     ):
         group(judge, "5", made)
@@ -155,7 +157,7 @@ def test_kimi_by_value_of_a_part_and_after_a_warm_up(tmp_path: Any) -> None:
 @given(st.lists(st.tuples(st.integers(1, 500), st.booleans()), min_size=1, max_size=8))
 def test_kimi_properties(made: list[tuple[int, bool]]) -> None:
     configs = [ExactReward(name="exact"), LengthReward(name="length", kind="kimi", correct="exact")]
-    with build_judge(configs) as judge:
+    with build_reward_manager(configs) as judge:
         found = group(judge, "5", [tokens(n, i, "5" if right else "4") for i, (n, right) in enumerate(made)])
     values = [each.parts["length"] for each in found]
     assert all(value is not None and -0.5 <= value <= 0.5 for value in values)
@@ -214,7 +216,7 @@ def test_length_keys(keys: dict[str, Any], message: str) -> None:
 def test_repeated_share_by_counting(ids: list[int], n: int) -> None:
     grams = [tuple(ids[i : i + n]) for i in range(len(ids) - n + 1)]
     expected = 1 - len(set(grams)) / len(grams) if grams else 0.0
-    assert repeated_share(np.array(ids, np.int64), n) == pytest.approx(expected)
+    assert repeated_ngram_share(np.array(ids, np.int64), n) == pytest.approx(expected)
 
 
 @given(st.lists(st.integers(0, 2), max_size=30), st.integers(2, 5), st.integers(1, 12))

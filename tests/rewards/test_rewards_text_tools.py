@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 from rule_helpers import ADAPTER, judge_of, reward, verdict
 
-from rollmill.core.errors import RewardError
+from rollmill.errors import RewardError
 from rollmill.rewards.build import build_reward
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.resources import RewardResources
 
 FACTS = {"facts": ["The tower is 324 m tall.", "It was built from 1887 to 1889, in Paris.", "It is made of iron."]}
 NEEDED = FACTS | {"citations": [1, 2]}
@@ -219,9 +219,9 @@ def test_true_is_not_one() -> None:
 def test_the_time_of_a_schema_check_is_the_grader_s() -> None:
     """The first one waits for the process to start; what is reported as work is not more than all of it."""
     for keys, text in (({"name": "tool_call"}, tagged({"name": "now"})), ({"name": "format", "json_schema": {}}, "{}")):
-        rule = build_reward(ADAPTER.validate_python(keys), resources := Resources())
+        rule = build_reward(ADAPTER.validate_python(keys), resources := RewardResources())
         found = asyncio.run(rule.judge(task(None, **TOOLS), completion(text)))  # type: ignore[union-attr]
         resources.close()
         assert found.outcome == "ok"
-        assert found.worked is not None
-        assert found.worked > 0
+        assert found.run_s is not None
+        assert found.run_s > 0

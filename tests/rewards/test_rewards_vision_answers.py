@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rule_helpers import reward, verdict
 
-from rollmill.core.errors import RewardError
-from rollmill.rewards.vision.figures import figure, stated
+from rollmill.errors import RewardError
+from rollmill.rewards.vision.figures import find_stated_number, parse_chart_number
 from rollmill.rewards.vision.table_reading import read_table
-from rollmill.rewards.vision.vqa import accuracy, normalised
+from rollmill.rewards.vision.vqa import normalize_vqa_answer, vqa_accuracy
 
 
 @pytest.mark.parametrize(
@@ -169,8 +169,8 @@ def test_chart_keys_and_lists() -> None:
 
 @given(st.text(max_size=60))
 def test_numbers_of_any_text(text: str) -> None:
-    assert figure(text) is None or figure(text) == figure(f" {text} ")
-    assert stated(text) is None or figure(text) in (None, stated(text))
+    assert parse_chart_number(text) is None or parse_chart_number(text) == parse_chart_number(f" {text} ")
+    assert find_stated_number(text) is None or parse_chart_number(text) in (None, find_stated_number(text))
     assert reward("chart", "12", text) in (0.0, 1.0)
 
 
@@ -249,10 +249,12 @@ def test_vqa_accuracy_golden_numbers(agreeing: int, expected: float) -> None:
     st.sampled_from(["yes", "2", "cat"]),
 )
 def test_vqa_accuracy_is_the_mean_over_leaving_one_out(golds: list[str], answer: str) -> None:
-    folded = [normalised(gold) for gold in golds]
+    folded = [normalize_vqa_answer(gold) for gold in golds]
     rounds = [folded[:i] + folded[i + 1 :] for i in range(len(folded))]
-    expected = sum(min(1, sum(each == normalised(answer) for each in others) / 3) for others in rounds) / len(rounds)
-    assert accuracy(answer, golds) == pytest.approx(expected)
+    expected = sum(min(1, sum(each == normalize_vqa_answer(answer) for each in others) / 3) for others in rounds) / len(
+        rounds
+    )
+    assert vqa_accuracy(answer, golds) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -271,16 +273,16 @@ def test_vqa_accuracy_is_the_mean_over_leaving_one_out(golds: list[str], answer:
     ],
 )
 def test_vqa_normalisation(one: str, other: str) -> None:
-    assert normalised(one) == normalised(other)
+    assert normalize_vqa_answer(one) == normalize_vqa_answer(other)
 
 
 def test_vqa_differences_and_short_lists() -> None:
-    assert normalised("3.5") != normalised("35")
-    assert normalised("twelve") != normalised("12")
+    assert normalize_vqa_answer("3.5") != normalize_vqa_answer("35")
+    assert normalize_vqa_answer("twelve") != normalize_vqa_answer("12")
     assert reward("vqa", ["cat", "kitten"], "a kitten") == reward("vqa", "cat", "Cat") == 1
     assert reward("vqa", ["cat", "kitten"], "cat kitten") == 0
     assert reward("vqa", "A", "a") == 1  # a letter that the picture shows, not an article
     assert reward("vqa", "A", "the") == reward("vqa", "A", "?!") == reward("vqa", "?", "!") == 0
-    assert normalised("on/-off t-shirt") == "on off t shirt"  # every mark is looked at in the text as it was
+    assert normalize_vqa_answer("on/-off t-shirt") == "on off t shirt"  # every mark is looked at in the text as it was
     assert verdict("vqa", ["yes"] * 10, "yes no " * 100) == (0.0, "too_long")
     assert verdict("vqa", ["yes"] * 10, "") == (0.0, "no_answer")

@@ -14,11 +14,11 @@ from pydantic import ValidationError
 from reward_helpers import judged
 from rule_helpers import ADAPTER, judge_of, reward, verdict
 
-from rollmill.core.errors import RewardError
+from rollmill.errors import RewardError
 from rollmill.rewards.vision.coordinates import Box
+from rollmill.rewards.vision.detections import read_boxes, read_points
 from rollmill.rewards.vision.geometry import giou, in_polygon, iou
-from rollmill.rewards.vision.matching import assignment, matched_sum
-from rollmill.rewards.vision.reading import read_boxes, read_points
+from rollmill.rewards.vision.matching import max_matching_score, solve_assignment
 
 SIDES = st.floats(0.1, 100)
 PLACES = st.floats(-100, 100)
@@ -68,7 +68,7 @@ def test_assignment_against_all_permutations(rows: int, more: int, data: st.Data
         )
     )
     cost = np.array(numbers).reshape(rows, rows + more)
-    columns = assignment(cost)
+    columns = solve_assignment(cost)
     assert len(set(columns.tolist())) == rows
     best = min(sum(cost[i, c] for i, c in enumerate(each)) for each in itertools.permutations(range(rows + more), rows))
     assert cost[np.arange(rows), columns].sum() == pytest.approx(best)
@@ -79,10 +79,10 @@ def test_a_matching_is_symmetric_and_grows_only_with_better_boxes(
     golds: list[Box], boxes: list[Box], more: list[Box]
 ) -> None:
     scores = iou(golds, boxes)
-    total = matched_sum(scores)
-    assert total == pytest.approx(matched_sum(scores.T))
+    total = max_matching_score(scores)
+    assert total == pytest.approx(max_matching_score(scores.T))
     assert total <= min(len(golds), len(boxes)) + 1e-9
-    assert matched_sum(iou(golds, boxes + more)) >= total - 1e-9
+    assert max_matching_score(iou(golds, boxes + more)) >= total - 1e-9
 
 
 @given(st.lists(BOXES, min_size=1, max_size=3), st.lists(BOXES, max_size=3), st.integers(1, 20))

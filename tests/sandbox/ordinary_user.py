@@ -15,11 +15,11 @@ import sys
 from pathlib import Path
 
 from rollmill.sandbox import Sandbox, kernel
-from rollmill.sandbox.attack import attack
-from rollmill.sandbox.hostile import FILES, HOSTILE, KERNEL, NETWORK, PROCESSES, SMALL
-from rollmill.sandbox.root import NOBODY, map_user
-from rollmill.sandbox.start import Backend
-from rollmill.sandbox.view import interpreter
+from rollmill.sandbox.attacks import ATTACKS, FILES, KERNEL, NETWORK, PROCESSES, SMALL
+from rollmill.sandbox.backend_selection import BackendChoice
+from rollmill.sandbox.isolation_check import run_attacks
+from rollmill.sandbox.root_filesystem import NOBODY, map_user
+from rollmill.sandbox.visible_files import find_interpreter
 
 QUICKEST = NETWORK + FILES + PROCESSES + KERNEL
 
@@ -33,12 +33,12 @@ def main() -> None:
     if kind in ("none", "refused"):
         Path("/proc/sys/user/max_user_namespaces").write_text("0")
     wrong = []
-    asked: Backend = "landlock" if kind == "landlock" else "namespaces" if kind == "refused" else "auto"
+    asked: BackendChoice = "landlock" if kind == "landlock" else "namespaces" if kind == "refused" else "auto"
     with Sandbox(backend=asked, jobs=8) as sandbox:
         backend = sandbox.chosen()
-        programs = [each for each in HOSTILE if "timeout" not in each.outcome] if "all" in sys.argv else QUICKEST
-        for hostile, found in asyncio.run(attack(sandbox, programs)):
-            if not hostile.contained(found, backend):
+        programs = [each for each in ATTACKS if "timeout" not in each.outcome] if "all" in sys.argv else QUICKEST
+        for hostile, found in asyncio.run(run_attacks(sandbox, programs)):
+            if not hostile.is_contained(found, backend):
                 wrong.append(f"{hostile.name}: {found}")
         uid = "1000\n" if backend == "namespaces" else f"{os.getuid()}\n"
         for program, expected in (("print(6 * 7)", "42\n"), ("import os; print(os.getuid())", uid)):
@@ -57,7 +57,7 @@ def _become_root_of_a_namespace() -> None:
 def _become_nobody() -> None:
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", "none", kernel.MS_REC | kernel.MS_PRIVATE)
-    home = Path(interpreter()).parents[1]
+    home = Path(find_interpreter()).parents[1]
     closed = [folder for folder in reversed(home.parents) if not folder.stat().st_mode & 0o1]
     if closed:
         opened = os.open(home, os.O_PATH)

@@ -16,12 +16,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmill.sandbox import Limits, Sandbox, SandboxError
+from rollmill.sandbox import Sandbox, SandboxError, SandboxLimits
 from rollmill.sandbox import probe as probing
-from rollmill.sandbox.folders import remove_tree
+from rollmill.sandbox.client import ForkServer
+from rollmill.sandbox.job_folders import remove_tree
 from rollmill.sandbox.landlock import landlock_version
-from rollmill.sandbox.limits import Result
-from rollmill.sandbox.process import Server
+from rollmill.sandbox.limits import ProgramResult
 from rollmill.sandbox.seccomp import AUDIT_ARCH, build_filter
 from rollmill.sandbox.syscalls import (
     CLONE,
@@ -39,7 +39,7 @@ from rollmill.sandbox.syscalls import (
     SOCKETPAIR,
     TGKILL,
 )
-from rollmill.sandbox.view import view_of
+from rollmill.sandbox.visible_files import build_filesystem_view
 
 BACKENDS = ("namespaces", "landlock", "plain")
 
@@ -69,7 +69,7 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
     ],
 )
 def test_outcomes_are_told_apart(sandbox: Sandbox, program: str, outcome: str, exit_code: int | None) -> None:
-    found = sandbox.run_sync(program, limits=Limits(wall_s=0.3 if outcome == "timeout" else 30.0, cpu_s=1))
+    found = sandbox.run_sync(program, limits=SandboxLimits(wall_s=0.3 if outcome == "timeout" else 30.0, cpu_s=1))
     assert found.outcome == outcome, found
     assert exit_code is None or found.exit_code == exit_code
     assert found.safe == (sandbox.backend != "plain")
@@ -145,9 +145,9 @@ def test_processes_are_allowed_when_asked_for(sandbox: Sandbox) -> None:
     )
     if sandbox.backend == "landlock":
         with pytest.raises(SandboxError, match=r"limits.processes is 8; the landlock backend runs one process. Set it"):
-            sandbox.run_sync(program, limits=Limits(processes=8))
+            sandbox.run_sync(program, limits=SandboxLimits(processes=8))
         return
-    found = sandbox.run_sync(program, limits=Limits(processes=8))
+    found = sandbox.run_sync(program, limits=SandboxLimits(processes=8))
     assert found.stdout == "5\n\n[1, 2]\n", found.stderr
 
 
@@ -157,7 +157,7 @@ def test_asyncio_and_threads_work_inside(sandbox: Sandbox) -> None:
 
 
 def test_many_at_once_wait_for_their_turn() -> None:
-    async def all_of_them(sandbox: Sandbox) -> list[Result]:
+    async def all_of_them(sandbox: Sandbox) -> list[ProgramResult]:
         return await asyncio.gather(*(sandbox.run(f"import time; time.sleep(.05); print({n})") for n in range(16)))
 
     with Sandbox(jobs=4) as sandbox:
@@ -202,7 +202,7 @@ def test_jobs_share_no_namespace_with_the_machine_nor_but_the_empty_network_with
 
 
 def test_a_cancelled_run_is_killed_and_gives_its_turn_back() -> None:
-    async def cancel(sandbox: Sandbox) -> Result:
+    async def cancel(sandbox: Sandbox) -> ProgramResult:
         await sandbox.run("")
         tasks = [asyncio.create_task(sandbox.run("import time; time.sleep(99)")) for _ in range(3)]
         await asyncio.sleep(0.1)
@@ -228,7 +228,7 @@ def test_a_server_killed_from_outside_is_replaced() -> None:
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_server_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch, asynchronous: bool) -> None:
     monkeypatch.setattr("rollmill.sandbox.exchange.GRACE_S", 2.0)
-    limits = Limits(wall_s=0.4)
+    limits = SandboxLimits(wall_s=0.4)
     with Sandbox() as sandbox:
         sandbox.run_sync("")
         first = sandbox.pid()
@@ -242,7 +242,7 @@ def test_a_server_that_is_stopped_is_replaced(monkeypatch: pytest.MonkeyPatch, a
 
 
 def test_a_program_whose_server_is_killed_runs_again() -> None:
-    async def kill_it(sandbox: Sandbox) -> Result:
+    async def kill_it(sandbox: Sandbox) -> ProgramResult:
         await sandbox.run("")
         task = asyncio.create_task(sandbox.run("import time; time.sleep(.2); print('done')"))
         await asyncio.sleep(0.1)
@@ -254,7 +254,7 @@ def test_a_program_whose_server_is_killed_runs_again() -> None:
 
 
 def test_a_program_killed_from_outside_says_so() -> None:
-    async def kill_it(sandbox: Sandbox) -> Result:
+    async def kill_it(sandbox: Sandbox) -> ProgramResult:
         await sandbox.run("")
         assert _childless(sandbox)
         task = asyncio.create_task(sandbox.run("import time; time.sleep(99)"))
@@ -352,7 +352,7 @@ def test_only_packages_that_are_named_can_be_imported() -> None:
     with Sandbox() as sandbox:
         assert "No module named 'numpy'" in sandbox.run_sync(program).stderr
     with Sandbox(packages=["numpy"]) as sandbox:
-        found = sandbox.run_sync(program, limits=Limits(memory_mb=2048))
+        found = sandbox.run_sync(program, limits=SandboxLimits(memory_mb=2048))
         assert found.stdout == "3\n", found.stderr
         assert "No module named 'torch'" in sandbox.run_sync("import torch").stderr
 
@@ -367,9 +367,9 @@ def test_what_cannot_be_is_an_error_that_says_so() -> None:
     with pytest.raises(SandboxError, match="package 'no_such_package' cannot be allowed"):
         Sandbox(packages=["no_such_package"])
     with pytest.raises(ValueError, match="wall_s is 0"):
-        Limits(wall_s=0)
+        SandboxLimits(wall_s=0)
     with Sandbox() as sandbox, pytest.raises(SandboxError, match="disk limit of 1 MiB"):
-        sandbox.run_sync("", files={"x": bytes(2 << 20)}, limits=Limits(disk_mb=1))
+        sandbox.run_sync("", files={"x": bytes(2 << 20)}, limits=SandboxLimits(disk_mb=1))
     sandbox.close()
     with pytest.raises(SandboxError, match="closed"):
         sandbox.run_sync("")
@@ -379,23 +379,23 @@ def test_a_machine_that_contains_nothing_is_refused(sandbox: Sandbox) -> None:
     """The probe finds that the plain backend lets programs through, and lets the other one pass."""
     found = sandbox.run_sync(probing.PROGRAM, limits=probing.LIMITS)
     if found.safe:
-        probing.check(found)
+        probing.check_probe(found)
     else:
         with pytest.raises(SandboxError, match="open a socket, fork"):
-            probing.check(found)
+            probing.check_probe(found)
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.sandbox.process.interpreter", lambda: "/bin/false")
+    monkeypatch.setattr("rollmill.sandbox.client.interpreter", lambda: "/bin/false")
     with Sandbox() as sandbox, pytest.raises(SandboxError, match=r"cannot start: .*needs Linux 5.12"):
         sandbox.run_sync("")
 
 
 def test_a_server_says_what_the_kernel_refuses() -> None:
-    view = view_of([])
+    view = build_filesystem_view([])
     view.binds["/no/such/path"] = "/no/such/path"
     with pytest.raises(SandboxError, match="No such file"):
-        Server("namespaces", view)
+        ForkServer("namespaces", view)
 
 
 @pytest.mark.skipif(landlock_version() == 0, reason="this kernel has no Landlock")

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 from kernels import lacks
 
-from rollmill.sandbox import Limits, Sandbox
-from rollmill.sandbox.cgroups import CgroupError, Group, find_home, kills_of
+from rollmill.sandbox import Sandbox, SandboxLimits
+from rollmill.sandbox.cgroups import Cgroup, CgroupError, count_oom_kills, find_parent_cgroup
 
 MOUNT = "30 23 0:26 / {point} rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
 
@@ -25,9 +25,9 @@ def _tree(root: Path, offers: dict[str, str]) -> str:
 def test_the_nearest_group_that_hands_out_both_is_the_home(tmp_path: Path) -> None:
     offers = {"": "cpu memory pids", "user": "cpu memory pids", "user/app": "memory", "user/app/own": ""}
     mounts = _tree(tmp_path, offers)
-    assert find_home("0::/user/app/own\n", mounts) == str(tmp_path / "user")
-    assert find_home("12:pids:/x\n0::/user\n", mounts) == str(tmp_path / "user")
-    assert find_home("0::/elsewhere\n", mounts) == str(tmp_path)
+    assert find_parent_cgroup("0::/user/app/own\n", mounts) == str(tmp_path / "user")
+    assert find_parent_cgroup("12:pids:/x\n0::/user\n", mounts) == str(tmp_path / "user")
+    assert find_parent_cgroup("0::/elsewhere\n", mounts) == str(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -40,18 +40,18 @@ def test_the_nearest_group_that_hands_out_both_is_the_home(tmp_path: Path) -> No
 )
 def test_why_there_is_none_is_said(tmp_path: Path, own: str, offers: dict[str, str], said: str) -> None:
     with pytest.raises(CgroupError, match=said):
-        find_home(own, _tree(tmp_path, offers))
+        find_parent_cgroup(own, _tree(tmp_path, offers))
 
 
 def test_no_mount_is_no_group() -> None:
     with pytest.raises(CgroupError, match="no control groups of version 2"):
-        find_home("0::/\n", "24 23 0:22 / /sys rw - sysfs sysfs rw\n")
+        find_parent_cgroup("0::/\n", "24 23 0:22 / /sys rw - sysfs sysfs rw\n")
 
 
 def test_limits_are_those_of_all_processes_together(tmp_path: Path) -> None:
     names = ("memory.max", "pids.max", "cgroup.procs")
-    group = Group("job-1", {name: os.open(tmp_path / name, os.O_CREAT | os.O_RDWR) for name in names})
-    group.join(Limits(processes=4, threads=10, memory_mb=100, disk_mb=50))
+    group = Cgroup("job-1", {name: os.open(tmp_path / name, os.O_CREAT | os.O_RDWR) for name in names})
+    group.join(SandboxLimits(processes=4, threads=10, memory_mb=100, disk_mb=50))
     assert {name: (tmp_path / name).read_text() for name in names} == {
         "memory.max": str((4 * 100 + 50 + 64) << 20),
         "pids.max": "16",
@@ -61,8 +61,8 @@ def test_limits_are_those_of_all_processes_together(tmp_path: Path) -> None:
 
 
 def test_kills_for_memory_are_counted() -> None:
-    assert kills_of("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n") == 2
-    assert kills_of("low 0\noom_kill 0\n") == kills_of("") == 0
+    assert count_oom_kills("low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n") == 2
+    assert count_oom_kills("low 0\noom_kill 0\n") == count_oom_kills("") == 0
 
 
 @pytest.mark.skipif(bool(lacks("namespaces") and lacks("landlock")), reason="no backend works here")

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.sandbox.folders import remove_tree, too_full
-from rollmill.sandbox.limits import Limits
+from rollmill.sandbox.job_folders import exceeds_disk_limit, remove_tree
+from rollmill.sandbox.limits import SandboxLimits
 
 PATHS = st.lists(st.lists(st.sampled_from("abc"), min_size=1, max_size=5).map("/".join), max_size=12)
 
@@ -37,7 +37,7 @@ def test_a_tree_too_deep_for_paths_goes_and_counts_as_full(tmp_path: Path) -> No
     program = "import os\nfor n in range(60):\n    os.mkdir('d' * 200)\n    os.chdir('d' * 200)\nopen('x', 'w').close()"
     (tmp_path / "top").mkdir()
     subprocess.run([sys.executable, "-c", program], cwd=tmp_path / "top", check=True)
-    assert too_full(str(tmp_path / "top"), os.getpid(), Limits())
+    assert exceeds_disk_limit(str(tmp_path / "top"), os.getpid(), SandboxLimits())
     remove_tree(str(tmp_path / "top"))
     assert list(tmp_path.iterdir()) == []
 
@@ -55,13 +55,13 @@ def test_links_are_removed_and_not_followed(tmp_path: Path) -> None:
 
 
 def test_files_count_named_or_not(tmp_path: Path) -> None:
-    limits = Limits(disk_mb=2)
+    limits = SandboxLimits(disk_mb=2)
     (tmp_path / "a").write_bytes(os.urandom(1 << 20))
-    assert not too_full(str(tmp_path), os.getpid(), limits)
+    assert not exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
     with open(tmp_path / "b", "wb") as file:
         file.write(os.urandom(3 << 19))
         file.flush()
-        assert too_full(str(tmp_path), os.getpid(), limits)
+        assert exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
         (tmp_path / "b").unlink()
-        assert too_full(str(tmp_path), os.getpid(), limits)
-    assert not too_full(str(tmp_path), os.getpid(), limits)
+        assert exceeds_disk_limit(str(tmp_path), os.getpid(), limits)
+    assert not exceeds_disk_limit(str(tmp_path), os.getpid(), limits)

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.sandbox.frames import FrameError, Frames, LongFrameError, pack
+from rollmill.sandbox.frames import FrameError, FrameReader, FrameTooLongError, pack_frame
 
 FRAMES = st.lists(st.lists(st.binary(max_size=50), max_size=5), max_size=5)
 
 
-def _all(frames: Frames) -> list[list[bytes]]:
+def _all(frames: FrameReader) -> list[list[bytes]]:
     found = []
     while (frame := frames.take()) is not None:
         found.append(frame)
@@ -20,8 +20,8 @@ def _all(frames: Frames) -> list[list[bytes]]:
 
 @given(FRAMES, st.lists(st.integers(1, 40), min_size=1))
 def test_frames_survive_every_cut(sent: list[list[bytes]], sizes: list[int]) -> None:
-    stream = b"".join(pack(*parts) for parts in sent)
-    frames, found, place = Frames(1000), [], 0
+    stream = b"".join(pack_frame(*parts) for parts in sent)
+    frames, found, place = FrameReader(1000), [], 0
     while place < len(stream):
         size = sizes[place % len(sizes)]
         frames.feed(stream[place : place + size])
@@ -32,26 +32,26 @@ def test_frames_survive_every_cut(sent: list[list[bytes]], sizes: list[int]) -> 
 
 @given(st.binary(max_size=200))
 def test_any_bytes_are_frames_or_an_error(stream: bytes) -> None:
-    frames = Frames(100)
+    frames = FrameReader(100)
     frames.feed(stream)
     try:
         found = _all(frames)
     except FrameError:
         return
-    assert stream.startswith(b"".join(pack(*parts) for parts in found))
+    assert stream.startswith(b"".join(pack_frame(*parts) for parts in found))
 
 
 @pytest.mark.parametrize(
     ("stream", "error"),
     [
-        (b"\0\0\0\x65" + bytes(0x65), LongFrameError),
-        (b"\xff\xff\xff\xff", LongFrameError),
+        (b"\0\0\0\x65" + bytes(0x65), FrameTooLongError),
+        (b"\xff\xff\xff\xff", FrameTooLongError),
         (b"\0\0\0\3\0\0\0", FrameError),
         (b"\0\0\0\5\0\0\0\2x", FrameError),
     ],
 )
 def test_what_is_no_frame_is_an_error(stream: bytes, error: type[Exception]) -> None:
-    frames = Frames(100)
+    frames = FrameReader(100)
     frames.feed(stream)
     with pytest.raises(error):
         frames.take()

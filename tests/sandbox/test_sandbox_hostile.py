@@ -16,15 +16,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmill.sandbox import Result, Sandbox
-from rollmill.sandbox import hostile as hostile_module
-from rollmill.sandbox.attack import attack
-from rollmill.sandbox.hostile import FORKS, HOSTILE, TRY, Hostile
-from rollmill.sandbox.start import SAFE
+from rollmill.sandbox import ProgramResult, Sandbox
+from rollmill.sandbox import attacks as hostile_module
+from rollmill.sandbox.attacks import ATTACKS, FORKS, TRY, Attack
+from rollmill.sandbox.backend import BackendName
+from rollmill.sandbox.backend_selection import SAFE_BACKENDS
+from rollmill.sandbox.isolation_check import run_attacks
 from rollmill.sandbox.syscalls import DENIED
-from rollmill.sandbox.walls import BackendName
 
-CASES = [(backend, hostile) for backend in SAFE for hostile in HOSTILE if hostile.is_for(backend)]
+CASES = [(backend, hostile) for backend in SAFE_BACKENDS for hostile in ATTACKS if hostile.is_for(backend)]
 AT_LEAST = 60
 
 
@@ -35,25 +35,25 @@ def sandbox() -> Iterator[Sandbox]:
 
 
 @cache
-def attacked(backend: BackendName) -> dict[str, Result]:
+def attacked(backend: BackendName) -> dict[str, ProgramResult]:
     """The result of every hostile program, by name; several run at once."""
     with Sandbox(backend=backend, jobs=8) as sandbox:
-        found = {hostile.name: result for hostile, result in asyncio.run(attack(sandbox))}
+        found = {hostile.name: result for hostile, result in asyncio.run(run_attacks(sandbox))}
         assert sandbox.run_sync("print(1)").stdout == "1\n"
         assert _alone(sandbox)
         return found
 
 
 @pytest.mark.parametrize(("backend", "hostile"), CASES, ids=lambda case: case if isinstance(case, str) else case.name)
-def test_a_hostile_program_fails(backend: BackendName, hostile: Hostile) -> None:
+def test_a_hostile_program_fails(backend: BackendName, hostile: Attack) -> None:
     found = attacked(backend)[hostile.name]
-    assert hostile.contained(found, backend), found
+    assert hostile.is_contained(found, backend), found
     assert len(found.stdout) + len(found.stderr) <= hostile.limits.output_bytes
 
 
 def test_there_are_enough_of_them() -> None:
     assert min(Counter(backend for backend, _ in CASES).values()) >= AT_LEAST
-    assert len({hostile.name for hostile in HOSTILE}) == len(HOSTILE)
+    assert len({hostile.name for hostile in ATTACKS}) == len(ATTACKS)
 
 
 @pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
@@ -66,7 +66,7 @@ def test_every_architecture_has_the_calls_of_the_programs(machine: str, monkeypa
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    assert [hostile.name for hostile in module.HOSTILE] == [hostile.name for hostile in HOSTILE]
+    assert [hostile.name for hostile in module.HOSTILE] == [hostile.name for hostile in ATTACKS]
     assert not any("syscall(-1" in hostile.program for hostile in module.HOSTILE)
     assert any(f"syscall({DENIED['bpf'][machine == 'aarch64']}," in hostile.program for hostile in module.HOSTILE)
 
@@ -75,7 +75,7 @@ def test_the_attempts_are_not_refused_by_mistake() -> None:
     """Outside, the harness of the attempts says BREACH, and what only the landlock backend refuses is possible."""
     with Sandbox(backend="plain") as sandbox:
         assert sandbox.run_sync(TRY % "    open('/etc/passwd')").stdout == "BREACH\n"
-        for hostile in HOSTILE:
+        for hostile in ATTACKS:
             if hostile.only == "landlock" and hostile.name != "run a program":
                 assert sandbox.run_sync(hostile.program).stdout == "BREACH\n", hostile.name
 
@@ -133,7 +133,7 @@ LEAVERS = (
 
 
 @pytest.mark.parametrize("runs", [24, pytest.param(2000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("backend", SAFE)
+@pytest.mark.parametrize("backend", SAFE_BACKENDS)
 def test_nothing_is_left_after_many_runs(backend: BackendName, runs: int) -> None:
     """Counts processes, descriptors, mounts and temporary files, before and after."""
     with Sandbox(backend=backend) as sandbox:

@@ -13,11 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from rollmill.sandbox import Execution, Limits, Sandbox, SandboxError
-from rollmill.sandbox.session import Host
+from rollmill.sandbox import Sandbox, SandboxError, SandboxLimits, SessionExecution
+from rollmill.sandbox.session import HostCallback
 
 BACKENDS = ("namespaces", "landlock")
-SMALL = Limits(wall_s=5.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
+SMALL = SandboxLimits(wall_s=5.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
 
 
 @pytest.fixture(scope="module", params=BACKENDS)
@@ -26,10 +26,12 @@ def sandbox(request: pytest.FixtureRequest) -> Iterator[Sandbox]:
         yield made
 
 
-def executed(sandbox: Sandbox, *programs: str, host: Host | None = None, limits: Limits = SMALL) -> list[Execution]:
+def executed(
+    sandbox: Sandbox, *programs: str, host: HostCallback | None = None, limits: SandboxLimits = SMALL
+) -> list[SessionExecution]:
     """What one session answers to programs."""
 
-    async def all_of_them() -> list[Execution]:
+    async def all_of_them() -> list[SessionExecution]:
         async with sandbox.session(limits=limits) as session:
             return [await session.execute(program, host=host) for program in programs]
 
@@ -164,11 +166,11 @@ FATAL = {
 @pytest.mark.parametrize("name", FATAL)
 def test_a_session_ends_with(sandbox: Sandbox, name: str) -> None:
     program, outcome = FATAL[name]
-    limits = Limits(wall_s=0.3 if outcome == "timeout" else 10.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
+    limits = SandboxLimits(wall_s=0.3 if outcome == "timeout" else 10.0, cpu_s=1, memory_mb=256, output_bytes=1 << 16)
     found, following = executed(sandbox, program, "1", limits=limits)
     assert (found.outcome, found.value) == (outcome, None), found
     assert len(found.stdout) + len(found.stderr) <= 1 << 16
-    assert following == Execution("ended", None, "", "", 0.0)
+    assert following == SessionExecution("ended", None, "", "", 0.0)
 
 
 def test_an_answer_given_too_early_does_not_answer_the_next(sandbox: Sandbox) -> None:
@@ -250,7 +252,7 @@ def test_the_host_answers(sandbox: Sandbox) -> None:
         return text[::-1]
 
     found, following = executed(
-        sandbox, "x = [host('abc'), host('ü\\n')]\nx", "x", host=host, limits=Limits(wall_s=0.5, memory_mb=256)
+        sandbox, "x = [host('abc'), host('ü\\n')]\nx", "x", host=host, limits=SandboxLimits(wall_s=0.5, memory_mb=256)
     )
     assert asked == ["abc", "ü\n"]
     assert (found.outcome, found.value, following.value) == ("ok", "['cba', '\\nü']", "['cba', '\\nü']"), found
@@ -272,7 +274,7 @@ def test_what_the_host_raises_is_raised_and_ends_the_session(sandbox: Sandbox) -
     async def wrong(text: str) -> str:
         return 5  # type: ignore[return-value]
 
-    async def raising(answerer: Host, error: type[Exception]) -> Execution:
+    async def raising(answerer: HostCallback, error: type[Exception]) -> SessionExecution:
         async with sandbox.session() as session:
             with pytest.raises(error):
                 await session.execute("host('why')", host=answerer)
@@ -286,7 +288,7 @@ def test_what_the_host_raises_is_raised_and_ends_the_session(sandbox: Sandbox) -
 def test_one_session_calls_a_function_in_another() -> None:
     """With one turn for all: neither waits for the other."""
 
-    async def both(sandbox: Sandbox) -> Execution:
+    async def both(sandbox: Sandbox) -> SessionExecution:
         async with sandbox.session() as candidate, sandbox.session() as checker:
             await candidate.execute("def double(n): return 2 * n")
 
@@ -301,7 +303,7 @@ def test_one_session_calls_a_function_in_another() -> None:
 
 
 def test_a_session_does_one_thing_at_a_time(sandbox: Sandbox) -> None:
-    async def from_within() -> Execution:
+    async def from_within() -> SessionExecution:
         async with sandbox.session() as session:
 
             async def host(text: str) -> str:
@@ -428,10 +430,16 @@ def test_a_closed_sandbox_ends_its_sessions() -> None:
     ("files", "limits", "said"),
     [
         ({"../x": b""}, SMALL, "is not a path inside"),
-        ({}, Limits(processes=2), "could not start a program: limits.processes is 2; the landlock backend runs one"),
+        (
+            {},
+            SandboxLimits(processes=2),
+            "could not start a program: limits.processes is 2; the landlock backend runs one",
+        ),
     ],
 )
-def test_a_landlock_session_that_cannot_start_says_why(files: dict[str, bytes], limits: Limits, said: str) -> None:
+def test_a_landlock_session_that_cannot_start_says_why(
+    files: dict[str, bytes], limits: SandboxLimits, said: str
+) -> None:
     async def start() -> None:
         with Sandbox(backend="landlock") as sandbox:
             async with sandbox.session(files, limits):

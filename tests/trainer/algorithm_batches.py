@@ -15,14 +15,14 @@ from torch.distributed.tensor import DTensor
 from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience, Source
 from rollmill.recipes import RewardModel, SelfDistill, known_algorithms
-from rollmill.trainer import ScoreTrainer, Trainer
+from rollmill.trainer import RewardTrainer, Trainer
 from rollmill.trainer import critic as critic_module
-from rollmill.trainer import scoring as scoring_module
+from rollmill.trainer import reward_trainer as scoring_module
 from rollmill.trainer import update as update_module
-from rollmill.trainer.ranks import Ranks
-from rollmill.trainer.sharding import own_parts
+from rollmill.trainer.distributed.fsdp import local_shards
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.types import Experience, ExperienceSource
 
 LIMIT = 24  #: max_new_tokens
 
@@ -39,7 +39,7 @@ def trainer_of(
     reference: Any = None,
     teacher: Any = None,
     seed: int = 0,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
     reward_weights: Mapping[str, float] | None = None,
     kept_versions: int = 0,
     **config: Any,
@@ -50,7 +50,7 @@ def trainer_of(
     """
     settings = TrainerConfig(**{"lr": 1e-3, "precision": "fp32", **config})
     if isinstance(options, RewardModel):
-        scorer = ScoreTrainer(model, options, settings, total_steps=10, seed=seed, ranks=ranks)
+        scorer = RewardTrainer(model, options, settings, total_steps=10, seed=seed, ranks=ranks)
         _fill(scorer.model.head.weight)
         return scorer
     recipe = build_recipe(options, max_new_tokens=LIMIT, reward_weights=reward_weights)
@@ -68,7 +68,7 @@ def trainer_of(
 
 @torch.no_grad()
 def _fill(weight: Tensor) -> None:
-    (own,) = own_parts([weight])
+    (own,) = local_shards([weight])
     own.copy_(torch.linspace(-0.1, 0.1, weight.numel()).to(weight.dtype)[None][: len(own)])
 
 
@@ -90,7 +90,7 @@ def batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOpt
         e.reward_parts = {"exact": e.reward, "format": float(index == 3)}
         if isinstance(options, SelfDistill) and index != 1:
             e.teacher_prompt = np.arange(2, 5 + 3 * index, dtype=np.int32)
-    return batch if options.uses_rollouts else [e for e in batch if e.source is Source.EXPERT]
+    return batch if options.uses_rollouts else [e for e in batch if e.source is ExperienceSource.EXPERT]
 
 
 def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: AlgorithmOptions) -> list[Experience]:
@@ -102,7 +102,7 @@ def uneven_batch_for(make_batch: Callable[..., list[Experience]], options: Algor
         return batch_for(make_batch, options)
     rng = np.random.default_rng(0)
     batch = make_batch(groups=4, size=6, experts=3 if options.uses_experts else 0)
-    for e in (e for e in batch if e.source is Source.USUAL):
+    for e in (e for e in batch if e.source is ExperienceSource.ROLLOUT):
         index, level = int(e.id.rpartition("-")[2]), float(rng.choice([-0.5, 0.0, 0.3, 1.0]))
         e.reward = 0.3 if e.group == "g0" else {0: -0.5, 1: 1.0}.get(index, level)
         e.reward_parts = {"exact": float(e.reward > 0), "format": index % 2 * float(e.group != "g0"), "shown": level}
@@ -122,7 +122,7 @@ def _compares_steps(options: AlgorithmOptions) -> bool:
 
 def _preferred(batch: list[Experience]) -> list[Experience]:
     for e in batch:
-        e.source, e.temperature = Source.PREFERENCE, 1.0
+        e.source, e.temperature = ExperienceSource.PREFERENCE, 1.0
         e.logprobs, e.versions = np.zeros_like(e.logprobs), np.full_like(e.versions, -1)
     return batch
 
@@ -133,7 +133,7 @@ def record(model: Any, batch: Sequence[Experience], noise: float, seed: int = 0)
     with torch.no_grad():
         own = plain_logprobs(model, batch)
     for e, logprob in zip(batch, own, strict=True):
-        if e.source is Source.USUAL:
+        if e.source is ExperienceSource.ROLLOUT:
             steps = noise * (rng.normal() + rng.normal(size=len(logprob)))
             e.logprobs[e.action_mask] = logprob.double().numpy() + steps
 
@@ -173,7 +173,7 @@ def _picked(logits: Tensor, e: Experience) -> Tensor:
 
 
 def _temperature(e: Experience) -> float:
-    return 1.0 if e.source is Source.EXPERT else float(np.float32(e.temperature))
+    return 1.0 if e.source is ExperienceSource.EXPERT else float(np.float32(e.temperature))
 
 
 def plain_values(critic: Any, batch: Sequence[Experience]) -> list[Tensor]:

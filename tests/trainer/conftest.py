@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from rollmill.core import Experience, Source
+from rollmill.types import Experience, ExperienceSource
 
 VOCAB = 23
 _CLASSES = {
@@ -70,7 +70,7 @@ def _experience(
         logprobs=np.where(mask, rng.normal(-3, 0.3, len(tokens)), 0).astype(np.float32),
         versions=np.where(mask & (not expert), version, -1).astype(np.int32),
         reward=reward,
-        source=Source.EXPERT if expert else Source.USUAL,
+        source=ExperienceSource.EXPERT if expert else ExperienceSource.ROLLOUT,
         temperature=0.8,
     )
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollmill.core import Experience
+from rollmill.types import Experience
 
 PARTS = {"exact": 2.0, "format": 0.5, "shown": 0.0}  #: weights of the parts of the reward
 

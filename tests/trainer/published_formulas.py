@@ -13,7 +13,7 @@ from algorithm_batches import LIMIT
 from published_advantages import Case, Lists
 from torch import Tensor
 
-from rollmill.core import Experience
+from rollmill.types import Experience
 
 Numbers = Sequence[float] | Lists
 

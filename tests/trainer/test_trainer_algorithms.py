@@ -14,11 +14,11 @@ from algorithm_batches import batch_for, distance, flat, options_of, record, tra
 from torch import Tensor
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.core import Source
 from rollmill.recipes import known_algorithms
 from rollmill.trainer import passes as passes_module
-from rollmill.trainer.batch import micro_batches
-from rollmill.trainer.update import Updates
+from rollmill.trainer.batch import build_micro_batches
+from rollmill.trainer.update import PolicyUpdater
+from rollmill.types import ExperienceSource
 
 BUILT_IN = [name for name, section in known_algorithms().items() if section.trains_policy]
 KEYS: dict[str, Any] = {"pass_at_k": {"advantage": {"k": 2}}}  #: the groups here are as large as its default k
@@ -37,7 +37,7 @@ def test_every_algorithm_makes_a_finite_step(toy: Any, make_batch: Any, name: st
     trainer = trainer_of(model, options, reference=toy("qwen3", seed=5))
     metrics = trainer.step(batch, 0)
     assert all(math.isfinite(value) for value in metrics.values()), metrics
-    terms = [term for term in trainer.recipe.terms if not term.is_steered_entropy]
+    terms = [term for term in trainer.recipe.terms if not term.is_adaptive_entropy]
     assert {f"loss/{term.name}" for term in terms} <= metrics.keys()
     assert metrics["updates"] == 1
     assert metrics["grad_norm"] > 0
@@ -58,7 +58,9 @@ def _follows_the_advantage(options: Any) -> bool:
 def test_equal_rewards_move_nothing_where_the_loss_follows_the_advantage(toy: Any, make_batch: Any, name: str) -> None:
     options = options_of(name, kl=0.0, **KEYS.get(name, {}))
     trainer = trainer_of(toy("qwen3"), options)
-    moving, uniform = ([e for e in batch_for(make_batch, options, seed) if e.source is Source.USUAL] for seed in (0, 1))
+    moving, uniform = (
+        [e for e in batch_for(make_batch, options, seed) if e.source is ExperienceSource.ROLLOUT] for seed in (0, 1)
+    )
     assert trainer.step(moving, 0)["updates"] == 1
     for e in uniform:
         e.reward, e.reward_parts, e.info["greedy_reward"] = 0.1, {"exact": 0.1, "format": 0.3}, 0.1
@@ -109,7 +111,7 @@ def _cut_every_way(
     record(model, batch, 3e-4 if name == "gspo" else 0.2)
     found = []
     for share in (True, False):
-        monkeypatch.setattr(passes_module, "micro_batches", partial(micro_batches, share_prefixes=share))
+        monkeypatch.setattr(passes_module, "build_micro_batches", partial(build_micro_batches, share_prefixes=share))
         for budget in (1, 45, 100_000):
             reference = toy("qwen3", seed=5).to(dtype)
             trainer = trainer_of(copy.deepcopy(model), options, reference=reference, micro_batch_tokens=budget)
@@ -147,14 +149,14 @@ def test_a_denominator_per_row_would_be_noticed(
     toy: Any, make_batch: Any, gradients: dict[str, list[Tensor]], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     """Negative control: with the usual mistake the check above fails."""
-    original = Updates.forward
+    original = PolicyUpdater.forward
 
-    def wrong(self: Updates, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrong(self: PolicyUpdater, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
         share = len(micro.tokens) / len(batch.table.target)
         loss, terms = original(self, batch, micro, *args, **kwargs)
         return loss / share, terms
 
-    monkeypatch.setattr(Updates, "forward", wrong)
+    monkeypatch.setattr(PolicyUpdater, "forward", wrong)
     _cut_every_way(toy, make_batch, monkeypatch, name, torch.float32)
     with pytest.raises(AssertionError):
         _assert_equal([], gradients, 1e-2)

@@ -9,9 +9,9 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollmill.core import Experience, Source
 from rollmill.models.attention import AttentionOptions
-from rollmill.trainer.batch import MicroBatch, micro_batches, token_table
+from rollmill.trainer.batch import MicroBatch, build_micro_batches, build_token_table
+from rollmill.types import Experience, ExperienceSource
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -40,9 +40,9 @@ def test_the_table_has_every_action_token_that_something_comes_before() -> None:
         made("a", "g", [], [5, 6, 7], temperature=0.5),  # the first token has no predecessor
         made("b", "g", [5, 6], [7, 8, 9], "x.x", temperature=0.25),
         made("c", "h", [5], [6], ".", temperature=2.0),
-        made("d", "x", [5], [6], temperature=0.5, source=Source.EXPERT),
+        made("d", "x", [5], [6], temperature=0.5, source=ExperienceSource.EXPERT),
     ]
-    table = token_table(batch, CPU)
+    table = build_token_table(batch, CPU)
     assert table.target.tolist() == [6, 7, 7, 9, 6]
     assert table.rollout_logprob.tolist() == [-1, -2, -2, -4, -1]
     assert table.version.tolist() == [11, 12, 12, 14, 11]
@@ -52,8 +52,8 @@ def test_the_table_has_every_action_token_that_something_comes_before() -> None:
     assert table.offsets == [0, 2, 4, 4, 5]
     assert [each.tolist() for each in table.positions] == [[1, 2], [2, 4], [], [1]]
     assert table.lengths.tolist() == [2, 2, 0, 1]
-    assert token_table(batch[:3], CPU).lengths.tolist() == [2, 2, 0]
-    nobody = token_table([], CPU)
+    assert build_token_table(batch[:3], CPU).lengths.tolist() == [2, 2, 0]
+    nobody = build_token_table([], CPU)
     assert (nobody.target.dtype, nobody.rollout_logprob.dtype, len(nobody.target)) == (torch.int64, torch.float32, 0)
 
 
@@ -64,7 +64,7 @@ def test_a_row_by_hand() -> None:
         made("b", "g", [1, 2, 3], [6, 7, 8, 9, 9, 9, 9]),
         made("c", "h", [1, 2], [3, 4, 5], "x.x"),
     ]
-    [row] = micro_batches(batch, token_table(batch, CPU), [0, 1, 2], 100, CPU)
+    [row] = build_micro_batches(batch, build_token_table(batch, CPU), [0, 1, 2], 100, CPU)
     # what the last action token would predict is not asked for
     assert row.input_ids.tolist() == [[*(1, 2, 3, 4), *(1, 2, 3), *(6, 7, 8, 9, 9, 9), 4]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6, 7, 8, 3]]
@@ -85,7 +85,7 @@ def test_what_follows_prompts_lies_longest_first_whatever_the_prompt() -> None:
     long = list(range(20))
     batch = [made("a", "g", long, [5] * 2), made("b", "g", long, [5] * 3)]
     batch += [made("c", "h", [4], [5] * 4), made("d", "h", [4], [5] * 6)]
-    [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
+    [row] = build_micro_batches(batch, build_token_table(batch, CPU), range(4), 100, CPU)
     starts = [[*range(20)], [0], [1, 2, 3, 4, 5], [1, 2, 3], [20, 21], [20]]
     assert row.position_ids[0].tolist() == sum(starts, [])  # noqa: RUF017
 
@@ -93,14 +93,18 @@ def test_what_follows_prompts_lies_longest_first_whatever_the_prompt() -> None:
 def test_tokens_of_a_source_are_those_of_its_experiences() -> None:
     batch = [
         made("a", "g", [1], [4, 5, 6, 7]),
-        made("x", "x", [2], [6, 7, 8], source=Source.EXPERT),
+        made("x", "x", [2], [6, 7, 8], source=ExperienceSource.EXPERT),
         made("b", "h", [3], [9]),
         made("c", "g", [1], [4]),
     ]
     sources = [each.source for each in batch]
-    [row] = micro_batches(batch, token_table(batch, CPU), range(4), 100, CPU)
-    found = {source: sorted(row.tokens[row.of_source(source, sources)].tolist()) for source in Source}
-    assert found == {Source.USUAL: [0, 1, 2, 3, 7, 8], Source.EXPERT: [4, 5, 6], Source.PREFERENCE: []}
+    [row] = build_micro_batches(batch, build_token_table(batch, CPU), range(4), 100, CPU)
+    found = {source: sorted(row.tokens[row.of_source(source, sources)].tolist()) for source in ExperienceSource}
+    assert found == {
+        ExperienceSource.ROLLOUT: [0, 1, 2, 3, 7, 8],
+        ExperienceSource.EXPERT: [4, 5, 6],
+        ExperienceSource.PREFERENCE: [],
+    }
 
 
 @st.composite
@@ -120,10 +124,10 @@ def batches(draw: st.DrawFn) -> list[Experience]:
 def test_every_action_token_is_predicted_once_from_its_own_predecessors(
     batch: list[Experience], budget: int, share: bool, keep: bool, ranks: int
 ) -> None:
-    table, found = token_table(batch, CPU), []
+    table, found = build_token_table(batch, CPU), []
     options: dict[str, Any] = {"share_prefixes": share, "keep_groups": keep, "ranks": ranks}
     for rank in range(ranks):
-        for row in micro_batches(batch, table, range(len(batch)), budget, CPU, rank=rank, **options):
+        for row in build_micro_batches(batch, table, range(len(batch)), budget, CPU, rank=rank, **options):
             visible, position = seen(row), row.position_ids[0]
             for place, token, sequence in zip(row.rows, row.tokens, row.sequence, strict=True):
                 number = row.experiences[int(sequence)]
@@ -140,9 +144,9 @@ def test_every_action_token_is_predicted_once_from_its_own_predecessors(
 
 def test_only_the_chosen_are_in_rows() -> None:
     batch = [made(str(n), "g", [1, 2], [n, n]) for n in range(5)]
-    rows = micro_batches(batch, token_table(batch, CPU), [1, 3], 100, CPU)
+    rows = build_micro_batches(batch, build_token_table(batch, CPU), [1, 3], 100, CPU)
     assert [sorted(row.experiences) for row in rows] == [[1, 3]]
-    assert micro_batches(batch, token_table(batch, CPU), [], 100, CPU) == []
+    assert build_micro_batches(batch, build_token_table(batch, CPU), [], 100, CPU) == []
 
 
 def test_prompts_are_shared_where_they_are_the_same_and_only_up_to_the_first_action() -> None:
@@ -151,59 +155,59 @@ def test_prompts_are_shared_where_they_are_the_same_and_only_up_to_the_first_act
         made("b", "h", [1, 2, 3], [6, 7]),  # another group, the same prompt
         made("c", "g", [1, 2], [3, 4, 5]),  # the same tokens, but the third is its own
     ]
-    table = token_table(batch, CPU)
-    assert sizes(micro_batches(batch, table, range(3), 100, CPU)) == [3 + 1 + 1 + 4]
-    assert sizes(micro_batches(batch, table, range(3), 100, CPU, share_prefixes=False)) == [4 + 4 + 4]
+    table = build_token_table(batch, CPU)
+    assert sizes(build_micro_batches(batch, table, range(3), 100, CPU)) == [3 + 1 + 1 + 4]
+    assert sizes(build_micro_batches(batch, table, range(3), 100, CPU, share_prefixes=False)) == [4 + 4 + 4]
 
 
 def test_a_family_is_cut_where_it_does_not_fit_and_each_piece_has_the_prompt() -> None:
     """A prompt of 4 and own parts of 3, 3, 2, 2 and 1 tokens, of which the last is no input: 4 + 2 + 2 + 1 fit in 9."""
     batch = [made(str(n), "g", [1, 2, 3, 4], [5] * length) for n, length in enumerate((3, 2, 1, 3, 2))]
-    table = token_table(batch, CPU)
-    rows = micro_batches(batch, table, range(5), 9, CPU)
+    table = build_token_table(batch, CPU)
+    rows = build_micro_batches(batch, table, range(5), 9, CPU)
     assert sorted(sizes(rows)) == [5, 9]
-    assert sizes(micro_batches(batch, table, range(5), 10, CPU)) == [10]
-    assert sorted(sizes(micro_batches(batch, table, range(5), 5, CPU))) == [5, 5, 6, 6]
-    assert sorted(sizes(micro_batches(batch, table, range(5), 1, CPU))) == [4, 5, 5, 6, 6]
-    assert sizes(micro_batches(batch, table, range(5), 1, CPU, keep_groups=True)) == [10]
+    assert sizes(build_micro_batches(batch, table, range(5), 10, CPU)) == [10]
+    assert sorted(sizes(build_micro_batches(batch, table, range(5), 5, CPU))) == [5, 5, 6, 6]
+    assert sorted(sizes(build_micro_batches(batch, table, range(5), 1, CPU))) == [4, 5, 5, 6, 6]
+    assert sizes(build_micro_batches(batch, table, range(5), 1, CPU, keep_groups=True)) == [10]
 
 
 def test_groups_kept_whole_share_a_prompt_where_it_is_the_same() -> None:
     batch = [
         made(str(n), name, prompt, [5, 6]) for n, (name, prompt) in enumerate(zip("ghgh", [[1, 2]] * 4, strict=True))
     ]
-    table = token_table(batch, CPU)
-    rows = micro_batches(batch, table, range(4), 4, CPU, keep_groups=True)
+    table = build_token_table(batch, CPU)
+    rows = build_micro_batches(batch, table, range(4), 4, CPU, keep_groups=True)
     assert sizes(rows) == [4, 4]
     assert sorted(sorted(row.experiences) for row in rows) == [[0, 2], [1, 3]]
-    assert sizes(micro_batches(batch, table, range(4), 6, CPU, keep_groups=True)) == [6]
-    apart = micro_batches(batch, table, range(4), 6, CPU, keep_groups=True, share_prefixes=False)
+    assert sizes(build_micro_batches(batch, table, range(4), 6, CPU, keep_groups=True)) == [6]
+    apart = build_micro_batches(batch, table, range(4), 6, CPU, keep_groups=True, share_prefixes=False)
     assert sizes(apart) == [6, 6]
 
 
 def test_rows_on_a_cpu_hold_2048_tokens_where_no_family_is_cut() -> None:
     """And all of the budget elsewhere."""
     few = [made(str(n), str(n), [n, 1], [5] * 700) for n in range(4)]
-    table = token_table(few, CPU)
-    assert sorted(sizes(micro_batches(few, table, range(4), 10_000, CPU))) == [1402, 1402]
-    assert sizes(micro_batches(few, table, range(4), 10_000, META)) == [4 * 701]
-    assert sizes(micro_batches(few, table, range(4), 1000, CPU)) == [701] * 4
+    table = build_token_table(few, CPU)
+    assert sorted(sizes(build_micro_batches(few, table, range(4), 10_000, CPU))) == [1402, 1402]
+    assert sizes(build_micro_batches(few, table, range(4), 10_000, META)) == [4 * 701]
+    assert sizes(build_micro_batches(few, table, range(4), 1000, CPU)) == [701] * 4
     family = [made(str(n), "g", [1, 1], [5] * 700) for n in range(4)]
-    assert sizes(micro_batches(family, token_table(family, CPU), range(4), 10_000, CPU)) == [2 + 4 * 699]
+    assert sizes(build_micro_batches(family, build_token_table(family, CPU), range(4), 10_000, CPU)) == [2 + 4 * 699]
     exactly = [made(str(n), str(n), [n, 1], [5] * 1023) for n in range(2)]
-    assert sizes(micro_batches(exactly, token_table(exactly, CPU), range(2), 10_000, CPU)) == [2048]
+    assert sizes(build_micro_batches(exactly, build_token_table(exactly, CPU), range(2), 10_000, CPU)) == [2048]
     more = [made(str(n), str(n), [n, 1], [5] * (1023 + n)) for n in range(2)]
-    assert sorted(sizes(micro_batches(more, token_table(more, CPU), range(2), 10_000, CPU))) == [1024, 1025]
-    alone = micro_batches(family, token_table(family, CPU), range(4), 10_000, CPU, share_prefixes=False)
+    assert sorted(sizes(build_micro_batches(more, build_token_table(more, CPU), range(2), 10_000, CPU))) == [1024, 1025]
+    alone = build_micro_batches(family, build_token_table(family, CPU), range(4), 10_000, CPU, share_prefixes=False)
     assert sorted(sizes(alone)) == [1402, 1402]
 
 
 def test_ranks_make_equally_many_passes() -> None:
     """Rows of nothing are a token of which nothing is predicted."""
     batch = [made("a", "g", [1, 2], [3, 4])]
-    table = token_table(batch, CPU)
-    assert [sizes(micro_batches(batch, table, [0], 9, CPU, ranks=2, rank=rank)) for rank in (0, 1)] == [[3], []]
-    [row] = micro_batches(batch, table, [0], 9, CPU, ranks=2, rank=1, even=True)
+    table = build_token_table(batch, CPU)
+    assert [sizes(build_micro_batches(batch, table, [0], 9, CPU, ranks=2, rank=rank)) for rank in (0, 1)] == [[3], []]
+    [row] = build_micro_batches(batch, table, [0], 9, CPU, ranks=2, rank=1, even=True)
     assert (row.experiences, row.input_ids.tolist(), row.position_ids.tolist()) == ([], [[0]], [[0]])
     assert all(
         each.shape == (0,) and each.dtype == torch.int64 for each in (row.rows, row.tokens, row.sequence, row.group)

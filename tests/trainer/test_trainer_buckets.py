@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.trainer import buckets
-from rollmill.trainer.buckets import in_buckets
+from rollmill.trainer.distributed import buckets
+from rollmill.trainer.distributed.buckets import apply_in_buckets
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=9), st.integers(4, 200))
@@ -22,8 +22,8 @@ def test_all_tensors_are_changed_in_place(shapes: list[list[int]], limit: int) -
         sizes.append(flat.nbytes)
         flat.mul_(2)
 
-    with mock.patch.object(buckets, "BUCKET", limit):
-        in_buckets(tensors, double)
+    with mock.patch.object(buckets, "ALLREDUCE_BUCKET_BYTES", limit):
+        apply_in_buckets(tensors, double)
     assert all(bool((tensor == 2 * n).all()) for n, tensor in enumerate(tensors))
     assert sum(sizes) == sum(tensor.nbytes for tensor in tensors)
     assert all(size <= max([limit, *(tensor.nbytes for tensor in tensors)]) for size in sizes)

@@ -15,10 +15,10 @@ from transformers import AttentionInterface
 import rollmill.models.attention as hook
 from bench.tiny_architectures import tiny_model
 from rollmill.config.model import LoRAConfig, ModelConfig
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
+from rollmill.models.hf_forward import decoder_layers, shrink_model
 from rollmill.models.load import load_policy
-from rollmill.models.own_forward import cut_down, decoder_layers
-from rollmill.trainer.check import check_model, load_checked, require_right
+from rollmill.trainer.verification import load_verified_policy, verify_checkpoint, verify_model
 
 CPU = torch.device("cpu")
 FOLDER = Path("a folder")
@@ -43,7 +43,7 @@ SUPPORTED = {
 
 @pytest.mark.parametrize("architecture", SUPPORTED)
 def test_engine_and_trainer_compute_what_the_model_computes(architecture: str) -> None:
-    gaps = check_model(tiny_model(architecture), FOLDER)
+    gaps = verify_model(tiny_model(architecture), FOLDER)
     assert [gap.path.split(":")[0] for gap in gaps] == ["engine", "trainer", "trainer"]
     assert all(gap.value < 1e-4 and not gap.layer for gap in gaps), gaps
 
@@ -58,7 +58,7 @@ def test_engine_and_trainer_compute_what_the_model_computes(architecture: str) -
 )
 def test_what_cannot_be_run_is_refused_with_the_reason(architecture: str, message: str) -> None:
     with pytest.raises(ModelError, match=f"^model.path: a folder: .*{message}"):
-        check_model(tiny_model(architecture), FOLDER)
+        verify_model(tiny_model(architecture), FOLDER)
 
 
 def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_what_is_computed_otherwise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match=r"BertLMHeadModel would not be computed as .*: trainer: log-probs [1-9]\S* off"
     ):
-        require_right(tiny_model("bert"), tmp_path)
+        verify_checkpoint(tiny_model("bert"), tmp_path)
 
 
 def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
@@ -76,8 +76,8 @@ def _without_sinks(*args: Any, s_aux: Any = None, **kwargs: Any) -> Any:
 
 def test_attention_that_leaves_something_out_is_seen_with_its_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engine and trainer agree with each other here: both leave the sinks out."""
-    monkeypatch.setitem(AttentionInterface._global_mapping, hook.IMPLEMENTATION, _without_sinks)
-    engine, trainer, gradient = check_model(tiny_model("gpt_oss"), FOLDER)
+    monkeypatch.setitem(AttentionInterface._global_mapping, hook.ATTENTION_IMPLEMENTATION, _without_sinks)
+    engine, trainer, gradient = verify_model(tiny_model("gpt_oss"), FOLDER)
     assert min(engine.value, trainer.value, gradient.value) > 0.01
     assert engine.layer == trainer.layer == "model.layers.0 (GptOssDecoderLayer)"
     assert not engine.right
@@ -90,7 +90,7 @@ def test_an_unknown_argument_of_attention_is_an_error() -> None:
     own = layer.forward
     layer.forward = lambda *args, **kwargs: own(*args, **kwargs, tilt=torch.ones(1))  # eager attention ignores it
     with pytest.raises(ModelError, match="LlamaAttention hands tilt to its attention, which rollmill's attention does"):
-        check_model(model, FOLDER)
+        verify_model(model, FOLDER)
 
 
 def _without_gradient_of_queries(module: Any, query: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -98,8 +98,8 @@ def _without_gradient_of_queries(module: Any, query: torch.Tensor, *args: Any, *
 
 
 def test_a_gradient_that_is_cut_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(AttentionInterface._global_mapping, hook.IMPLEMENTATION, _without_gradient_of_queries)
-    engine, trainer, gradient = check_model(tiny_model("llama"), FOLDER)
+    monkeypatch.setitem(AttentionInterface._global_mapping, hook.ATTENTION_IMPLEMENTATION, _without_gradient_of_queries)
+    engine, trainer, gradient = verify_model(tiny_model("llama"), FOLDER)
     assert engine.right
     assert trainer.right
     assert not gradient.right
@@ -110,7 +110,7 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
     model = tiny_model("gpt_oss").train()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     config = model.config.to_json_string()
-    check_model(model, FOLDER)
+    verify_model(model, FOLDER)
     assert model.training
     assert model.config.to_json_string() == config
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -120,22 +120,22 @@ def test_the_check_leaves_the_model_as_it_was() -> None:
 def test_a_frozen_model_is_checked_and_stays_frozen() -> None:
     """A teacher, whose folder another run may train."""
     model = tiny_model("qwen3").requires_grad_(False)
-    assert all(gap.right for gap in check_model(model, FOLDER))
+    assert all(gap.right for gap in verify_model(model, FOLDER))
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in model.parameters())
 
 
 def test_large_models_are_checked_with_two_layers_of_each_kind(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.models.own_forward._SMALL", 0)
+    monkeypatch.setattr("rollmill.models.hf_forward._SMALL", 0)
     model: Any = tiny_model("lfm2")
     layers, kinds = len(model.model.layers), list(model.config.layer_types)
-    monkeypatch.setattr("rollmill.models.own_forward._KEPT", 1)
-    with cut_down(model):
+    monkeypatch.setattr("rollmill.models.hf_forward._KEPT", 1)
+    with shrink_model(model):
         assert len(model.model.layers) < layers
         assert len(model.model.layers) >= len(set(kinds))
         assert len(model.config.layer_types) == model.config.num_hidden_layers == len(model.model.layers)
     assert len(model.model.layers) == layers
     assert model.config.layer_types == kinds
-    assert all(gap.right for gap in check_model(model, FOLDER))
+    assert all(gap.right for gap in verify_model(model, FOLDER))
 
 
 def test_windows_count_however_long_they_are() -> None:
@@ -143,37 +143,37 @@ def test_windows_count_however_long_they_are() -> None:
     model: Any = tiny_model("mistral")
     for module in (model.config, *(layer.self_attn for layer in model.model.layers)):
         module.sliding_window = 4000
-    with cut_down(model):
+    with shrink_model(model):
         assert model.config.sliding_window == 8
     assert model.config.sliding_window == 4000
-    assert all(gap.right for gap in check_model(model, FOLDER))
+    assert all(gap.right for gap in verify_model(model, FOLDER))
 
 
 def test_a_checkpoint_is_checked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     config = ModelConfig(path=toy_checkpoint(tmp_path / "toy", "llama"))
-    load_checked(config, texts=[], seed=0, device=CPU)
+    load_verified_policy(config, texts=[], seed=0, device=CPU)
     (note,) = (tmp_path / "cache" / "models").iterdir()
     assert [each["path"].split(":")[0] for each in json.loads(note.read_text())] == ["engine", "trainer", "trainer"]
-    monkeypatch.setattr("rollmill.trainer.check.check_model", lambda *_: pytest.fail("checked again"))
-    load_checked(config, texts=[], seed=0, device=CPU)
+    monkeypatch.setattr("rollmill.trainer.verification.verify_model", lambda *_: pytest.fail("checked again"))
+    load_verified_policy(config, texts=[], seed=0, device=CPU)
     changed = json.loads((tmp_path / "toy" / "config.json").read_text()) | {"rms_norm_eps": 0.01}
     (tmp_path / "toy" / "config.json").write_text(json.dumps(changed))
     with pytest.raises(pytest.fail.Exception, match="checked again"):
-        load_checked(config, texts=[], seed=0, device=CPU)
+        load_verified_policy(config, texts=[], seed=0, device=CPU)
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file where the folder would be")
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     folder = toy_checkpoint(tmp_path / "toy", "llama")
-    assert load_checked(ModelConfig(path=folder), texts=[], seed=0, device=CPU).model is not None
+    assert load_verified_policy(ModelConfig(path=folder), texts=[], seed=0, device=CPU).model is not None
 
 
 def test_models_with_adapters_are_checked(tmp_path: Path) -> None:
     folder = toy_checkpoint(tmp_path / "toy", "llama")
     policy = load_policy(ModelConfig(path=folder, lora=LoRAConfig(rank=2)), texts=[], seed=0, device=CPU)
-    assert all(gap.right for gap in check_model(policy.model, folder))
+    assert all(gap.right for gap in verify_model(policy.model, folder))
 
 
 def test_the_command_prints_the_table(tmp_path: Path, server: Forks) -> None:

@@ -21,8 +21,8 @@ from algorithm_batches import (
 )
 from torch import Tensor
 
-from rollmill.core import Experience
-from rollmill.core.errors import TrainingError
+from rollmill.errors import TrainingError
+from rollmill.types import Experience
 
 GAMMA, LAM, CRITIC_LAM, CLIP = 0.97, 0.9, 0.95, 0.03
 GAE = {"gamma": GAMMA, "lam": LAM, "critic_lam": CRITIC_LAM}

@@ -8,7 +8,7 @@ import pytest
 import torch
 from algorithm_batches import distance, flat, gradient, options_of, trainer_of, watch_gradients
 
-from rollmill.core import Experience
+from rollmill.types import Experience
 
 BETA, TEMPERATURE = 0.3, 1.5
 

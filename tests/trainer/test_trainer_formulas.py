@@ -30,8 +30,8 @@ from published_advantages import PARTS, Case, whitened
 from published_formulas import FORMULAS
 from torch import Tensor
 
-from rollmill.core import Experience, Source
 from rollmill.recipes import known_algorithms
+from rollmill.types import Experience, ExperienceSource
 
 BUILT_IN = set(known_algorithms())
 LR = 3e-3
@@ -49,7 +49,7 @@ def _case(batch: list[Experience], forward: Any, model: Any, start: _Start, refe
     with torch.no_grad():
         others, distributions = forward(reference, batch), plain_distributions(model, batch)
     judged = [i for i, e in enumerate(batch) if e.reward is not None]
-    experts = [own[i] for i, e in enumerate(batch) if e.source is Source.EXPERT]
+    experts = [own[i] for i, e in enumerate(batch) if e.source is ExperienceSource.EXPERT]
     own, before, others = ([rows[i] for i in judged] for rows in (own, start.logprobs, others))
     full, full_before = ([rows[i] for i in judged] for rows in (distributions, start.distributions))
     return Case([batch[i] for i in judged], own, before, others, experts, full, full_before)

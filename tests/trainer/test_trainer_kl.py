@@ -20,7 +20,7 @@ from algorithm_batches import (
 )
 from torch import Tensor
 
-from rollmill.core import Experience
+from rollmill.types import Experience
 
 PROXIMAL = ["rollout", "recompute", "interpolate"]
 

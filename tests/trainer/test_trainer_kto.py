@@ -11,9 +11,9 @@ import torch
 from algorithm_batches import batch_for, distance, gradient, options_of, plain_logprobs, trainer_of, watch_gradients
 from torch import Tensor
 
-from rollmill.core import Experience
 from rollmill.trainer import update as update_module
-from rollmill.trainer.mismatched import mismatched_experiences
+from rollmill.trainer.kto_baseline import build_mismatched_experiences
+from rollmill.types import Experience
 
 LR = 3e-3
 
@@ -101,13 +101,13 @@ def test_each_update_has_the_baseline_of_its_own_completions(
     options = options_of("kto")
     model, reference = toy("qwen3"), _near(toy)
     batch, seen = batch_for(make_batch, options), []
-    original = update_module.baseline_of
+    original = update_module.compute_kto_baseline
 
     def spy(*args: Any) -> Tensor:
         seen.append(original(*args))
         return seen[-1]
 
-    monkeypatch.setattr(update_module, "baseline_of", spy)
+    monkeypatch.setattr(update_module, "compute_kto_baseline", spy)
     before = copy.deepcopy(model)
     trainer_of(model, options, reference=reference, updates_per_batch=2, lr=1e-9).step(batch, 0)
     half = len(batch) // 2
@@ -135,20 +135,20 @@ def test_training_moves_log_ratios_to_their_sides(toy: Any, make_batch: Any) -> 
 
 def test_mismatched_completions_follow_prompts_that_are_not_their_own(make_batch: Any) -> None:
     batch = batch_for(make_batch, options_of("kto"))
-    found = mismatched_experiences(batch, None)
+    found = build_mismatched_experiences(batch, None)
     for got, want in zip(found, _swapped(batch), strict=True):
         assert got.token_ids.tolist() == want.token_ids.tolist()
         assert got.action_mask.tolist() == want.action_mask.tolist()
     distinct = [e for n, e in enumerate(batch) if _parts(e)[0] not in [_parts(other)[0] for other in batch[:n]]]
-    rotated = [_parts(e)[1] for e in mismatched_experiences(distinct, None)]
+    rotated = [_parts(e)[1] for e in build_mismatched_experiences(distinct, None)]
     assert rotated == [_parts(e)[1] for e in (distinct[-1], *distinct[:-1])]
 
 
 def test_mismatched_sequences_are_cut_at_the_models_context(make_batch: Any) -> None:
     batch = batch_for(make_batch, options_of("kto"))
-    whole = mismatched_experiences(batch, None)
+    whole = build_mismatched_experiences(batch, None)
     longest = max(len(e.token_ids) for e in whole)
-    for got, want in zip(mismatched_experiences(batch, longest - 4), whole, strict=True):
+    for got, want in zip(build_mismatched_experiences(batch, longest - 4), whole, strict=True):
         assert got.token_ids.tolist() == want.token_ids[: longest - 4].tolist()
         assert len(got.action_mask) == len(got.logprobs) == len(got.versions) == len(got.token_ids)
 

@@ -12,7 +12,7 @@ import torch
 from algorithm_batches import batch_for, distance, flat, options_of, record, trainer_of, watch_gradients
 from torch import Tensor
 
-from rollmill.trainer.objective import Objective
+from rollmill.trainer.loss import StepLoss
 
 
 def test_every_mask_tells_how_much_it_leaves_out(toy: Any, make_batch: Any) -> None:
@@ -32,9 +32,9 @@ def test_a_mask_of_one_row_at_a_time_would_be_noticed(
     toy: Any, make_batch: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: quantiles of rows instead of the step's change the gradient by more than a rounding."""
-    gradients, original = watch_gradients(monkeypatch), Objective.choose
+    gradients, original = watch_gradients(monkeypatch), StepLoss.choose
 
-    def per_row(self: Objective, logprob: Tensor, entropy: Tensor, *rest: Any) -> None:
+    def per_row(self: StepLoss, logprob: Tensor, entropy: Tensor, *rest: Any) -> None:
         judged, kept = self.judged, torch.ones_like(self._kept)
         for i in judged:
             self.judged = [i]
@@ -44,7 +44,7 @@ def test_a_mask_of_one_row_at_a_time_would_be_noticed(
 
     model, batch = toy("qwen3"), make_batch()
     for choose in (original, per_row):
-        monkeypatch.setattr(Objective, "choose", choose)
+        monkeypatch.setattr(StepLoss, "choose", choose)
         trainer_of(copy.deepcopy(model), options_of("grpo", masks=["high_entropy"])).step(batch, 0)
     assert distance(gradients["policy"][1], gradients["policy"][0]) > 0.05
 
@@ -57,14 +57,14 @@ def test_masks_follow_the_policy_from_one_update_to_the_next(
     model, batch = toy("qwen3"), batch_for(make_batch, options)
     record(model, batch, 0.0)
     fractions: list[float] = []
-    original = Objective.choose
+    original = StepLoss.choose
 
-    def choose(self: Objective, *args: Any) -> None:
+    def choose(self: StepLoss, *args: Any) -> None:
         original(self, *args)
         assert self._kept is not None
         fractions.append(float((~self._kept).float().mean()))
 
-    monkeypatch.setattr(Objective, "choose", choose)
+    monkeypatch.setattr(StepLoss, "choose", choose)
     trainer_of(model, options, epochs_per_batch=3, lr=1e-2).step(batch, 0)
     assert len(fractions) == 3
     assert fractions[0] < 0.05 < fractions[1]

@@ -15,11 +15,11 @@ from algorithm_batches import LIMIT, flat, options_of, record, trainer_of
 from torch import nn
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core.types import ANOTHER_RUN, Experience
-from rollmill.trainer import RankedTrainer, Trainer
-from rollmill.trainer.build import Plan
-from rollmill.trainer.mismatch import COMPLETIONS, KeptWeights
-from rollmill.trainer.ranks import Ranks
+from rollmill.trainer import DistributedTrainer, Trainer
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.spec import TrainerSpec
+from rollmill.trainer.mismatch import PROBED_COMPLETIONS, WeightHistory
+from rollmill.types import IMPORTED_FROM, Experience
 
 EXACT = 1e-5
 """Most that log-probs of the same weights differ by in fp32, whatever shares a row with them."""
@@ -73,10 +73,10 @@ def test_a_sample_is_small_and_of_different_groups(toy: Any, make_batch: Any) ->
     trainer = of(toy)
     later = made(make_batch, trainer.model, 0, seed=1, groups=9)
     chosen = trainer.probes([later], later, 0)
-    assert len({each.group for each in chosen}) == len(chosen) == COMPLETIONS
+    assert len({each.group for each in chosen}) == len(chosen) == PROBED_COMPLETIONS
     long = [longer(each, 3000) for each in later]
     cut = trainer.probes([long], later, 0)
-    assert max(len(each.token_ids) for each in cut) <= 1024 / COMPLETIONS
+    assert max(len(each.token_ids) for each in cut) <= 1024 / PROBED_COMPLETIONS
     assert all(len(each.token_ids) > 3000 for each in long)
 
 
@@ -101,7 +101,7 @@ def test_tokens_of_another_run_are_not_compared_though_their_versions_match(toy:
     batch = made(make_batch, trainer.model, 0, seed=0, wrong=0.5)
     imported = made(make_batch, trainer.model, 0, seed=1)
     for each in imported:
-        each.info = {ANOTHER_RUN: "other"}
+        each.info = {IMPORTED_FROM: "other"}
         each.logprobs = (each.logprobs - 3).astype(np.float32)
     metrics = trainer.step([*batch, *imported], 0)
     assert metrics["logprob_gap/max"] == pytest.approx(0.5, abs=EXACT)
@@ -167,7 +167,7 @@ def test_comparing_changes_no_number_of_the_training_nor_does_resuming(toy: Any,
 
 def test_kept_weights_come_and_go_bit_for_bit(toy: Any) -> None:
     model = toy("qwen3").double()
-    kept, seen = KeptWeights(model, 2, Ranks()), []
+    kept, seen = WeightHistory(model, 2, RankGroup()), []
     for version in range(5):
         with torch.no_grad():
             for parameter in model.parameters():
@@ -190,10 +190,10 @@ def test_ranks_compare_late_tokens_with_the_parts_they_hold(
     toy: Any, make_batch: Any, tmp_path: Path, sharding: str
 ) -> None:
     settings = TrainerConfig(lr=1e-2, ranks=2, sharding=sharding)
-    plan = Plan(options_of("grpo"), settings, "fp32", 10, LIMIT, seed=3, kept_versions=2)
+    plan = TrainerSpec(options_of("grpo"), settings, "fp32", 10, LIMIT, seed=3, kept_versions=2)
     model = toy("qwen3")
     alone = of(toy, kept=2)
-    trainer = RankedTrainer(plan, model, None, torch.device("cpu"), tmp_path)
+    trainer = DistributedTrainer(plan, model, None, torch.device("cpu"), tmp_path)
     try:
         first = copy.deepcopy(model)
         for version in range(3):

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from rollmill.algorithms import build_recipe
 from rollmill.algorithms.recipe import Recipe
-from rollmill.core import Experience, Source
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.objective import Objective, Scores, judge
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.loss import PrecomputedScores, StepLoss, compute_advantages
+from rollmill.types import Experience, ExperienceSource
 
 CPU = torch.device("cpu")
 LENGTHS = (3, 1, 4, 2)  #: action tokens of the experiences below
@@ -25,7 +25,9 @@ def recipe_of(name: str, **keys: Any) -> Recipe:
     return build_recipe(options_of(name, **keys), max_new_tokens=10)
 
 
-def made(id: str, group: str, length: int, reward: float | None, source: Source = Source.USUAL) -> Experience:
+def made(
+    id: str, group: str, length: int, reward: float | None, source: ExperienceSource = ExperienceSource.ROLLOUT
+) -> Experience:
     """A prompt of two tokens and `length` of the policy; token t has the log-prob -t/8 and the version t."""
     at = np.arange(2 + length)
     mask = at >= 2
@@ -54,16 +56,16 @@ def advantages(batch: list[Experience]) -> list[list[float]]:
 
 
 def losses(
-    recipe: Recipe, batch: list[Experience], part: list[int], scores: Scores | None = None, **objective: Any
+    recipe: Recipe, batch: list[Experience], part: list[int], scores: PrecomputedScores | None = None, **objective: Any
 ) -> dict[str, Tensor]:
     """Every term's share of each token of the part, [tokens], where the policy is the one that rolled out."""
-    table = token_table(batch, CPU)
-    scores = scores or Scores()
-    judgement = judge(batch, table, recipe, scores)
-    whole = Objective(recipe, table, judgement, scores, part, **objective)
+    table = build_token_table(batch, CPU)
+    scores = scores or PrecomputedScores()
+    judgement = compute_advantages(batch, table, recipe, scores)
+    whole = StepLoss(recipe, table, judgement, scores, part, **objective)
     found: dict[str, Tensor] = {}
-    for micro in micro_batches(batch, table, part, 1, CPU):
-        for source in Source:
+    for micro in build_micro_batches(batch, table, part, 1, CPU):
+        for source in ExperienceSource:
             logprob = table.rollout_logprob[micro.tokens].clone().requires_grad_()
             inputs, tokens = whole.inputs(micro, logprob, torch.ones(len(logprob)), source)
             for name, (weight, value) in whole.terms(inputs, tokens, source).items():
@@ -127,7 +129,7 @@ def test_every_update_of_a_batch_has_the_denominator_of_its_own_groups(
 
 def test_advantages_of_rewards_are_written_to_action_tokens_alone() -> None:
     batch = [made("e0", "g", 2, 1.0), made("e1", "g", 1, 0.25), made("e2", "g", 2, None)]
-    judgement = judge(batch, token_table(batch, CPU), recipe_of("dr_grpo"))
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[0.375, 0.375], [-0.375], [0.0, 0.0]]
     assert batch[0].advantage.tolist() == [0, 0, 0.375, 0.375]
     assert batch[0].advantage.dtype == np.float32
@@ -135,14 +137,14 @@ def test_advantages_of_rewards_are_written_to_action_tokens_alone() -> None:
     assert judgement.reward.tolist()[:2] == [1.0, 0.25]
     assert judgement.reward.isnan().tolist() == [False, False, True]
     assert judgement.counted.tolist() == [True, True, False]
-    assert judgement.sources == [Source.USUAL] * 3
+    assert judgement.sources == [ExperienceSource.ROLLOUT] * 3
     assert judgement.returns is None
 
 
 def test_demonstrations_have_advantage_0_and_a_denominator_of_their_own() -> None:
-    batch = [made("x", "x", 3, 5.0, Source.EXPERT), *batch_of()]
+    batch = [made("x", "x", 3, 5.0, ExperienceSource.EXPERT), *batch_of()]
     recipe = recipe_of("mix", mu=0.25)
-    judgement = judge(batch, token_table(batch, CPU), recipe)
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe)
     assert judgement.counted.tolist() == [True] * 5
     assert advantages(batch)[0] == [0.0] * 3
     found = losses(recipe, batch, [0, 1, 2])
@@ -153,29 +155,29 @@ def test_demonstrations_have_advantage_0_and_a_denominator_of_their_own() -> Non
 
 
 def test_what_is_imitated_counts_without_a_reward() -> None:
-    batch = [made("x", "x", 3, None, Source.EXPERT), made("y", "y", 1, None, Source.EXPERT)]
+    batch = [made("x", "x", 3, None, ExperienceSource.EXPERT), made("y", "y", 1, None, ExperienceSource.EXPERT)]
     recipe = recipe_of("sft")
-    assert judge(batch, token_table(batch, CPU), recipe).counted.tolist() == [True, True]
+    assert compute_advantages(batch, build_token_table(batch, CPU), recipe).counted.tolist() == [True, True]
     assert losses(recipe, batch, [0, 1])["sft"].tolist() == pytest.approx([-0.25] * 4)
 
 
 def test_distillation_counts_every_completion_whatever_its_reward() -> None:
     batch = batch_of(rewards=(1.0, None, 0.0, None))
-    assert judge(batch, token_table(batch, CPU), recipe_of("distill")).counted.tolist() == [True] * 4
+    assert compute_advantages(batch, build_token_table(batch, CPU), recipe_of("distill")).counted.tolist() == [True] * 4
 
 
 def test_steps_of_an_episode_have_its_advantage_and_rollouts_of_one_group_are_compared() -> None:
     batch = batch_of((1, 1, 1, 1), (1.0, 1.0, 0.0, None))
     for each, episode in zip(batch, "aabc", strict=True):
         each.info["episode"], each.group = episode, "g"
-    judge(batch, token_table(batch, CPU), recipe_of("dr_grpo"))
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[0.5], [0.5], [-0.5], [0.0]]
 
 
 def test_a_completion_without_the_greedy_ones_reward_does_not_count() -> None:
     batch = batch_of((1, 1), (1.0, 0.5))
     batch[0].info["greedy_reward"] = 0.75
-    judgement = judge(batch, token_table(batch, CPU), recipe_of("remax"))
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe_of("remax"))
     assert advantages(batch) == [[0.25], [0.0]]
     assert judgement.counted.tolist() == [True, False]
 
@@ -184,7 +186,7 @@ def test_parts_of_the_reward_are_compared_where_they_are_there() -> None:
     batch = batch_of((1, 1, 1), (1.0, 0.0, 0.5))
     for each, parts in zip(batch, ({"a": 1.0}, {"a": 0.0, "b": 4.0}, {"b": 0.0, "a": None}), strict=True):
         each.group, each.reward_parts = "g", parts
-    judge(batch, token_table(batch, CPU), recipe_of("gdpo", advantage={"whitened": False}))
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("gdpo", advantage={"whitened": False}))
     half = 0.5**0.5  # (1 - 1/2) over the standard deviation of 1 and 0
     assert [a[0] for a in advantages(batch)] == pytest.approx([half, -half + half, -half], abs=1e-5)
 
@@ -195,32 +197,34 @@ def test_gigpo_compares_steps_in_the_same_state_of_the_same_group() -> None:
         each.group = "g"
         each.info |= {"episode": episode, "anchor": anchor, "step_reward": float(anchor == "t")}
     recipe = recipe_of("gigpo", advantage={"gamma": 0.5, "scale": "none", "weight": 1.0})
-    judge(batch, token_table(batch, CPU), recipe)
+    compute_advantages(batch, build_token_table(batch, CPU), recipe)
     # episodes: 1 and 0; in state s the returns are 1/2 and 0, in t and u there is nothing to compare with
     assert [a[0] for a in advantages(batch)] == pytest.approx([0.5 + 0.25, 0.5, -0.5 - 0.25, -0.5])
 
 
 def test_a_step_without_a_reward_of_its_own_has_the_rollouts() -> None:
     batch = batch_of((1, 1), (1.0, 0.0))
-    judge(batch, token_table(batch, CPU), recipe_of("gigpo", advantage={"scale": "none", "weight": 1.0}))
+    compute_advantages(
+        batch, build_token_table(batch, CPU), recipe_of("gigpo", advantage={"scale": "none", "weight": 1.0})
+    )
     assert advantages(batch) == [[1.0], [-1.0]]  # of the episodes, and of the steps in the prompt's state
 
 
 def test_rewards_that_float32_cannot_tell_apart_are_compared() -> None:
     near = 1 - 2.0**-30
     batch = batch_of((1, 1), (1.0, near))
-    judge(batch, token_table(batch, CPU), recipe_of("dr_grpo"))
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("dr_grpo"))
     assert advantages(batch) == [[2.0**-31], [-(2.0**-31)]]
     batch[0].info["greedy_reward"] = near
-    judge(batch, token_table(batch, CPU), recipe_of("remax"))
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of("remax"))
     assert advantages(batch) == [[2.0**-30], [0.0]]
 
 
 @pytest.mark.parametrize("name", ["dr_grpo", "reinforce_plus_plus"])
 def test_the_overlong_penalty_looks_at_each_completions_own_length(name: str) -> None:
     """At most 10 tokens, the last 4 of which cost 1/4 each; the demonstration in front is none of them."""
-    batch = [made("x", "x", 9, None, Source.EXPERT), *batch_of((8, 6, 10, 2), (1.0,) * 4)]
-    judge(batch, token_table(batch, CPU), recipe_of(name, overlong_buffer=4, kl=0.0))
+    batch = [made("x", "x", 9, None, ExperienceSource.EXPERT), *batch_of((8, 6, 10, 2), (1.0,) * 4)]
+    compute_advantages(batch, build_token_table(batch, CPU), recipe_of(name, overlong_buffer=4, kl=0.0))
     shaped = torch.tensor([0.5, 1.0, 0.0, 1.0])
     if name == "dr_grpo":
         expected = [-0.25, 0.25, -0.5, 0.5]
@@ -233,28 +237,28 @@ def test_the_overlong_penalty_looks_at_each_completions_own_length(name: str) ->
 def test_a_bare_reward_is_less_by_the_penalty_and_nothing_else() -> None:
     batch = batch_of((2, 1), (1.0, 0.5))
     recipe = recipe_of("reinforce", advantage={"baseline": "none"}, **KL)
-    judge(batch, token_table(batch, CPU), recipe, scored(batch), kl_coefficient=1.0)
+    compute_advantages(batch, build_token_table(batch, CPU), recipe, scored(batch), kl_coefficient=1.0)
     assert advantages(batch) == [[0.25, 0.25], [-0.25]]
 
 
 KL = {"kl": {"coefficient": 0.5, "where": "reward", "estimator": "k1"}}
 
 
-def scored(batch: list[Experience], **more: Any) -> Scores:
+def scored(batch: list[Experience], **more: Any) -> PrecomputedScores:
     """The policy is 1/4, 1/2, 3/4 ... nats above the reference, token by token of the batch."""
-    policy = token_table(batch, CPU).rollout_logprob
-    return Scores(reference=policy - torch.arange(1, len(policy) + 1) / 4, policy=policy, **more)
+    policy = build_token_table(batch, CPU).rollout_logprob
+    return PrecomputedScores(reference=policy - torch.arange(1, len(policy) + 1) / 4, policy=policy, **more)
 
 
 def test_a_kl_in_the_reward_is_taken_off_each_rollouts_reward() -> None:
     """Rewards 1 and 0 less 1/2 times 1/4 + 1/2 + 3/4, and 1."""
     batch = batch_of((3, 1), (1.0, 0.0))
-    table, recipe = token_table(batch, CPU), recipe_of("dr_grpo", **KL)
-    judgement = judge(batch, table, recipe, scored(batch), kl_coefficient=0.5)
+    table, recipe = build_token_table(batch, CPU), recipe_of("dr_grpo", **KL)
+    judgement = compute_advantages(batch, table, recipe, scored(batch), kl_coefficient=0.5)
     a = ((1 - 0.75) - (0 - 0.5)) / 2
     assert advantages(batch) == [[a] * 3, [-a]]
     assert judgement.reward.tolist() == [1.0, 0.0]  # as it is shown, without the penalty
-    judge(batch, table, recipe, scored(batch))
+    compute_advantages(batch, table, recipe, scored(batch))
     assert advantages(batch) == [[0.5] * 3, [-0.5]]
 
 
@@ -263,11 +267,13 @@ def test_a_kl_in_the_reward_of_an_episode_is_that_of_all_its_steps() -> None:
     batch = batch_of((1, 1, 1, 1), (1.0, 1.0, 0.0, 0.0))
     for each, episode in zip(batch, "aabb", strict=True):
         each.group, each.info = "g", {"episode": episode, "step_reward": each.reward / 2}
-    judge(batch, token_table(batch, CPU), recipe_of("dr_grpo", **KL), scored(batch), kl_coefficient=1.0)
+    compute_advantages(
+        batch, build_token_table(batch, CPU), recipe_of("dr_grpo", **KL), scored(batch), kl_coefficient=1.0
+    )
     a = ((1 - 0.75) - (0 - 1.75)) / 2
     assert advantages(batch) == [[a], [a], [-a], [-a]]
     steps = recipe_of("gigpo", advantage={"scale": "none", "weight": 0.0}, **KL)
-    judge(batch, token_table(batch, CPU), steps, scored(batch), kl_coefficient=1.0)
+    compute_advantages(batch, build_token_table(batch, CPU), steps, scored(batch), kl_coefficient=1.0)
     assert advantages(batch) == [[a], [a], [-a], [-a]]
 
 
@@ -275,9 +281,15 @@ def test_a_kl_estimator_sees_the_log_probs_of_the_rollout() -> None:
     """`unbiased` weighs k3 by pi / pi_rollout."""
     batch = batch_of((1, 1), (0.0, 0.0))
     recipe = recipe_of("dr_grpo", kl={"coefficient": 0.5, "where": "reward", "estimator": "unbiased"})
-    policy = token_table(batch, CPU).rollout_logprob + torch.tensor([0.5, 0.0])
+    policy = build_token_table(batch, CPU).rollout_logprob + torch.tensor([0.5, 0.0])
     reference = policy - torch.tensor([0.25, 0.5])
-    judge(batch, token_table(batch, CPU), recipe, Scores(reference=reference, policy=policy), kl_coefficient=1.0)
+    compute_advantages(
+        batch,
+        build_token_table(batch, CPU),
+        recipe,
+        PrecomputedScores(reference=reference, policy=policy),
+        kl_coefficient=1.0,
+    )
     k3 = [np.exp(-x) - 1 + x for x in (0.25, 0.5)]
     expected = (k3[1] - np.exp(0.5) * k3[0]) / 2
     assert [a[0] for a in advantages(batch)] == pytest.approx([expected, -expected], rel=1e-5)
@@ -285,33 +297,37 @@ def test_a_kl_estimator_sees_the_log_probs_of_the_rollout() -> None:
 
 def test_a_critic_and_a_kl_in_the_reward_give_returns_to_go() -> None:
     """With gamma and both lambdas 1: r less the penalties from here on, and less the value for the advantage."""
-    batch = [made("x", "x", 1, None, Source.EXPERT), *batch_of((2, 1, 1), (1.0, 0.5, None))]
+    batch = [made("x", "x", 1, None, ExperienceSource.EXPERT), *batch_of((2, 1, 1), (1.0, 0.5, None))]
     recipe = recipe_of("ppo", advantage={"whiten": False}, **KL)
     values = torch.tensor([9.0, 0.25, 0.5, 0.125, 4.0])
-    judgement = judge(batch, token_table(batch, CPU), recipe, scored(batch, values=values), kl_coefficient=1.0)
+    judgement = compute_advantages(
+        batch, build_token_table(batch, CPU), recipe, scored(batch, values=values), kl_coefficient=1.0
+    )
     returns = [0.0, 1 - 0.5 - 0.75, 1 - 0.75, 0.5 - 1.0, 4.0]
     assert judgement.returns.tolist() == pytest.approx(returns)
     assert judgement.advantage.tolist() == pytest.approx([0.0, returns[1] - 0.25, returns[2] - 0.5, -0.625, 0.0])
     assert judgement.counted.tolist() == [True, True, True, False]
     without = recipe_of("ppo", advantage={"whiten": False})
-    judgement = judge(batch, token_table(batch, CPU), without, Scores(values=values))
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), without, PrecomputedScores(values=values))
     assert judgement.returns.tolist() == pytest.approx([0.0, 1.0, 1.0, 0.5, 4.0])
 
 
 def test_a_kl_in_the_reward_of_token_advantages_is_that_of_the_tokens_still_to_come() -> None:
-    batch = [made("x", "x", 1, None, Source.EXPERT), *batch_of((2, 1, 1), (1.0, 0.0, None))]
+    batch = [made("x", "x", 1, None, ExperienceSource.EXPERT), *batch_of((2, 1, 1), (1.0, 0.0, None))]
     recipe = recipe_of("reinforce_plus_plus", **KL)
-    judgement = judge(batch, token_table(batch, CPU), recipe, scored(batch), kl_coefficient=1.0)
+    judgement = compute_advantages(batch, build_token_table(batch, CPU), recipe, scored(batch), kl_coefficient=1.0)
     returns = torch.tensor([1 - 0.5 - 0.75, 1 - 0.75, -1.0])
     expected = ((returns - returns.mean()) / returns.std()).tolist()
     assert judgement.advantage.tolist() == pytest.approx([0.0, *expected, 0.0], rel=1e-5)
     assert judgement.counted.tolist() == [True, True, True, False]
 
 
-def objective(recipe: Recipe, batch: list[Experience], scores: Scores | None = None, **keys: Any) -> Objective:
-    table, scores = token_table(batch, CPU), scores or Scores()
-    judgement = judge(batch, table, recipe, scores)
-    return Objective(recipe, table, judgement, scores, list(range(len(batch))), **keys)
+def objective(
+    recipe: Recipe, batch: list[Experience], scores: PrecomputedScores | None = None, **keys: Any
+) -> StepLoss:
+    table, scores = build_token_table(batch, CPU), scores or PrecomputedScores()
+    judgement = compute_advantages(batch, table, recipe, scores)
+    return StepLoss(recipe, table, judgement, scores, list(range(len(batch))), **keys)
 
 
 def test_experiences_without_a_gradient_are_left_out_of_the_forward_pass() -> None:
@@ -324,14 +340,14 @@ def test_experiences_without_a_gradient_are_left_out_of_the_forward_pass() -> No
     assert objective(with_kl, batch, kl_coefficient=0.1).learned == [0, 1, 2, 3, 4]
     assert objective(with_kl, batch).learned == [0, 1]  # a coefficient of 0
     assert objective(recipe_of("grpo", entropy=0.1), batch).learned == [0, 1, 2, 3, 4]
-    table = token_table(batch, CPU)
-    judgement = judge(batch, table, recipe_of("grpo"))
-    assert Objective(recipe_of("grpo"), table, judgement, Scores(), [1, 2]).learned == [1]
+    table = build_token_table(batch, CPU)
+    judgement = compute_advantages(batch, table, recipe_of("grpo"))
+    assert StepLoss(recipe_of("grpo"), table, judgement, PrecomputedScores(), [1, 2]).learned == [1]
 
 
 def test_weights_are_those_of_the_step_and_of_the_coefficient() -> None:
     recipe = recipe_of("chord", warmup=2, decay=4, peak=0.5, valley=0.25, kl=0.1)
-    batch = [*batch_of(), made("x", "x", 1, None, Source.EXPERT)]
+    batch = [*batch_of(), made("x", "x", 1, None, ExperienceSource.EXPERT)]
     for step, share in ((0, 0.0), (1, 0.25), (2, 0.5), (6, 0.25)):
         found = objective(recipe, batch, step=step, kl_coefficient=0.5)
         weights = dict(zip([term.name for term in recipe.terms], found.weights, strict=True))
@@ -339,26 +355,28 @@ def test_weights_are_those_of_the_step_and_of_the_coefficient() -> None:
     first = objective(recipe, batch, step=0)
     assert first.learned == [0, 1, 2, 3]  # nothing of the demonstration yet
     assert objective(recipe, batch).weights == objective(recipe, batch, step=0).weights
-    [micro] = micro_batches(batch, token_table(batch, CPU), range(5), 100, CPU)
-    inputs, tokens = first.inputs(micro, torch.zeros(11), torch.zeros(11), Source.EXPERT)
-    assert first.terms(inputs, tokens, Source.EXPERT) == {}  # what has no weight is not computed
+    [micro] = build_micro_batches(batch, build_token_table(batch, CPU), range(5), 100, CPU)
+    inputs, tokens = first.inputs(micro, torch.zeros(11), torch.zeros(11), ExperienceSource.EXPERT)
+    assert first.terms(inputs, tokens, ExperienceSource.EXPERT) == {}  # what has no weight is not computed
 
 
 def test_a_term_sees_each_tokens_own_numbers() -> None:
     """Also where a row holds tokens of several sources, in another order than the batch."""
     batch = [
-        made("x", "x", 1, None, Source.EXPERT),
+        made("x", "x", 1, None, ExperienceSource.EXPERT),
         made("e0", "g", 1, 1.0),
         made("e1", "g", 3, 0.0),
-        made("y", "y", 2, None, Source.EXPERT),
+        made("y", "y", 2, None, ExperienceSource.EXPERT),
     ]
-    table, recipe = token_table(batch, CPU), recipe_of("mix", mu=0.5)
+    table, recipe = build_token_table(batch, CPU), recipe_of("mix", mu=0.5)
     a = torch.arange(7.0)
-    scores = Scores(old=a / 100, reference=a / 10)
-    whole = Objective(recipe, table, judge(batch, table, recipe, scores), scores, [0, 1, 2, 3], version=4)
-    [micro] = micro_batches(batch, table, range(4), 100, CPU)
+    scores = PrecomputedScores(old=a / 100, reference=a / 10)
+    whole = StepLoss(recipe, table, compute_advantages(batch, table, recipe, scores), scores, [0, 1, 2, 3], version=4)
+    [micro] = build_micro_batches(batch, table, range(4), 100, CPU)
     own = table.rollout_logprob[micro.tokens] - 1
-    inputs, tokens = whole.inputs(micro, own, micro.tokens.float(), Source.USUAL, divergence=micro.tokens * 2.0)
+    inputs, tokens = whole.inputs(
+        micro, own, micro.tokens.float(), ExperienceSource.ROLLOUT, divergence=micro.tokens * 2.0
+    )
     assert sorted(tokens.tolist()) == [1, 2, 3, 4]
     assert torch.equal(inputs.logprob, table.rollout_logprob[tokens] - 1)
     assert torch.equal(inputs.rollout_logprob, table.rollout_logprob[tokens])
@@ -373,42 +391,46 @@ def test_a_term_sees_each_tokens_own_numbers() -> None:
         assert float(inputs.advantage[n]) == pytest.approx(advantage, rel=1e-5)
         assert micro.experiences[int(inputs.sequence[n])] == int(table.experience[token])
     assert len(set(inputs.group.tolist())) == 1
-    precise = whole.inputs(micro, own.double(), own.double(), Source.USUAL)[0]
-    assert whole.terms(precise, tokens, Source.USUAL)["policy"][1].dtype == torch.float64
-    experts, tokens = whole.inputs(micro, own, own, Source.EXPERT)
+    precise = whole.inputs(micro, own.double(), own.double(), ExperienceSource.ROLLOUT)[0]
+    assert whole.terms(precise, tokens, ExperienceSource.ROLLOUT)["policy"][1].dtype == torch.float64
+    experts, tokens = whole.inputs(micro, own, own, ExperienceSource.EXPERT)
     assert sorted(tokens.tolist()) == [0, 5, 6]
     assert experts.divergence is None
-    assert set(whole.terms(experts, tokens, Source.EXPERT)) == {"sft"}
-    assert whole.terms(experts, tokens[:0], Source.EXPERT) == {}
+    assert set(whole.terms(experts, tokens, ExperienceSource.EXPERT)) == {"sft"}
+    assert whole.terms(experts, tokens[:0], ExperienceSource.EXPERT) == {}
 
 
 def test_tokens_are_as_stale_as_updates_came_since_and_never_newer_than_the_policy() -> None:
     batch = batch_of((4, 1), (1.0, 0.0))  # versions 2 to 5, and 2
     recipe = recipe_of("grpo")
     whole = objective(recipe, batch, version=4)
-    table = token_table(batch, CPU)
-    [micro] = micro_batches(batch, table, range(2), 100, CPU)
-    inputs, tokens = whole.inputs(micro, torch.zeros(5), torch.zeros(5), Source.USUAL)
+    table = build_token_table(batch, CPU)
+    [micro] = build_micro_batches(batch, table, range(2), 100, CPU)
+    inputs, tokens = whole.inputs(micro, torch.zeros(5), torch.zeros(5), ExperienceSource.ROLLOUT)
     stale = dict(zip(tokens.tolist(), inputs.staleness.tolist(), strict=True))
     assert stale == {0: 2, 1: 1, 2: 0, 3: 0, 4: 2}
     for each in batch:
         each.versions = np.zeros_like(each.versions)
     fresh = objective(recipe, batch)
-    assert not fresh.inputs(micro, torch.zeros(5), torch.zeros(5), Source.USUAL)[0].staleness.any()
+    assert not fresh.inputs(micro, torch.zeros(5), torch.zeros(5), ExperienceSource.ROLLOUT)[0].staleness.any()
 
 
 def test_old_log_probs_are_the_policys_own_without_gradient_unless_said_otherwise() -> None:
     batch = batch_of((2, 2), (1.0, 0.0))  # versions 2 and 3, log-probs -1/4 and -3/8
-    table, recipe = token_table(batch, CPU), recipe_of("grpo")
-    [micro] = micro_batches(batch, table, range(2), 100, CPU)
+    table, recipe = build_token_table(batch, CPU), recipe_of("grpo")
+    [micro] = build_micro_batches(batch, table, range(2), 100, CPU)
     logprob = torch.full((4,), -1.0, requires_grad=True)
-    own = objective(recipe, batch, version=3).inputs(micro, logprob, logprob, Source.USUAL)[0]
+    own = objective(recipe, batch, version=3).inputs(micro, logprob, logprob, ExperienceSource.ROLLOUT)[0]
     assert torch.equal(own.old_logprob, logprob)
     assert not own.old_logprob.requires_grad
     assert own.reference_logprob is None
-    between = objective(recipe, batch, Scores(interpolated=True), version=3)
-    old = between.inputs(micro, logprob, logprob, Source.USUAL)[0].old_logprob
+    between = objective(recipe, batch, PrecomputedScores(interpolated=True), version=3)
+    old = between.inputs(micro, logprob, logprob, ExperienceSource.ROLLOUT)[0].old_logprob
     half = (-0.25 - 1.0) / 2  # a token one update old is halfway between rollout and policy
     assert old[micro.tokens.argsort()].tolist() == [half, -0.375, half, -0.375]
-    both = Scores(old=torch.zeros(4), interpolated=True)
-    assert not objective(recipe, batch, both).inputs(micro, logprob, logprob, Source.USUAL)[0].old_logprob.any()
+    both = PrecomputedScores(old=torch.zeros(4), interpolated=True)
+    assert (
+        not objective(recipe, batch, both)
+        .inputs(micro, logprob, logprob, ExperienceSource.ROLLOUT)[0]
+        .old_logprob.any()
+    )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from rollmill.trainer import attention
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.logprobs import attending_to, predict
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
 
 CPU = torch.device("cpu")
 
@@ -28,11 +28,11 @@ def _plain(model: Any, batch: list[Any]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _packed(model: Any, batch: list[Any], budget: int, share: bool, chunk: int = 16) -> tuple[torch.Tensor, ...]:
-    table = token_table(batch, CPU)
+    table = build_token_table(batch, CPU)
     pieces = []
-    for micro in micro_batches(batch, table, range(len(batch)), budget, CPU, share_prefixes=share):
-        with attending_to(model, micro):
-            pieces.append((micro.tokens, *predict(model, micro, table, chunk=chunk, entropy_gradient=True)))
+    for micro in build_micro_batches(batch, table, range(len(batch)), budget, CPU, share_prefixes=share):
+        with use_packed_attention(model, micro):
+            pieces.append((micro.tokens, *compute_logprobs(model, micro, table, chunk=chunk, entropy_gradient=True)))
     tokens = torch.cat([p[0] for p in pieces])
     assert sorted(tokens.tolist()) == list(range(len(table.target)))
     order = tokens.argsort()
@@ -79,9 +79,9 @@ def test_values_and_gradients_equal_plain_forward(
 
 def test_prefix_is_computed_once(toy: Any, make_batch: Any) -> None:
     batch = make_batch(groups=2, size=6)
-    table = token_table(batch, CPU)
-    shared = micro_batches(batch, table, range(12), 10_000, CPU)
-    single = micro_batches(batch, table, range(12), 10_000, CPU, share_prefixes=False)
+    table = build_token_table(batch, CPU)
+    shared = build_micro_batches(batch, table, range(12), 10_000, CPU)
+    single = build_micro_batches(batch, table, range(12), 10_000, CPU, share_prefixes=False)
     prefixes = {e.group: int(e.action_mask.argmax()) for e in batch}
     assert len(shared) == len(single) == 1
     saved = single[0].input_ids.numel() - shared[0].input_ids.numel()
@@ -91,7 +91,7 @@ def test_prefix_is_computed_once(toy: Any, make_batch: Any) -> None:
 def test_a_siblings_tokens_change_nothing(toy: Any, make_batch: Any) -> None:
     model, batch = toy("qwen3"), make_batch(groups=1, size=4)
     before = _packed(model, batch, 10_000, True)[0]
-    table = token_table(batch, CPU)
+    table = build_token_table(batch, CPU)
     victim = 2
     batch[victim].token_ids[int(batch[victim].action_mask.argmax()) :] = 7
     after = _packed(model, batch, 10_000, True)[0]
@@ -111,8 +111,8 @@ def test_equal_lengths_need_no_padding_and_agree(toy: Any, make_batch: Any) -> N
 
 def test_micro_batches_keep_to_the_budget(make_batch: Any) -> None:
     batch = make_batch(groups=5, size=5)
-    table = token_table(batch, CPU)
-    micros = micro_batches(batch, table, range(25), 50, CPU)
+    table = build_token_table(batch, CPU)
+    micros = build_micro_batches(batch, table, range(25), 50, CPU)
     assert len(micros) > 3
     assert all(m.input_ids.numel() <= 50 for m in micros)
     assert sorted(i for m in micros for i in m.experiences) == list(range(25))
@@ -122,7 +122,7 @@ def test_experience_without_actions_and_action_at_first_token(toy: Any, make_bat
     batch = make_batch(groups=1, size=3)
     batch[0].action_mask[:] = False
     batch[1].action_mask[:] = True
-    table = token_table(batch, CPU)
+    table = build_token_table(batch, CPU)
     assert table.lengths.tolist()[:2] == [0, len(batch[1].token_ids) - 1]
-    micros = micro_batches(batch, table, range(3), 10_000, CPU)
+    micros = build_micro_batches(batch, table, range(3), 10_000, CPU)
     assert sorted(micros[0].experiences) == [1, 2]

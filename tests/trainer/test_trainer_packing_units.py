@@ -10,8 +10,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.packing import pack
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.packing import pack_rows
 
 CPU = torch.device("cpu")
 COSTS = st.lists(st.integers(1, 120), max_size=40)
@@ -37,7 +37,7 @@ def _fewest(costs: list[int], budget: int) -> int:
 
 @given(costs=COSTS, budget=BUDGET, ranks=st.integers(1, 5))
 def test_every_unit_is_in_one_chunk_and_chunks_keep_to_the_budget(costs: list[int], budget: int, ranks: int) -> None:
-    packed = pack(costs, budget, ranks)
+    packed = pack_rows(costs, budget, ranks)
     assert sorted(unit for chunks in packed for chunk in chunks for unit in chunk) == list(range(len(costs)))
     for chunk in (chunk for chunks in packed for chunk in chunks):
         assert len(chunk) == 1 or sum(costs[unit] for unit in chunk) <= budget
@@ -47,7 +47,7 @@ def test_every_unit_is_in_one_chunk_and_chunks_keep_to_the_budget(costs: list[in
 def test_ranks_have_equally_many_chunks_and_an_empty_one_only_for_want_of_units(
     costs: list[int], budget: int, ranks: int
 ) -> None:
-    packed = pack(costs, budget, ranks)
+    packed = pack_rows(costs, budget, ranks)
     assert len(packed) == ranks
     assert len({len(chunks) for chunks in packed}) == 1
     for chunks in packed:
@@ -61,20 +61,20 @@ def test_ranks_have_equally_many_chunks_and_an_empty_one_only_for_want_of_units(
 def test_one_rank_has_at_most_eleven_ninths_of_the_fewest_chunks(costs: list[int], budget: int) -> None:
     """Best-Fit Decreasing needs at most 11/9 of the fewest chunks, and a constant (Johnson et al. 1974, SIAM J. Comput.
     3(4))."""
-    fewest, chunks = _fewest(costs, budget), len(pack(costs, budget)[0])
+    fewest, chunks = _fewest(costs, budget), len(pack_rows(costs, budget)[0])
     assert ceil(sum(costs) / budget) <= fewest <= chunks <= 11 / 9 * fewest + 1
 
 
 @given(costs=st.lists(st.integers(1, 18), min_size=1, max_size=200))
 def test_small_units_fill_all_chunks_but_one(costs: list[int]) -> None:
     """A chunk is opened only when a unit fits nowhere: all others are then fuller than the budget less that unit."""
-    chunks = len(pack(costs, 100)[0])
+    chunks = len(pack_rows(costs, 100)[0])
     assert chunks <= ceil(sum(costs) / (101 - max(costs)))
     assert chunks <= 11 / 9 * ceil(sum(costs) / 100) + 1
 
 
 def test_a_unit_goes_to_the_fullest_chunk_with_room() -> None:
-    assert pack([20, 30, 40, 50, 60], 100) == [[[4, 2], [3, 1, 0]]]  # 40 beside 50 would take a third chunk
+    assert pack_rows([20, 30, 40, 50, 60], 100) == [[[4, 2], [3, 1, 0]]]  # 40 beside 50 would take a third chunk
 
 
 def test_the_fewest_chunks_by_hand() -> None:
@@ -98,11 +98,11 @@ def test_kept_groups_are_never_cut(
     batch = make_batch(seed=seed, groups=groups, size=2 * size)
     for e in batch:  # two groups for every prompt
         e.group += "ab"[int(e.id.rpartition("-")[2]) // size]
-    table = token_table(batch, CPU)
+    table = build_token_table(batch, CPU)
     rows = [
         row.experiences
         for rank in range(ranks)
-        for row in micro_batches(
+        for row in build_micro_batches(
             batch,
             table,
             range(len(batch)),
@@ -124,5 +124,8 @@ def test_kept_groups_are_never_cut(
 
 def test_groups_are_cut_where_nothing_keeps_them(make_batch: Any) -> None:
     batch = make_batch(groups=1, size=4)
-    rows = [micro_batches(batch, token_table(batch, CPU), range(4), 1, CPU, keep_groups=keep) for keep in (False, True)]
+    rows = [
+        build_micro_batches(batch, build_token_table(batch, CPU), range(4), 1, CPU, keep_groups=keep)
+        for keep in (False, True)
+    ]
     assert [len(each) for each in rows] == [4, 1]

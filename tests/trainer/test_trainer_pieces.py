@@ -10,11 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Source
 from rollmill.trainer import calibrate, choose_precision, choose_threads
 from rollmill.trainer.logprobs import token_logprobs
-from rollmill.trainer.parts import cut
-from rollmill.trainer.schedule import learning_rate
+from rollmill.trainer.parts import split_mini_batches
+from rollmill.trainer.schedule import compute_learning_rate
+from rollmill.types import ExperienceSource
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -81,7 +81,7 @@ def test_no_more_than_a_chunk_of_logits_exists(monkeypatch: pytest.MonkeyPatch) 
 
 def test_schedules() -> None:
     def values(**config: Any) -> list[float]:
-        return [learning_rate(TrainerConfig(lr=1.0, **config), step, 6) for step in range(7)]
+        return [compute_learning_rate(TrainerConfig(lr=1.0, **config), step, 6) for step in range(7)]
 
     assert values() == [1.0] * 7
     assert values(warmup_steps=2) == [0.5] + [1.0] * 6
@@ -97,12 +97,12 @@ def test_schedules() -> None:
 @given(parts=st.integers(1, 6), experts=st.integers(0, 5), shuffled=st.booleans())
 def test_parts_keep_groups_whole_and_lose_nobody(make_batch: Any, parts: int, experts: int, shuffled: bool) -> None:
     batch = make_batch(groups=4, size=3, experts=experts)
-    result = cut(batch, parts, torch.Generator().manual_seed(1) if shuffled else None)
+    result = split_mini_batches(batch, parts, torch.Generator().manual_seed(1) if shuffled else None)
     assert sorted(i for part in result for i in part) == list(range(len(batch)))
     home = {batch[i].group: n for n, part in enumerate(result) for i in part}
     assert all(home[batch[i].group] == n for n, part in enumerate(result) for i in part)
     if parts <= 4:
-        assert all(any(batch[i].source is Source.USUAL for i in part) for part in result)
+        assert all(any(batch[i].source is ExperienceSource.ROLLOUT for i in part) for part in result)
 
 
 def test_calibration_answers_and_leaves_threads_alone(toy: Any) -> None:

@@ -23,16 +23,16 @@ from forks import ended
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from rollmill.cluster.ray_session import join
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience
-from rollmill.core.errors import RankLostError, TrainingError
-from rollmill.monitor.heartbeat import beats
-from rollmill.trainer import RankedTrainer
-from rollmill.trainer.build import Plan
-from rollmill.trainer.group import join_group, leave_group, open_port
-from rollmill.trainer.other_rank import Crew
-from rollmill.trainer.rank_actor import Actors
+from rollmill.errors import TrainerRankLostError, TrainingError
+from rollmill.remote.ray_session import join
+from rollmill.trackers.heartbeat import read_heartbeats
+from rollmill.trainer import DistributedTrainer
+from rollmill.trainer.distributed.process_group import join_group, leave_group, open_rendezvous_port
+from rollmill.trainer.distributed.rank_handle import RankLauncher
+from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
+from rollmill.trainer.distributed.spec import TrainerSpec
+from rollmill.types import Experience
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
@@ -42,7 +42,7 @@ NOTHING = {"num_cpus": 0, "num_gpus": 0}
 
 
 def test_ranks_meet_at_a_port_of_one_address_only() -> None:
-    meeting, store = open_port("127.0.0.1")
+    meeting, store = open_rendezvous_port("127.0.0.1")
     assert meeting.interface() in {name for name in psutil.net_if_addrs() if name.startswith("lo")}
     listening = [c.laddr for c in psutil.Process().net_connections() if c.status == psutil.CONN_LISTEN]
     assert [place.ip for place in listening if place.port == meeting.port] == ["127.0.0.1"]
@@ -56,8 +56,8 @@ def test_ranks_meet_at_a_port_of_one_address_only() -> None:
 
 
 def test_gpus_are_a_ranks_own_where_each_reserves_some() -> None:
-    assert Actors([{"num_cpus": 0, "num_gpus": 1}]).own_gpus
-    assert not Actors([NOTHING]).own_gpus
+    assert RayRankLauncher([{"num_cpus": 0, "num_gpus": 1}]).own_gpus
+    assert not RayRankLauncher([NOTHING]).own_gpus
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,10 +68,12 @@ def session(request: pytest.FixtureRequest) -> None:
 
 
 @contextmanager
-def ranked(model: Any, folder: Path, crew: Crew | None, plugins: tuple[Path, ...] = (), **keys: Any) -> Iterator[Any]:
+def ranked(
+    model: Any, folder: Path, crew: RankLauncher | None, plugins: tuple[Path, ...] = (), **keys: Any
+) -> Iterator[Any]:
     settings = {"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 40, "updates_per_batch": 2, "ranks": 2}
-    plan = replace(Plan(OPTIONS, TrainerConfig(**settings | keys), "fp32", 10, LIMIT, seed=3), plugins=plugins)
-    trainer = RankedTrainer(plan, model, None, CPU, folder, crew)
+    plan = replace(TrainerSpec(OPTIONS, TrainerConfig(**settings | keys), "fp32", 10, LIMIT, seed=3), plugins=plugins)
+    trainer = DistributedTrainer(plan, model, None, CPU, folder, crew)
     try:
         yield trainer
     finally:
@@ -79,11 +81,11 @@ def ranked(model: Any, folder: Path, crew: Crew | None, plugins: tuple[Path, ...
 
 
 def on_ray(model: Any, folder: Path, **keys: Any) -> Any:
-    return ranked(model, folder, Actors([NOTHING]), **keys)
+    return ranked(model, folder, RayRankLauncher([NOTHING]), **keys)
 
 
 def pid_of(folder: Path) -> int:
-    (beat,) = beats(folder)
+    (beat,) = read_heartbeats(folder)
     assert (beat.name, beat.doing, beat.waits_for) == ("trainer rank 1", "rest", "rank 0")
     return beat.pid
 
@@ -96,7 +98,7 @@ def steps(toy: Any, make_batch: Any) -> list[list[Experience]]:
     return batches
 
 
-def learned(pair: RankedTrainer, model: Any, steps: list[list[Experience]]) -> tuple[Any, ...]:
+def learned(pair: DistributedTrainer, model: Any, steps: list[list[Experience]]) -> tuple[Any, ...]:
     """Metrics, weights and state of two steps, and metrics of a third one from that state, with passes made ahead."""
     metrics = [pair.step(batch, 0) for batch in steps[:2]]
     state = copy.deepcopy(pair.state_dict())
@@ -134,7 +136,7 @@ def test_actors_learn_what_processes_learn(toy: Any, steps: Any, tmp_path: Path,
         got = learned(pair, other, steps)
         pid = pid_of(tmp_path / "actors")
     assert_equal(got, expected)
-    assert [beat.ended for beat in beats(tmp_path / "actors")] == ["done"]
+    assert [beat.ended for beat in read_heartbeats(tmp_path / "actors")] == ["done"]
     assert ends(pid)
 
 
@@ -146,7 +148,7 @@ def test_an_actor_that_is_killed_in_a_step_is_lost(toy: Any, steps: Any, tmp_pat
         pid = pid_of(tmp_path)
         os.kill(pid, signal.SIGSTOP)  # so that rank 0 is in the middle of the step when it dies
         threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
-        with pytest.raises(RankLostError, match=rf"rank 1 \(process {pid} on \S+\), told to `step`, ended: "):
+        with pytest.raises(TrainerRankLostError, match=rf"rank 1 \(process {pid} on \S+\), told to `step`, ended: "):
             pair.step(steps[0], 0)
 
 
@@ -157,7 +159,9 @@ def test_an_actor_that_hangs_is_lost_at_the_deadline(toy: Any, steps: Any, tmp_p
         pair.start()
         pid = pid_of(tmp_path)
         os.kill(pid, signal.SIGSTOP)
-        with pytest.raises(RankLostError, match=r"told to `step`, did not answer for 4 s\. Raise trainer\.rank_dead"):
+        with pytest.raises(
+            TrainerRankLostError, match=r"told to `step`, did not answer for 4 s\. Raise trainer\.rank_dead"
+        ):
             pair.step(steps[0], 0)
     assert ends(pid)
 
@@ -170,4 +174,4 @@ def test_what_an_actor_raises_would_be_raised_again(toy: Any, tmp_path: Path) ->
     said = r"(?s)rank 1 \(process .*`start`, failed: ConfigError.*no such scanner.*logs of Ray's session"
     with on_ray(toy("qwen3"), tmp_path, plugins=(plugin,)) as pair, pytest.raises(TrainingError, match=said) as raised:
         pair.start()
-    assert not isinstance(raised.value, RankLostError)
+    assert not isinstance(raised.value, TrainerRankLostError)

@@ -20,30 +20,30 @@ from torch import Tensor, nn
 from rollmill.config import parts
 from rollmill.config.model import LoRAConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Experience
-from rollmill.core.errors import DeadlineError, TrainingError
-from rollmill.core.registry import import_file
+from rollmill.errors import DeadlineError, TrainingError
 from rollmill.models.lora import add_lora
-from rollmill.monitor.heartbeat import beats
 from rollmill.recipes import known_algorithms
-from rollmill.trainer import RankedTrainer
-from rollmill.trainer.build import Plan
-from rollmill.trainer.rank_process import Processes, RankProcess
-from rollmill.trainer.ranks import Ranks
-from rollmill.trainer.sharding import own_parts
+from rollmill.registry import import_file
+from rollmill.trackers.heartbeat import read_heartbeats
+from rollmill.trainer import DistributedTrainer
+from rollmill.trainer.distributed.fsdp import local_shards
+from rollmill.trainer.distributed.process_ranks import ProcessRankHandle, ProcessRankLauncher
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.spec import TrainerSpec
+from rollmill.types import Experience
 
 OPTIONS = options_of("ppo", kl=0.1, critic={"lr": 1e-3, "warmup_steps": 1})
 CPU = torch.device("cpu")
 
 
-def plan_of(**config: Any) -> Plan:
+def plan_of(**config: Any) -> TrainerSpec:
     settings = {"lr": 1e-3, "eps": 1e-4, "micro_batch_tokens": 40, "updates_per_batch": 2, "epochs_per_batch": 2}
-    return Plan(OPTIONS, TrainerConfig(**settings | config), "fp32", 10, LIMIT, seed=3)
+    return TrainerSpec(OPTIONS, TrainerConfig(**settings | config), "fp32", 10, LIMIT, seed=3)
 
 
 @contextmanager
-def ranked(model: nn.Module, logs: Path, **config: Any) -> Iterator[RankedTrainer]:
-    trainer = RankedTrainer(plan_of(ranks=2, **config), model, None, CPU, logs)
+def ranked(model: nn.Module, logs: Path, **config: Any) -> Iterator[DistributedTrainer]:
+    trainer = DistributedTrainer(plan_of(ranks=2, **config), model, None, CPU, logs)
     try:
         yield trainer
     finally:
@@ -64,8 +64,8 @@ def assert_equal(got: Any, expected: Any) -> None:
     assert (got[1] - expected[1]).norm() < 2e-5 * expected[1].norm()
 
 
-def pids(trainer: RankedTrainer) -> list[int]:
-    return [other.pid for other in trainer._others if isinstance(other, RankProcess)]
+def pids(trainer: DistributedTrainer) -> list[int]:
+    return [other.pid for other in trainer._others if isinstance(other, ProcessRankHandle)]
 
 
 @dataclass
@@ -80,7 +80,7 @@ class Alone:
 
 @pytest.fixture(scope="module")
 def alone(toy: Any, steps: Any) -> Alone:
-    trainer = plan_of().trainer(toy("qwen3"), None, CPU, Ranks())
+    trainer = plan_of().trainer(toy("qwen3"), None, CPU, RankGroup())
     metrics = [trainer.step(batch, 0) for batch in steps[:2]]
     state, model = copy.deepcopy(trainer.state_dict()), copy.deepcopy(trainer.model)
     late = [trainer.step(batch, 2) for batch in steps[2:]]
@@ -95,13 +95,13 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
     whole = toy("qwen3")
     with ranked(whole, tmp_path, sharding=sharding) as pair:
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
-        held = sum(part.numel() for part in own_parts(list(pair.own.model.parameters())))
+        held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))
         assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
-        assert isinstance(pair._crew, Processes)
+        assert isinstance(pair._crew, ProcessRankLauncher)
         assert [path.name for path in pair._crew.folder.iterdir()] == ["rendezvous"]
-        (beat,) = beats(tmp_path)
+        (beat,) = read_heartbeats(tmp_path)
         assert (beat.name, beat.pid, beat.doing, beat.waits_for) == ("trainer rank 1", *pids(pair), "rest", "rank 0")
-        resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, Ranks())
+        resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, RankGroup())
         resumed.load_state_dict(pair.state_dict())
         assert_equal(([resumed.step(batch, 2) for batch in steps[2:]], flat(resumed.model)), alone.late)
 
@@ -157,10 +157,12 @@ def test_what_a_rank_is_given_reaches_it(
     if name == "adapters":
         add_lora(model, LoRAConfig(rank=2), seed=0)
     other, teacher = copy.deepcopy(model), toy("qwen3", seed=5) if name == "distill" else None
-    single = replace(plan_of(), algorithm=options).trainer(model, teacher, CPU, Ranks())
+    single = replace(plan_of(), algorithm=options).trainer(model, teacher, CPU, RankGroup())
     metrics = [single.step(batch, 0) for batch in batches]
     plugins = (tmp_path / "mine.py",) if keys else ()
-    pair = RankedTrainer(replace(plan_of(ranks=2), algorithm=options, plugins=plugins), other, teacher, CPU, tmp_path)
+    pair = DistributedTrainer(
+        replace(plan_of(ranks=2), algorithm=options, plugins=plugins), other, teacher, CPU, tmp_path
+    )
     try:
         got = [pair.step(batch, 0) for batch in batches]
         assert_equal((got, flat(pair.own.model)), (metrics, flat(single.model)))
@@ -197,7 +199,7 @@ def test_the_end_of_its_log_says_why_a_rank_failed(toy: Any, tmp_path: Path) -> 
     plugin.write_text(f"import os\nif os.getpid() != {os.getpid()}:\n    raise OSError('no such scanner')\n")
     plan = replace(plan_of(ranks=2), plugins=(plugin,))
     said = r"(?s)rank 1 .*`start`, failed: ConfigError.*The end of .*rank-1.log:.*no such scanner"
-    pair = RankedTrainer(plan, toy("qwen3"), None, CPU, tmp_path)
+    pair = DistributedTrainer(plan, toy("qwen3"), None, CPU, tmp_path)
     try:
         with pytest.raises(TrainingError, match=said):
             pair.start()

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from algorithm_batches import batch_for, flat, options_of, record, trainer_of
 from torch import Tensor
 
-from rollmill.core.errors import TrainingError
-from rollmill.trainer import ScoreTrainer, Trainer
+from rollmill.errors import TrainingError
+from rollmill.trainer import RewardTrainer, Trainer
 from rollmill.trainer.batch import MicroBatch
-from rollmill.trainer.ranks import Ranks, Sharding
-from rollmill.trainer.update import Part, Updates
+from rollmill.trainer.distributed.ranks import RankGroup, Sharding
+from rollmill.trainer.update import MiniBatch, PolicyUpdater
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -58,7 +58,7 @@ CASES = [(n, d, sharding) for n in ALGORITHMS for d in DTYPES for sharding in SH
 Result = tuple[list[dict[str, float]], dict[str, Tensor]]
 
 
-def _learn(job: dict[str, Any], ranks: Ranks | None = None) -> Result:
+def _learn(job: dict[str, Any], ranks: RankGroup | None = None) -> Result:
     """Metrics of each step, and how far all of them moved each model's weights."""
     trainer = trainer_of(job["model"], job["options"], reference=job["reference"], ranks=ranks, **CONFIG)
     models = _models(trainer)
@@ -67,8 +67,8 @@ def _learn(job: dict[str, Any], ranks: Ranks | None = None) -> Result:
     return metrics, {name: flat(model) - before[name] for name, model in models.items()}
 
 
-def _models(trainer: Trainer | ScoreTrainer) -> dict[str, Any]:
-    if isinstance(trainer, ScoreTrainer):
+def _models(trainer: Trainer | RewardTrainer) -> dict[str, Any]:
+    if isinstance(trainer, RewardTrainer):
         return {"score": trainer.model}
     return {"policy": trainer.model} | ({"critic": trainer._critic.model} if trainer._critic else {})
 
@@ -79,7 +79,7 @@ def _process(rank: int, folder: Path) -> None:
     with _group(rank, folder):
         results = {}
         for sharding in SHARDINGS:
-            ranks = Ranks(rank, RANKS, sharding)
+            ranks = RankGroup(rank, RANKS, sharding)
             jobs = pickle.loads((folder / "jobs").read_bytes())
             results |= {(*key, sharding): _learn(job, ranks) for key, job in jobs.items() if _runs(*key, sharding)}
         results["not finite"] = _not_finite(pickle.loads((folder / "jobs").read_bytes())["grpo", "fp32"], rank)
@@ -88,15 +88,15 @@ def _process(rank: int, folder: Path) -> None:
 
 def _not_finite(job: dict[str, Any], rank: int) -> str:
     """What is said where a loss is infinite on rank 1 only, and its gradient is not."""
-    forward = Updates.forward
+    forward = PolicyUpdater.forward
 
-    def wrong(self: Updates, part: Part, micro: MicroBatch, *args: Any, **kwargs: Any) -> Any:
+    def wrong(self: PolicyUpdater, part: MiniBatch, micro: MicroBatch, *args: Any, **kwargs: Any) -> Any:
         loss, terms = forward(self, part, micro, *args, **kwargs)
         return loss, {name: (weight, value + (torch.inf if rank else 0)) for name, (weight, value) in terms.items()}
 
-    Updates.forward = wrong  # type: ignore[method-assign]
+    PolicyUpdater.forward = wrong  # type: ignore[method-assign]
     with pytest.raises(TrainingError) as error:
-        _learn(job, Ranks(rank, RANKS))
+        _learn(job, RankGroup(rank, RANKS))
     return str(error.value)
 
 

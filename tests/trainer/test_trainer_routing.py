@@ -19,15 +19,15 @@ from rollmill.config.algorithm import KLOptions
 from rollmill.config.model import LoRAConfig, ModelConfig
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core.types import Experience, experience_from_completion
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
 from rollmill.models.load import load_policy
-from rollmill.models.routing import find_routers, routing_replayed, routing_shape
+from rollmill.models.routing import find_routers, replay_routing, routing_shape
 from rollmill.recipes import GRPO
 from rollmill.trainer import Trainer
-from rollmill.trainer.batch import micro_batches, token_table
-from rollmill.trainer.logprobs import attending_to, predict
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.logprobs import compute_logprobs, use_packed_attention
+from rollmill.types import Experience, experience_from_completion
 
 CPU = torch.device("cpu")
 
@@ -40,7 +40,7 @@ def rolled_out(model: Any, *, dtype: torch.dtype = torch.float32, new: int = 12)
     sampling = SamplingConfig(max_new_tokens=new)
 
     async def main() -> list[Any]:
-        requests = [Request(prompt, sampling, n=4, seed=i) for i, prompt in enumerate(prompts)]
+        requests = [GenerationRequest(prompt, sampling, n=4, seed=i) for i, prompt in enumerate(prompts)]
         return await asyncio.gather(*map(engine.generate, requests))
 
     found = []
@@ -69,19 +69,21 @@ def elsewhere(experiences: list[Experience], experts: int, k: int) -> list[Exper
 
 def logprobs(model: Any, experiences: list[Experience], *, replay: bool, bf16: bool = False) -> Tensor:
     """By packed rows, of all action tokens."""
-    table = token_table(experiences, CPU)
+    table = build_token_table(experiences, CPU)
     found = torch.zeros(len(table.target))
     with torch.no_grad():
-        for micro in micro_batches(experiences, table, range(len(experiences)), 128, CPU, routing=routing_shape(model)):
-            with attending_to(model, micro, replay=replay):
-                found[micro.tokens] = predict(model, micro, table, bf16=bf16)[0].float()
+        for micro in build_micro_batches(
+            experiences, table, range(len(experiences)), 128, CPU, routing=routing_shape(model)
+        ):
+            with use_packed_attention(model, micro, replay=replay):
+                found[micro.tokens] = compute_logprobs(model, micro, table, bf16=bf16)[0].float()
     return found
 
 
 def gap(model: Any, experiences: list[Experience], **options: Any) -> Tensor:
     """|trainer - rollout| of every token."""
     found = logprobs(model, experiences, **options)
-    return (found - token_table(experiences, CPU).rollout_logprob).abs()
+    return (found - build_token_table(experiences, CPU).rollout_logprob).abs()
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral"])
@@ -95,7 +97,7 @@ def test_packed_rows_with_shared_prompts_take_every_tokens_own_experts(architect
     short = replace(moved[6], routing=moved[6].routing[:7])
     foreign = replace(moved[7], routing=moved[7].routing[:, :1])
     batch = [*moved[:5], unknown, short, foreign, *moved[8:]]
-    found, table = logprobs(model, batch, replay=True), token_table(batch, CPU)
+    found, table = logprobs(model, batch, replay=True), build_token_table(batch, CPU)
     for number, each in enumerate(batch):
         ids = torch.from_numpy(each.token_ids[None].astype(np.int64))
         routing = torch.full((ids.shape[1], 2, 2), -1)
@@ -103,7 +105,7 @@ def test_packed_rows_with_shared_prompts_take_every_tokens_own_experts(architect
             routing[:3] = torch.from_numpy(batch[4].routing[:3].astype(np.int64))  # a shared prompt has one routing
         if each.routing is not None and each is not foreign:
             routing[: len(each.routing)] = torch.from_numpy(each.routing.astype(np.int64))
-        with torch.no_grad(), routing_replayed(model, routing):
+        with torch.no_grad(), replay_routing(model, routing):
             expected = model(input_ids=ids, use_cache=False).logits[0, :-1].log_softmax(-1)
         at = each.action_mask.nonzero()[0]
         picked = expected[at - 1, ids[0, at]]

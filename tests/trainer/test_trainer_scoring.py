@@ -11,8 +11,8 @@ from algorithm_batches import batch_for, distance, flat, gradient, options_of, t
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollmill.core import Experience
-from rollmill.core.errors import TrainingError
+from rollmill.errors import TrainingError
+from rollmill.types import Experience
 
 OPTIONS = options_of("reward_model", margin=0.3, centre_coefficient=0.05)
 PLAIN = options_of("reward_model")

@@ -12,8 +12,8 @@ import torch
 from algorithm_batches import batch_for, distance, flat, gradient, options_of, trainer_of, watch_gradients
 
 from rollmill.config.model import LoRAConfig
-from rollmill.core import Experience
 from rollmill.models.lora import add_lora
+from rollmill.types import Experience
 
 RATE, LR = 0.3, 3e-3
 

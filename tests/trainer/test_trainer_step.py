@@ -15,15 +15,15 @@ from rollmill.algorithms import build_recipe
 from rollmill.config.algorithm import KLOptions
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core import Source, TrainingError
-from rollmill.core.types import experience_from_completion
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.explorer.recording import Recorder
+from rollmill.errors import TrainingError
 from rollmill.recipes import DAPO, GRPO, MIX, RLOO, SFT, DrGRPO, Reinforce
+from rollmill.rollout.recorder import Recorder
 from rollmill.trainer import Trainer
 from rollmill.trainer import update as update_module
-from rollmill.trainer.update import Updates
+from rollmill.trainer.update import PolicyUpdater
+from rollmill.types import ExperienceSource, experience_from_completion
 
 LIMIT = 24
 ALGORITHMS = {
@@ -51,20 +51,20 @@ def _flat(model: Any) -> torch.Tensor:
 def last_gradient(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     """The flat gradient of every optimizer step, as it was before clipping."""
     seen: list[torch.Tensor] = []
-    original = update_module.clip
+    original = update_module.clip_gradients
 
     def spy(grads: list[torch.Tensor], norm: float, max_norm: float) -> None:
         seen.append(torch.cat([g.flatten() for g in grads]).clone())
         original(grads, norm, max_norm)
 
-    monkeypatch.setattr(update_module, "clip", spy)
+    monkeypatch.setattr(update_module, "clip_gradients", spy)
     return seen
 
 
 def _step_with(toy: Any, make_batch: Any, architecture: str, algorithm: str, **config: Any) -> dict[str, float]:
     batch = make_batch(experts=3 if algorithm in ("sft", "mix") else 0)
     if algorithm == "sft":
-        batch = [e for e in batch if e.source is Source.EXPERT]
+        batch = [e for e in batch if e.source is ExperienceSource.EXPERT]
     reference = toy(architecture, seed=5) if algorithm == "grpo" else None
     return _trainer(toy(architecture), ALGORITHMS[algorithm], reference=reference, **config).step(batch, 0)
 
@@ -89,13 +89,13 @@ def test_a_denominator_per_micro_batch_would_be_noticed(
     toy: Any, make_batch: Any, last_gradient: list[torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Negative control: with the usual mistake the check above fails."""
-    original = Updates.forward
+    original = PolicyUpdater.forward
 
-    def wrong(self: Updates, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrong(self: PolicyUpdater, batch: Any, micro: Any, *args: Any, **kwargs: Any) -> Any:
         loss, terms = original(self, batch, micro, *args, **kwargs)
         return loss * len(batch.experiences) / len(micro.experiences), terms
 
-    monkeypatch.setattr(Updates, "forward", wrong)
+    monkeypatch.setattr(PolicyUpdater, "forward", wrong)
     for budget in (45, 100_000):
         _step_with(toy, make_batch, "qwen3", "dr_grpo", micro_batch_tokens=budget)
     assert (last_gradient[0] - last_gradient[1]).norm() > 1e-2 * last_gradient[1].norm()
@@ -114,16 +114,16 @@ def test_gradient_equals_the_formula_written_out(
     model = toy("qwen3")
     by_hand = copy.deepcopy(model)
     _trainer(model, options).step(batch, 0)
-    usual = [e for e in batch if e.source is Source.USUAL]
-    expert_tokens = sum(e.action_tokens for e in batch if e.source is Source.EXPERT)
+    usual = [e for e in batch if e.source is ExperienceSource.ROLLOUT]
+    expert_tokens = sum(e.action_tokens for e in batch if e.source is ExperienceSource.EXPERT)
     loss = torch.zeros(())
     for e in batch:
         ids = torch.from_numpy(e.token_ids).long()[None]
-        temperature = e.temperature if e.source is Source.USUAL else 1.0
+        temperature = e.temperature if e.source is ExperienceSource.ROLLOUT else 1.0
         log_p = torch.log_softmax(by_hand(ids, use_cache=False).logits[0] / temperature, -1)
         positions = np.flatnonzero(e.action_mask)
         own = log_p[positions - 1, ids[0, positions]]
-        if e.source is Source.EXPERT:
+        if e.source is ExperienceSource.EXPERT:
             loss = loss - 0.3 * own.sum() / expert_tokens
             continue
         rewards = [o.reward for o in usual if o.group == e.group]
@@ -292,7 +292,7 @@ def test_an_engine_in_another_thread_changes_nothing(toy: Any, make_batch: Any) 
             trainer.step(make_batch(seed=step), step)
         return _flat(trainer.model)
 
-    request = Request([5, 9, 2], SamplingConfig(max_new_tokens=12), n=3)
+    request = GenerationRequest([5, 9, 2], SamplingConfig(max_new_tokens=12), n=3)
     engine = NativeEngine(toy("qwen3", seed=7), context=64)
     generated: list[list[list[int]]] = []
     begun, done = threading.Event(), threading.Event()
@@ -327,7 +327,7 @@ def test_the_trainer_agrees_with_an_engine_that_leaves_tokens_out(
 ) -> None:
     """Both take log-probs over the whole vocabulary, so that the first ratio is 1 whatever was left out in sampling."""
     sampling = SamplingConfig(temperature=0.8, max_new_tokens=12, **truncation)
-    request, batch = Request([5, 9, 2], sampling, n=4), []
+    request, batch = GenerationRequest([5, 9, 2], sampling, n=4), []
     for n, each in enumerate(asyncio.run(NativeEngine(toy("qwen3"), context=64).generate(request))):
         assert (each.kept_logmass < -0.01).any()
         name, recorder = f"g/{n}", Recorder()
@@ -359,7 +359,7 @@ def test_bf16_is_close_to_fp32(toy: Any, make_batch: Any, last_gradient: list[to
 
 
 def test_sft_lowers_the_loss(toy: Any, make_batch: Any) -> None:
-    batch = [e for e in make_batch(experts=6) if e.source is Source.EXPERT]
+    batch = [e for e in make_batch(experts=6) if e.source is ExperienceSource.EXPERT]
     trainer = _trainer(toy("qwen3"), SFT(name="sft"))
     losses = [trainer.step(batch, n)["loss"] for n in range(8)]
     assert losses[-1] < 0.7 * losses[0]

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from rollmill.core.errors import ConfigError
-from rollmill.trainer.tensor_parallel import styles_of
+from rollmill.errors import ConfigError
+from rollmill.trainer.distributed.tensor_parallel import tensor_parallel_plan
 
 
 @pytest.mark.parametrize("architecture", ["qwen2", "qwen3", "llama", "gemma", "gemma2"])
 def test_every_matrix_of_a_layer_is_cut(toy: Any, architecture: str) -> None:
     model = toy(architecture)
-    styles = styles_of(model, 2)
+    styles = tensor_parallel_plan(model, 2)
     matrices = {name for name, each in model.base_model.layers.named_parameters() if each.ndim == 2}
     assert {f"layers.{name.removesuffix('.weight')}" for name in matrices} <= styles.keys()
 
@@ -30,11 +30,11 @@ def test_a_model_that_cannot_be_cut_is_an_error(
     toy: Any, architecture: str, changes: dict[str, Any], ranks: int, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=f"{said}.*use sharding: fsdp or none"):
-        styles_of(toy(architecture, **changes), ranks)
+        tensor_parallel_plan(toy(architecture, **changes), ranks)
 
 
 def test_a_model_without_a_plan_is_an_error(toy: Any) -> None:
     model = toy("llama")
     model.config.base_model_tp_plan = None
     with pytest.raises(ConfigError, match="transformers has no plan for tensor parallelism of llama"):
-        styles_of(model, 2)
+        tensor_parallel_plan(model, 2)

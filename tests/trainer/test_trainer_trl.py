@@ -13,8 +13,7 @@ from algorithm_batches import distance, options_of, trainer_of, watch_gradients
 
 from rollmill.algorithms.distillation import forward_kl, generalised_jsd, reverse_kl
 from rollmill.algorithms.preference import orpo
-from rollmill.core import Experience, Source
-from rollmill.core.types import demonstrated_experience
+from rollmill.types import Experience, ExperienceSource, experience_from_demonstration
 
 pytestmark = [
     pytest.mark.slow,  # TRL alone takes 20 seconds to import
@@ -48,7 +47,7 @@ def _experiences(rows: Any) -> list[Experience]:
     for n, row in enumerate(rows):
         prompt, ids = len(row["prompt_ids"]), [*row["prompt_ids"], *row["completion_ids"]]
         names = {"id": str(n), "task_id": str(n), "group": str(n), "prompt": "", "response": ""}
-        made = demonstrated_experience(ids, prompt, turns=[], source=Source.PREFERENCE, **names)
+        made = experience_from_demonstration(ids, prompt, turns=[], source=ExperienceSource.PREFERENCE, **names)
         made.reward = float(row["label"])
         found.append(made)
     return found

@@ -20,7 +20,6 @@ from rollmill.algorithms.advantages import (
     whiten,
 )
 from rollmill.algorithms.aggregation import constant, sequence_mean, sequence_sum_mean, token_mean
-from rollmill.algorithms.build import build_recipe
 from rollmill.algorithms.corrections import truncated_importance
 from rollmill.algorithms.entropy import clip_b, clip_cov, clip_v, high_entropy, kl_cov
 from rollmill.algorithms.kl import k1, k2, k3, unbiased
@@ -35,8 +34,17 @@ from rollmill.algorithms.losses import (
     softmax_ppo,
     surrogate,
 )
+from rollmill.algorithms.policy_recipes import build_recipe
 from rollmill.algorithms.preference import bradley_terry, dpo, ipo
-from rollmill.algorithms.recipe import Advantages, LossTerm, Recipe, RewardInputs, StepInputs, TermInputs, TokenScores
+from rollmill.algorithms.recipe import (
+    AdvantageInputs,
+    AdvantageResult,
+    LossInputs,
+    LossTerm,
+    MaskInputs,
+    Recipe,
+    TokenAdvantageInputs,
+)
 from rollmill.algorithms.sequence_losses import gmpo, gspo, gspo_token, kimi_mirror, sppo, topr, vespo
 from rollmill.algorithms.token_advantages import gae, gigpo, optimal_token_baseline, reinforce_plus_plus, stepwise
 from rollmill.algorithms.trust_region import dppo_tv, rec, second_moment
@@ -46,13 +54,13 @@ dapo = grpo
 sft = negative_log_likelihood
 
 __all__ = [
-    "Advantages",
+    "AdvantageInputs",
+    "AdvantageResult",
+    "LossInputs",
     "LossTerm",
+    "MaskInputs",
     "Recipe",
-    "RewardInputs",
-    "StepInputs",
-    "TermInputs",
-    "TokenScores",
+    "TokenAdvantageInputs",
     "asymre",
     "best_of_group",
     "bradley_terry",

@@ -34,7 +34,7 @@ def constant(lengths: Tensor, *, max_length: int) -> Tensor:
     return sequence_sum_mean(lengths) / max_length
 
 
-def aggregation(name: str, *, max_length: int) -> Callable[[Tensor], Tensor]:
+def get_aggregation(name: str, *, max_length: int) -> Callable[[Tensor], Tensor]:
     """The aggregation a run file names; `max_length` is the tokens a completion may have at most."""
     named: dict[str, Callable[[Tensor], Tensor]] = {
         "token-mean": token_mean,

@@ -16,9 +16,9 @@ import rollmill.algorithms.losses as losses
 import rollmill.algorithms.sequence_losses as sequences
 import rollmill.algorithms.token_advantages as token_advantages
 import rollmill.algorithms.trust_region as trust_region
-from rollmill.algorithms.recipe import RewardInputs, StepInputs, TermInputs
-from rollmill.config.parts import Part
-from rollmill.core.errors import ConfigError
+from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, MaskInputs
+from rollmill.config.parts import NamedSection
+from rollmill.errors import ConfigError
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {
     "grpo": advantages.grpo,
@@ -54,7 +54,7 @@ LOSSES: dict[str, Callable[..., Tensor]] = {
     "rec": trust_region.rec,
     "dppo_tv": trust_region.dppo_tv,
 }
-DROPPED: dict[str, Callable[..., Tensor]] = {
+CLIP_INDICATORS: dict[str, Callable[..., Tensor]] = {
     "ppo_clip": losses.clipped,
     "gspo": sequences.gspo_clipped,
     "gspo_token": sequences.gspo_clipped,
@@ -82,39 +82,41 @@ CORRECTIONS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def advantage_function(part: Part) -> Callable[[RewardInputs], Tensor]:
+def bind_advantage(part: NamedSection) -> Callable[[AdvantageInputs], Tensor]:
     """The function an advantage part names, of everything it may look at."""
-    return bind(part.function or ADVANTAGES[part.name], part, RewardInputs._fields)
+    return bind_inputs(part.function or ADVANTAGES[part.name], part, AdvantageInputs._fields)
 
 
-def loss_function(part: Part) -> Callable[[TermInputs], Tensor]:
+def bind_loss(part: NamedSection) -> Callable[[LossInputs], Tensor]:
     """The function a loss part names."""
-    return bind(part.function or LOSSES[part.name], part, TermInputs._fields)
+    return bind_inputs(part.function or LOSSES[part.name], part, LossInputs._fields)
 
 
-def mask_function(part: Part) -> Callable[[StepInputs], Tensor]:
+def bind_mask(part: NamedSection) -> Callable[[MaskInputs], Tensor]:
     """The tokens that a mask keeps."""
-    return bind(MASKS[part.name], part, StepInputs._fields)
+    return bind_inputs(MASKS[part.name], part, MaskInputs._fields)
 
 
-def selection_function(part: Part) -> Callable[[StepInputs], Tensor] | None:
+def bind_selection(part: NamedSection) -> Callable[[MaskInputs], Tensor] | None:
     """The tokens that a loss selects over a whole optimizer step, if it does."""
     function = SELECTIONS.get(part.name) if part.function is None else None
-    return None if function is None else bind(function, part, StepInputs._fields)
+    return None if function is None else bind_inputs(function, part, MaskInputs._fields)
 
 
-def dropped_function(part: Part) -> Callable[[TermInputs | StepInputs], Tensor] | None:
+def bind_clip_indicator(part: NamedSection) -> Callable[[LossInputs | MaskInputs], Tensor] | None:
     """Where the loss drops tokens, if it does."""
-    function = DROPPED.get(part.name) if part.function is None else None
-    return None if function is None else bind(function, part, TermInputs._fields)
+    function = CLIP_INDICATORS.get(part.name) if part.function is None else None
+    return None if function is None else bind_inputs(function, part, LossInputs._fields)
 
 
-def correction_function(part: Part) -> Callable[[TermInputs], Tensor]:
+def bind_correction(part: NamedSection) -> Callable[[LossInputs], Tensor]:
     """The weights a correction part names."""
-    return bind(CORRECTIONS[part.name], part, TermInputs._fields)
+    return bind_inputs(CORRECTIONS[part.name], part, LossInputs._fields)
 
 
-def bind(function: Callable[..., Tensor], part: Part, fields: tuple[str, ...]) -> Callable[[Any], Tensor]:
+def bind_inputs(
+    function: Callable[..., Tensor], part: NamedSection, fields: tuple[str, ...]
+) -> Callable[[Any], Tensor]:
     """`function` with the part's options, of one named tuple whose fields are its positional parameters.
 
     A function with one parameter that is no field gets the whole tuple.

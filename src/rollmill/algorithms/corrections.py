@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollmill.algorithms.kl import k3
-from rollmill.algorithms.sequences import sequence_average, sequence_sum
+from rollmill.algorithms.sequences import token_sequence_mean, token_sequence_sum
 
 
 def truncated_importance(old_logprob: Tensor, rollout_logprob: Tensor, cap: float) -> Tensor:
@@ -29,7 +29,7 @@ def sequence_truncated_importance(old_logprob: Tensor, rollout_logprob: Tensor, 
 
     With `cap` infinite the policy gradient is unbiased, which no token-level weight makes it.
     """
-    return torch.exp(sequence_sum((old_logprob - rollout_logprob).detach(), sequence)).clamp(max=cap)
+    return torch.exp(token_sequence_sum((old_logprob - rollout_logprob).detach(), sequence)).clamp(max=cap)
 
 
 def masked_importance(old_logprob: Tensor, rollout_logprob: Tensor, *, low: float = 0.5, high: float = 5.0) -> Tensor:
@@ -41,14 +41,14 @@ def sequence_masked_importance(
     old_logprob: Tensor, rollout_logprob: Tensor, sequence: Tensor, *, low: float = 0.5, high: float = 5.0
 ) -> Tensor:
     """prod_t x_t on every token of the sequence where it is in [low, high], else 0: sequence-level MIS. [tokens]."""
-    return _inside(torch.exp(sequence_sum((old_logprob - rollout_logprob).detach(), sequence)), low, high)
+    return _inside(torch.exp(token_sequence_sum((old_logprob - rollout_logprob).detach(), sequence)), low, high)
 
 
 def geometric_rejection(
     old_logprob: Tensor, rollout_logprob: Tensor, sequence: Tensor, *, low: float = 0.999, high: float = 1.001
 ) -> Tensor:
     """1 where low <= exp(mean_t log x_t) <= high, else 0, per sequence (Geo-RS; defaults as in verl). [tokens]."""
-    ratio = torch.exp(sequence_average((old_logprob - rollout_logprob).detach(), sequence))
+    ratio = torch.exp(token_sequence_mean((old_logprob - rollout_logprob).detach(), sequence))
     return ((ratio >= low) & (ratio <= high)).to(ratio.dtype)
 
 
@@ -57,7 +57,7 @@ def k3_rejection(old_logprob: Tensor, rollout_logprob: Tensor, sequence: Tensor,
 
     The mean estimates KL(pi_rollout || pi_old) per token. Unlike the geometric mean it does not cancel between tokens.
     """
-    divergence = sequence_average(k3(rollout_logprob, old_logprob).detach(), sequence)
+    divergence = token_sequence_mean(k3(rollout_logprob, old_logprob).detach(), sequence)
     return (divergence <= bound).to(divergence.dtype)
 
 
@@ -69,7 +69,7 @@ def off_policy_sequence_mask(
     DeepSeek-V3.2 (arXiv:2512.02556, section 3.1), which gives no value of `delta`. `logprob` is of the policy being
     trained.
     """
-    distance = sequence_average((rollout_logprob - logprob).detach(), sequence)
+    distance = token_sequence_mean((rollout_logprob - logprob).detach(), sequence)
     return (~((advantage < 0) & (distance > delta))).to(distance.dtype)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-TIE = 1e-5  #: nats; entropies closer than this are equal but for rounding
+TIE_TOLERANCE = 1e-5  #: nats; entropies closer than this are equal but for rounding
 
 
 def high_entropy(entropy: Tensor, *, top: float = 0.2) -> Tensor:
@@ -19,7 +19,7 @@ def high_entropy(entropy: Tensor, *, top: float = 0.2) -> Tensor:
     The threshold is the (1 - top) quantile of the step, as in TRL. Tokens at the threshold are kept, and so is every
     token within rounding of it: the first tokens of a group have the same entropy, and would be split by chance.
     """
-    return entropy >= torch.quantile(entropy.double(), 1 - top) - TIE if len(entropy) else entropy > 0
+    return entropy >= torch.quantile(entropy.double(), 1 - top) - TIE_TOLERANCE if len(entropy) else entropy > 0
 
 
 def discriminant(logprob: Tensor, entropy: Tensor) -> Tensor:

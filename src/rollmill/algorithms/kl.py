@@ -53,7 +53,7 @@ _ESTIMATORS: dict[KLEstimator, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 
 
-def estimator(name: KLEstimator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+def get_kl_estimator(name: KLEstimator) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """The estimator a run file names: (logprob, reference_logprob, old_logprob) -> [tokens]."""
     return _ESTIMATORS[name]
 

@@ -13,13 +13,13 @@ from torch import Tensor
 
 import rollmill.algorithms.preference as preference
 from rollmill.algorithms.aggregation import sequence_mean
-from rollmill.algorithms.recipe import LossTerm, Recipe, TermInputs
-from rollmill.algorithms.sequences import spread, sum_by_sequence
-from rollmill.core.types import Source
+from rollmill.algorithms.recipe import LossInputs, LossTerm, Recipe
+from rollmill.algorithms.sequences import expand_to_tokens, sum_by_sequence
 from rollmill.recipes import DPO, KTO, ORPO
+from rollmill.types import ExperienceSource
 
 
-def preference_recipe(options: DPO | ORPO | KTO) -> Recipe:
+def build_preference_recipe(options: DPO | ORPO | KTO) -> Recipe:
     """The recipe of an algorithm that learns from preferences."""
     if isinstance(options, KTO):
         return _kto(options)
@@ -34,38 +34,38 @@ def _dpo(options: DPO) -> Recipe:
         else partial(preference.ipo, beta=options.beta)
     )
 
-    def log_probs(inputs: TermInputs) -> tuple[Tensor, ...]:
+    def log_probs(inputs: LossInputs) -> tuple[Tensor, ...]:
         assert inputs.reference_logprob is not None
         policy, reference = (
             _pairs(each, inputs, mean=options.normalise) for each in (inputs.logprob, inputs.reference_logprob)
         )
         return (*policy, *reference)
 
-    def pairs(inputs: TermInputs) -> Tensor:
-        return spread(loss(*log_probs(inputs)), inputs.group)
+    def pairs(inputs: LossInputs) -> Tensor:
+        return expand_to_tokens(loss(*log_probs(inputs)), inputs.group)
 
-    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+    def measures(inputs: LossInputs) -> dict[str, Tensor]:
         chosen, rejected, reference_chosen, reference_rejected = log_probs(inputs)
         gained, lost = options.beta * (chosen - reference_chosen), options.beta * (rejected - reference_rejected)
         return _compared(gained, lost)
 
-    terms = [LossTerm("dpo", pairs, sequence_mean, source=Source.PREFERENCE, uses_reference=True)]
+    terms = [LossTerm("dpo", pairs, sequence_mean, source=ExperienceSource.PREFERENCE, uses_reference=True)]
     if options.sft:
         terms.append(_imitation(options.sft))
-    return Recipe(options.name, tuple(terms), keeps_groups=True, measures=measures)
+    return Recipe(options.name, tuple(terms), keep_groups_together=True, measures=measures)
 
 
 def _orpo(options: ORPO) -> Recipe:
-    def pairs(inputs: TermInputs) -> Tensor:
-        return spread(preference.orpo(*_pairs(inputs.logprob, inputs, mean=True)), inputs.group)
+    def pairs(inputs: LossInputs) -> Tensor:
+        return expand_to_tokens(preference.orpo(*_pairs(inputs.logprob, inputs, mean=True)), inputs.group)
 
-    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+    def measures(inputs: LossInputs) -> dict[str, Tensor]:
         chosen, rejected = _pairs(inputs.logprob, inputs, mean=True)
         odds = preference.log_odds(chosen) - preference.log_odds(rejected)
         return _compared(chosen, rejected) | {"pairs/log_odds": odds}
 
-    odds = LossTerm("orpo", pairs, sequence_mean, source=Source.PREFERENCE, weight=options.weight)
-    return Recipe(options.name, (_imitation(1.0), odds), keeps_groups=True, measures=measures)
+    odds = LossTerm("orpo", pairs, sequence_mean, source=ExperienceSource.PREFERENCE, weight=options.weight)
+    return Recipe(options.name, (_imitation(1.0), odds), keep_groups_together=True, measures=measures)
 
 
 def _kto(options: KTO) -> Recipe:
@@ -76,17 +76,17 @@ def _kto(options: KTO) -> Recipe:
         undesirable_weight=options.undesirable_weight,
     )
 
-    def log_ratios(inputs: TermInputs) -> tuple[Tensor, Tensor, Tensor]:
+    def log_ratios(inputs: LossInputs) -> tuple[Tensor, Tensor, Tensor]:
         """Of each completion its log-ratio and whether it is desirable; z0."""
         assert inputs.reference_logprob is not None
         assert inputs.kl_baseline is not None
         ratio = sum_by_sequence(inputs.logprob - inputs.reference_logprob, inputs.sequence)
         return ratio, _by_sequence(inputs.reward, inputs.sequence, len(ratio)) > 0, inputs.kl_baseline
 
-    def completions(inputs: TermInputs) -> Tensor:
-        return spread(loss(*log_ratios(inputs)), inputs.sequence)
+    def completions(inputs: LossInputs) -> Tensor:
+        return expand_to_tokens(loss(*log_ratios(inputs)), inputs.sequence)
 
-    def measures(inputs: TermInputs) -> dict[str, Tensor]:
+    def measures(inputs: LossInputs) -> dict[str, Tensor]:
         ratio, desirable, baseline = log_ratios(inputs)
         right = torch.where(desirable, ratio > baseline, ratio < baseline).double()
         right = torch.where(ratio == baseline, 0.5, right)
@@ -98,20 +98,20 @@ def _kto(options: KTO) -> Recipe:
             "labels/baseline": baseline.expand(len(ratio)),
         }
 
-    term = LossTerm("kto", completions, sequence_mean, source=Source.PREFERENCE, uses_reference=True)
-    return Recipe(options.name, (term,), measures=measures, uses_mismatched=True)
+    term = LossTerm("kto", completions, sequence_mean, source=ExperienceSource.PREFERENCE, uses_reference=True)
+    return Recipe(options.name, (term,), measures=measures, uses_kto_baseline=True)
 
 
 def _imitation(weight: float) -> LossTerm:
     """-log p of the chosen completion, mean over its tokens, mean over pairs."""
 
-    def chosen(inputs: TermInputs) -> Tensor:
+    def chosen(inputs: LossInputs) -> Tensor:
         return torch.where(inputs.reward > 0, -2 * inputs.logprob, 0)  # twice: the mean is over the rejected ones, too
 
-    return LossTerm("sft", chosen, sequence_mean, source=Source.PREFERENCE, weight=weight)
+    return LossTerm("sft", chosen, sequence_mean, source=ExperienceSource.PREFERENCE, weight=weight)
 
 
-def _pairs(logprob: Tensor, inputs: TermInputs, *, mean: bool) -> tuple[Tensor, Tensor]:
+def _pairs(logprob: Tensor, inputs: LossInputs, *, mean: bool) -> tuple[Tensor, Tensor]:
     """Of the chosen and of the rejected completion of each pair."""
     count = int(inputs.sequence.max()) + 1
     pair = _by_sequence(inputs.group, inputs.sequence, count)

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from rollmill.algorithms.token_advantages import ValueTargets
 from rollmill.config.algorithm import CriticOptions, EntropyControl, KLOptions
-from rollmill.core.types import Source
-from rollmill.recipes.distill import Distillation
+from rollmill.recipes.distillation import DistillationOptions
+from rollmill.types import ExperienceSource
 
 Proximal = Literal["rollout", "recompute", "interpolate"]
 
 
-class RewardInputs(NamedTuple):
+class AdvantageInputs(NamedTuple):
     """What an advantage function sees: one entry per usual experience, [N] unless said otherwise."""
 
     rewards: Tensor  #: float64, NaN where missing
@@ -33,14 +33,14 @@ class RewardInputs(NamedTuple):
     parts: dict[str, Tensor]  #: float64 [N] each, the parts of the reward by name, NaN where missing
 
 
-class Advantages(NamedTuple):
+class AdvantageResult(NamedTuple):
     """What an advantage function returns."""
 
     values: Tensor  #: [N], of every action token of the experience; of a token advantage [A], one per token
     counted: Tensor  #: bool [N]: whether the experience enters the denominators
 
 
-class TokenScores(NamedTuple):
+class TokenAdvantageInputs(NamedTuple):
     """What a token advantage sees of the usual experiences' action tokens, [A] each; None: the recipe needs none."""
 
     penalty: Tensor | None = None  #: float64, what the KL to the reference takes off each token's reward
@@ -48,7 +48,7 @@ class TokenScores(NamedTuple):
     collision: Tensor | None = None  #: sum over the vocabulary of its squared probabilities
 
 
-class StepInputs(NamedTuple):
+class MaskInputs(NamedTuple):
     """What a mask sees: all judged usual tokens of one optimizer step, [n] each, whatever the micro-batches are."""
 
     logprob: Tensor  #: of the policy just before the optimizer step, without gradient, as all the others
@@ -62,7 +62,7 @@ class StepInputs(NamedTuple):
     expected_discriminant: Tensor | None = None  #: sum_v p_v^2 (H + log p_v), if a mask asks for it
 
 
-class TermInputs(NamedTuple):
+class LossInputs(NamedTuple):
     """What a loss term sees: the action tokens of one source in one micro-batch, [tokens] each.
 
     Experiences are never cut, so per-sequence quantities can be formed with `sequence`. Groups are cut, unless the
@@ -90,16 +90,16 @@ class LossTerm:
     """One summand of the loss: weight * sum_t aggregate_t * fn(inputs)_t over the tokens of one source."""
 
     name: str
-    fn: Callable[[TermInputs], Tensor]
+    fn: Callable[[LossInputs], Tensor]
     aggregate: Callable[[Tensor], Tensor]  #: token counts [N] -> weight of each token of the experience [N]
-    source: Source = Source.USUAL
+    source: ExperienceSource = ExperienceSource.ROLLOUT
     weight: float | Callable[[int], float] = 1.0  #: a number, or a function of the training step, counted from 0
     uses_advantage: bool = False  #: the term is 0, and so is its gradient, where the advantage is 0
     only_positive: bool = False  #: and where it is negative; such tokens do not count in its denominator
     uses_reference: bool = False
     uses_entropy: bool = False
     is_kl: bool = False  #: its weight is multiplied by the KL coefficient of the moment
-    is_steered_entropy: bool = False  #: its weight is multiplied by the entropy coefficient of the moment
+    is_adaptive_entropy: bool = False  #: its weight is multiplied by the entropy coefficient of the moment
 
     def weight_at(self, step: int) -> float:
         """The weight at a training step."""
@@ -112,31 +112,33 @@ class Recipe:
 
     name: str
     terms: tuple[LossTerm, ...]
-    advantage: Callable[[RewardInputs], Advantages] | None = None  #: None: nothing is compared, or a critic does it
-    token_advantage: Callable[[RewardInputs, Tensor, TokenScores], Advantages] | None = None
+    advantage: Callable[[AdvantageInputs], AdvantageResult] | None = (
+        None  #: None: nothing is compared, or a critic does it
+    )
+    token_advantage: Callable[[AdvantageInputs, Tensor, TokenAdvantageInputs], AdvantageResult] | None = None
     """The same per token: (inputs, sequence [A], scores of the tokens)."""
     critic_advantage: Callable[[Tensor, Tensor, Tensor], ValueTargets] | None = None
     """(values [A], rewards [A], sequence [A]) -> advantages and the critic's targets, over the usual tokens."""
     critic: CriticOptions | None = None
-    distill: Distillation | None = None
+    distill: DistillationOptions | None = None
     teacher_prompts: bool = False  #: experiences count only if they have a `teacher_prompt`
     kl: KLOptions = field(default_factory=KLOptions)
     entropy: float = 0.0  #: weight of the entropy bonus, of the first step if it is steered
     entropy_control: EntropyControl | None = None
     proximal: Proximal = "rollout"  #: where old log-probs come from when they are not the policy's own
-    keeps_groups: bool = False  #: a group is never cut between micro-batches
-    uses_mismatched: bool = False
+    keep_groups_together: bool = False  #: a group is never cut between micro-batches
+    uses_kto_baseline: bool = False
     """Whether `kl_baseline` is needed: log-ratios of completions after prompts that are not their own."""
     reset_optimizer: bool = False
-    dropped: Callable[[TermInputs | StepInputs], Tensor] | None = None
+    dropped: Callable[[LossInputs | MaskInputs], Tensor] | None = None
     """bool [tokens], where clipping takes the gradient away."""
-    masks: tuple[Callable[[StepInputs], Tensor], ...] = ()
+    masks: tuple[Callable[[MaskInputs], Tensor], ...] = ()
     """bool [n] each: the tokens of an optimizer step that the policy term keeps. They cost a forward pass."""
-    selection: Callable[[StepInputs], Tensor] | None = None
+    selection: Callable[[MaskInputs], Tensor] | None = None
     """bool [n]: the tokens of an optimizer step that its loss treats differently."""
     uses_probabilities: bool = False  #: the advantage needs the policy's distributions at the start of the step
     uses_expected_discriminant: bool = False  #: a mask does, just before the optimizer step
-    measures: Callable[[TermInputs], dict[str, Tensor]] | None = None  #: of pairs: metrics, one value per pair
+    measures: Callable[[LossInputs], dict[str, Tensor]] | None = None  #: of pairs: metrics, one value per pair
 
     @property
     def uses_reference(self) -> bool:
@@ -149,7 +151,7 @@ class Recipe:
         return self.kl.coefficient > 0 and self.kl.where == "reward"
 
     @property
-    def looks_at_steps(self) -> bool:
+    def needs_step_statistics(self) -> bool:
         """Whether something is chosen over whole optimizer steps."""
         return bool(self.masks) or self.selection is not None
 

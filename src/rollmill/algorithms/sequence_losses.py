@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rollmill.algorithms.losses import clipped, ppo_clip
-from rollmill.algorithms.sequences import sequence_average, sequence_sum
+from rollmill.algorithms.sequences import token_sequence_mean, token_sequence_sum
 
 
 def gspo(
@@ -27,7 +27,7 @@ def gspo(
 
     [tokens]. The gradient of a sequence is -s A mean_t grad log pi_t. Published with sequence-mean.
     """
-    log_ratio = sequence_average(logprob - old_logprob, sequence)
+    log_ratio = token_sequence_mean(logprob - old_logprob, sequence)
     return ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -44,7 +44,7 @@ def gspo_token(
 
     Equal to `gspo`, value and gradient, where A does not. Published with sequence-mean.
     """
-    log_ratio = sequence_average(logprob - old_logprob, sequence).detach() + logprob - logprob.detach()
+    log_ratio = token_sequence_mean(logprob - old_logprob, sequence).detach() + logprob - logprob.detach()
     return ppo_clip(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -58,7 +58,7 @@ def gspo_clipped(
     clip_high: float = 4e-4,
 ) -> Tensor:
     """bool [tokens]: where GSPO's clipping takes the gradient away, for all tokens of a sequence or none."""
-    log_ratio = sequence_average(logprob - old_logprob, sequence)
+    log_ratio = token_sequence_mean(logprob - old_logprob, sequence)
     return clipped(log_ratio, torch.zeros_like(log_ratio), advantage, clip_low=clip_low, clip_high=clip_high)
 
 
@@ -79,7 +79,7 @@ def gmpo(
     """
     log_ratio = logprob - old_logprob
     bounded = torch.where(advantage > 0, log_ratio.clamp(max=clip_high), log_ratio.clamp(min=-clip_low))
-    return -advantage * sequence_average(bounded, sequence).exp()
+    return -advantage * token_sequence_mean(bounded, sequence).exp()
 
 
 def gmpo_clipped(
@@ -107,7 +107,7 @@ def vespo(
     phi is 1 at W = 1 and falls to 0 on both sides; k and lambda depend on the sign of A (0 counts as positive).
     Defaults and token-mean as in the authors' code. W is to the policy that sampled, whatever the old policy is.
     """
-    log_weight = sequence_sum((logprob - rollout_logprob).detach(), sequence)
+    log_weight = token_sequence_sum((logprob - rollout_logprob).detach(), sequence)
     negative = advantage < 0
     k = torch.where(negative, k_negative, k_positive)
     lam = torch.where(negative, lambda_negative, lambda_positive)
@@ -119,7 +119,7 @@ def topr(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tens
 
     `old_logprob` is of the policy that sampled. Published with sequence-sum-mean.
     """
-    taper = torch.exp(sequence_sum((logprob - old_logprob).detach(), sequence)).clamp(max=1)
+    taper = torch.exp(token_sequence_sum((logprob - old_logprob).detach(), sequence)).clamp(max=1)
     return -torch.where(advantage < 0, taper, 1) * advantage * logprob
 
 
@@ -132,7 +132,7 @@ def kimi_mirror(
     A grad log pi(y) - (tau / 2) grad log^2 rho(y). With sequence-mean. The paper gives no value of `tau`. The term is
     not 0 where A is.
     """
-    return (advantage - tau * sequence_sum(logprob - old_logprob, sequence)) ** 2
+    return (advantage - tau * token_sequence_sum(logprob - old_logprob, sequence)) ** 2
 
 
 def sppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tensor, *, beta: float = 1e-3) -> Tensor:
@@ -141,4 +141,4 @@ def sppo(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, sequence: Tens
     A is the estimated chance of winning against the old policy, minus 1/2; 1 / beta is the paper's eta. With
     sequence-mean. The term is not 0 where A is.
     """
-    return (sequence_sum(logprob - old_logprob, sequence) - advantage / beta) ** 2
+    return (token_sequence_sum(logprob - old_logprob, sequence) - advantage / beta) ** 2

@@ -27,7 +27,7 @@ def mean_by_sequence(values: Tensor, sequence: Tensor, count: int | None = None)
     return total / sum_by_sequence(torch.ones_like(values), sequence, len(total)).clamp(min=1)
 
 
-def spread(values: Tensor, sequence: Tensor) -> Tensor:
+def expand_to_tokens(values: Tensor, sequence: Tensor) -> Tensor:
     """[N] -> [tokens]: each sequence's value on every one of its tokens.
 
     A loss per sequence, spread, is its mean over sequences under the aggregation `sequence-mean`.
@@ -35,11 +35,11 @@ def spread(values: Tensor, sequence: Tensor) -> Tensor:
     return values[sequence]
 
 
-def sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
+def token_sequence_sum(values: Tensor, sequence: Tensor) -> Tensor:
     """[tokens] -> [tokens]: the sum over the token's sequence, on every token."""
-    return spread(sum_by_sequence(values, sequence), sequence)
+    return expand_to_tokens(sum_by_sequence(values, sequence), sequence)
 
 
-def sequence_average(values: Tensor, sequence: Tensor) -> Tensor:
+def token_sequence_mean(values: Tensor, sequence: Tensor) -> Tensor:
     """[tokens] -> [tokens]: the mean over the token's sequence, on every token."""
-    return spread(mean_by_sequence(values, sequence), sequence)
+    return expand_to_tokens(mean_by_sequence(values, sequence), sequence)

@@ -32,13 +32,13 @@ def gae(
 
     Args:
         values: [T], V of the state in which the token was chosen.
-        rewards: [T]; see `at_last_token` for one reward per sequence. A sequence with a NaN gets advantage 0 and
+        rewards: [T]; see `reward_at_last_token` for one reward per sequence. A sequence with a NaN gets advantage 0 and
             returns equal to its values.
         sequence: int64 [T], which sequence the token belongs to.
         lam: one number, or [S] with one per sequence, where `sequence` is 0 .. S - 1.
     """
     v, r = values.detach().double(), rewards.double()
-    following = _following(sequence)
+    following = _next_token_index(sequence)
     delta = r + gamma * torch.where(following >= 0, v[following], 0) - v
     factor = gamma * (lam.double()[sequence] if isinstance(lam, Tensor) else torch.full_like(v, lam))
     advantages = _discounted_sums(delta, factor, following)
@@ -49,12 +49,12 @@ def gae(
 def discounted_returns(rewards: Tensor, sequence: Tensor, *, gamma: float = 1.0) -> Tensor:
     """G_t = sum_k gamma^k r_{t+k} within the sequence. [T] in and out; NaN where a reward still to come is NaN."""
     r = rewards.double()
-    return _discounted_sums(r, torch.full_like(r, gamma), _following(sequence)).to(rewards.dtype)
+    return _discounted_sums(r, torch.full_like(r, gamma), _next_token_index(sequence)).to(rewards.dtype)
 
 
-def at_last_token(rewards_S: Tensor, sequence: Tensor) -> Tensor:
+def reward_at_last_token(rewards_S: Tensor, sequence: Tensor) -> Tensor:
     """[T]: each sequence's reward on its last token and 0 elsewhere; `sequence` is 0 .. S - 1."""
-    return torch.where(_following(sequence) < 0, rewards_S[sequence], 0)
+    return torch.where(_next_token_index(sequence) < 0, rewards_S[sequence], 0)
 
 
 def reinforce_plus_plus(
@@ -82,7 +82,7 @@ def reinforce_plus_plus(
     if baseline == "group":
         episodes_S = torch.arange(len(centred)) if episodes_S is None else episodes_S
         centred = stepwise(centred, groups_S, episodes_S, advantage=mean_baseline)
-    tokens = at_last_token(torch.where(rewards_S.isnan(), torch.nan, centred), sequence)
+    tokens = reward_at_last_token(torch.where(rewards_S.isnan(), torch.nan, centred), sequence)
     returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
     values = whiten(returns, ~returns.isnan(), ddof=ddof, eps=eps)
     if baseline == "group" and penalty is None:
@@ -116,11 +116,11 @@ def optimal_token_baseline(
         zero_tail: B_t is 0 where a single sequence has a token t. Otherwise its advantage there is 0.
     """
     judged = ~rewards_S.isnan()
-    tokens = at_last_token(rewards_S.double(), sequence)
+    tokens = reward_at_last_token(rewards_S.double(), sequence)
     returns = discounted_returns(tokens if penalty is None else tokens - penalty.double(), sequence)
-    rank = _rank_in_sequence(sequence)
+    rank = _position_in_sequence(sequence)
     power = 1 - 2 * logprob.double().exp() + collision.double()
-    weight = _sums_so_far(power, sequence, rank) * judged[sequence]
+    weight = _cumulative_sums(power, sequence, rank) * judged[sequence]
     if episodes_S is not None:
         ids, index = torch.unique(episodes_S, return_inverse=True)
         weight = weight / torch.bincount(index, minlength=len(ids))[index][sequence]
@@ -210,7 +210,7 @@ def gigpo(
     return (stepwise(total, groups, episodes, advantage=relative) + weight * step_level).to(step_rewards.dtype)
 
 
-def _rank_in_sequence(sequence: Tensor) -> Tensor:
+def _position_in_sequence(sequence: Tensor) -> Tensor:
     """int64 [T]: how many tokens of the same sequence come before."""
     order = torch.argsort(sequence, stable=True)
     counts = torch.unique(sequence, return_counts=True)[1]
@@ -218,7 +218,7 @@ def _rank_in_sequence(sequence: Tensor) -> Tensor:
     return torch.empty_like(order).index_copy_(0, order, torch.arange(len(order)) - starts)
 
 
-def _sums_so_far(values: Tensor, sequence: Tensor, rank: Tensor) -> Tensor:
+def _cumulative_sums(values: Tensor, sequence: Tensor, rank: Tensor) -> Tensor:
     """[T]: the sum over the tokens of the same sequence up to this one."""
     order = torch.argsort(sequence, stable=True)
     sums = values[order].cumsum(0)
@@ -226,7 +226,7 @@ def _sums_so_far(values: Tensor, sequence: Tensor, rank: Tensor) -> Tensor:
     return torch.empty_like(sums).index_copy_(0, order, sums - before)
 
 
-def _following(sequence: Tensor) -> Tensor:
+def _next_token_index(sequence: Tensor) -> Tensor:
     """int64 [T]: the row of the next token of the same sequence, -1 after its last."""
     order = torch.argsort(sequence, stable=True)
     ids = sequence[order]

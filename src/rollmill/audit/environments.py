@@ -13,19 +13,19 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.audit.answers import json_text, told
-from rollmill.audit.findings import Finding, Severity, ok, skipped, some
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Task
-from rollmill.explorer.environments.pool import RunningEnvironment
+from rollmill.audit.findings import Finding, Severity, list_task_ids, passed_check, skipped_check
+from rollmill.audit.oracle import call_oracle, canonical_json
+from rollmill.errors import ConfigError
+from rollmill.rollout.environments.pool import RunningEnvironment
+from rollmill.types import Task
 
-Open = Callable[[Task, int], AbstractAsyncContextManager[RunningEnvironment]]
+OpenEnvironment = Callable[[Task, int], AbstractAsyncContextManager[RunningEnvironment]]
 """A fresh environment for a task and a seed."""
-Act = Callable[[Task, Any, int], str]
+ActionFunction = Callable[[Task, Any, int], str]
 """(task, observation, number of the turn) -> action."""
 
 _AT_ONCE = 8
-_STRANGE = (
+_MALFORMED_ACTIONS = (
     "",
     "\x00",
     "}{",
@@ -40,7 +40,7 @@ _STRANGE = (
 
 
 @dataclass(slots=True)
-class Episode:
+class AuditEpisode:
     """What happened in one episode."""
 
     task: str
@@ -56,7 +56,7 @@ class Episode:
         """The sum of its rewards."""
         return sum(self.rewards)
 
-    def same_as(self, other: Episode) -> bool:
+    def same_as(self, other: AuditEpisode) -> bool:
         """Whether both went alike."""
         return (self.seen, self.rewards, self.done) == (other.seen, other.rewards, other.done)
 
@@ -73,48 +73,48 @@ class EnvironmentAudit:
 
     def __init__(
         self,
-        open_: Open,
+        open_: OpenEnvironment,
         tasks: Sequence[Task],
         *,
         turns: int,
         limit_s: float,
         full: float,
-        oracle: Act | None = None,
+        oracle: ActionFunction | None = None,
     ) -> None:
         self._open, self._tasks = open_, list(tasks)
         self._turns, self._limit_s, self._full, self._oracle = turns, limit_s, full, oracle
         self._gate = asyncio.Semaphore(_AT_ONCE)
-        self._episodes: list[Episode] = []
+        self._episodes: list[AuditEpisode] = []
 
     async def run(self) -> list[Finding]:
         """All checks."""
         first = await self._all(_random_act, 1)
         again = await self._all(_random_act, 1)
         silent = await self._all(lambda task, observation, turn: "", 1)
-        strange = await self._all(lambda task, observation, turn: _STRANGE[turn % len(_STRANGE)], 1)
-        right = [] if self._oracle is None else await self._all(partial(_told, self._oracle), 1)
+        strange = await self._all(lambda task, observation, turn: _MALFORMED_ACTIONS[turn % len(_MALFORMED_ACTIONS)], 1)
+        right = [] if self._oracle is None else await self._all(partial(_oracle_action, self._oracle), 1)
         findings = [self._beginnings(first, again), self._determinism(first, again)]
         findings += [self._ignorant("environment_random", "random words", first)]
         findings += [self._ignorant("environment_empty", "an empty action, again and again,", silent)]
         findings += [self._ignorant("environment_strange", "malformed actions", strange), self._right(right)]
         return [*findings, self._failures(), self._lengths(first), self._time()]
 
-    async def _all(self, act: Act, seed: int) -> list[Episode]:
+    async def _all(self, act: ActionFunction, seed: int) -> list[AuditEpisode]:
         episodes = list(await asyncio.gather(*(self._episode(task, act, seed) for task in self._tasks)))
         self._episodes += episodes
         return episodes
 
-    async def _episode(self, task: Task, act: Act, seed: int) -> Episode:
-        episode = Episode(task.id)
+    async def _episode(self, task: Task, act: ActionFunction, seed: int) -> AuditEpisode:
+        episode = AuditEpisode(task.id)
         async with self._gate:
             try:
                 async with self._open(task, seed) as environment:
                     seen = await self._timed(episode, environment.reset(task, seed))
-                    episode.seen.append(json_text(seen))
+                    episode.seen.append(canonical_json(seen))
                     for turn in range(self._turns):
                         result = await self._timed(episode, environment.step(act(task, seen, turn)))
                         seen = result.observation
-                        episode.seen.append(json_text(seen))
+                        episode.seen.append(canonical_json(seen))
                         episode.rewards.append(float(result.reward))
                         if result.done:
                             episode.done = True
@@ -127,7 +127,7 @@ class EnvironmentAudit:
                 episode.failure = f"{type(error).__name__}: {error}"
         return episode
 
-    async def _timed(self, episode: Episode, work: Any) -> Any:
+    async def _timed(self, episode: AuditEpisode, work: Any) -> Any:
         began = time.perf_counter()
         async with asyncio.timeout(self._limit_s):
             found = await work
@@ -136,41 +136,48 @@ class EnvironmentAudit:
 
     # -- checks ------------------------------------------------------------------------------------------------
 
-    def _beginnings(self, first: list[Episode], again: list[Episode]) -> Finding:
+    def _beginnings(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
         other = [a.task for a, b in zip(first, again, strict=True) if a.seen[:1] != b.seen[:1]]
         if not other:
-            return ok("environment_reset", f"the same task and seed begin alike ({len(first)} tasks)")
-        text = f"the same task and seed begin differently on {len(other)} of {len(first)} tasks ({some(other)})"
+            return passed_check("environment_reset", f"the same task and seed begin alike ({len(first)} tasks)")
+        text = (
+            f"the same task and seed begin differently on {len(other)} of {len(first)} tasks ({list_task_ids(other)})"
+        )
         advice = "draw what is random in `reset` from its `seed`; rollouts of a group are compared with each other"
         return Finding("environment_reset", Severity.PROBLEM, text, advice, other)
 
-    def _determinism(self, first: list[Episode], again: list[Episode]) -> Finding:
+    def _determinism(self, first: list[AuditEpisode], again: list[AuditEpisode]) -> Finding:
         alike = [(a, b) for a, b in zip(first, again, strict=True) if a.seen[:1] == b.seen[:1]]
         other = [a.task for a, b in alike if not a.same_as(b)]
         if not other:
-            return ok("environment_steps", f"the same actions lead to the same ({len(alike)} episodes)")
+            return passed_check("environment_steps", f"the same actions lead to the same ({len(alike)} episodes)")
         text = f"the same actions after the same beginning lead elsewhere on {len(other)} of {len(alike)} tasks"
         advice = "draw what is random in `step` from the seed of `reset`, if runs shall be repeatable"
-        return Finding("environment_steps", Severity.WARNING, f"{text} ({some(other)})", advice, other)
+        return Finding("environment_steps", Severity.WARNING, f"{text} ({list_task_ids(other)})", advice, other)
 
-    def _ignorant(self, check: str, about: str, episodes: list[Episode]) -> Finding:
+    def _ignorant(self, check: str, about: str, episodes: list[AuditEpisode]) -> Finding:
         rewarded = [each.task for each in episodes if each.rewards and each.total >= self._full]
         totals = [each.total for each in episodes]
         numbers = {"mean": float(np.mean(totals)), "share": len(rewarded) / len(episodes)}
         text = f"{about} earns {self._full:g} or more on {len(rewarded)} of {len(episodes)} tasks"
         if not rewarded:
-            return ok(check, f"{about} earns {numbers['mean']:.3g} on average, never {self._full:g}", **numbers)
+            return passed_check(
+                check, f"{about} earns {numbers['mean']:.3g} on average, never {self._full:g}", **numbers
+            )
         severity = Severity.PROBLEM if numbers["share"] > 0.5 or check != "environment_random" else Severity.WARNING
         advice = "the environment rewards without being solved; see what it rewards, or give --full"
-        return Finding(check, severity, f"{text} ({some(rewarded)})", advice, rewarded, numbers)
+        return Finding(check, severity, f"{text} ({list_task_ids(rewarded)})", advice, rewarded, numbers)
 
-    def _right(self, episodes: list[Episode]) -> Finding:
+    def _right(self, episodes: list[AuditEpisode]) -> Finding:
         if not episodes:
-            return skipped("environment_oracle", "nothing says how to succeed; give --oracle FILE.py:NAME")
+            return skipped_check("environment_oracle", "nothing says how to succeed; give --oracle FILE.py:NAME")
         short = [each.task for each in episodes if each.total < self._full]
         if not short:
-            return ok("environment_oracle", f"the oracle earns {self._full:g} or more on all {len(episodes)} tasks")
-        text = f"the oracle earns less than {self._full:g} on {len(short)} of {len(episodes)} tasks ({some(short)})"
+            return passed_check(
+                "environment_oracle", f"the oracle earns {self._full:g} or more on all {len(episodes)} tasks"
+            )
+        named = list_task_ids(short)
+        text = f"the oracle earns less than {self._full:g} on {len(short)} of {len(episodes)} tasks ({named})"
         return Finding("environment_oracle", Severity.PROBLEM, text, "correct the environment or the oracle", short)
 
     def _failures(self) -> Finding:
@@ -180,19 +187,21 @@ class EnvironmentAudit:
         crashes, timeouts = sum(e.failure is not None for e in self._episodes), sum(e.late for e in self._episodes)
         numbers = {"episodes": count, "crashes": crashes, "timeouts": timeouts}
         if not failed and not late:
-            return ok("environment_crashes", f"none of {count} episodes failed or took too long", **numbers)
+            return passed_check("environment_crashes", f"none of {count} episodes failed or took too long", **numbers)
         text = f"{crashes} of {count} episodes failed and {timeouts} took too long"
         text += (
-            f"; the first: task {next(iter(failed))}: {next(iter(failed.values()))}" if failed else f" ({some(late)})"
+            f"; the first: task {next(iter(failed))}: {next(iter(failed.values()))}"
+            if failed
+            else f" ({list_task_ids(late)})"
         )
         advice = "whatever text an action is, `step` has to answer; tell the policy what was wrong with it"
         tasks = list(dict.fromkeys([*failed, *late]))
         return Finding("environment_crashes", Severity.PROBLEM, text, advice, tasks, numbers)
 
-    def _lengths(self, episodes: list[Episode]) -> Finding:
+    def _lengths(self, episodes: list[AuditEpisode]) -> Finding:
         rewards = [reward for each in self._episodes for reward in each.rewards]
         if not rewards:
-            return skipped("environment_episodes", "no step was made")
+            return skipped_check("environment_episodes", "no step was made")
         lengths = [len(each.rewards) for each in episodes]
         finite = bool(np.all(np.isfinite(rewards)))
         numbers = {
@@ -208,18 +217,18 @@ class EnvironmentAudit:
         if not finite:
             advice = "a reward has to be a finite number"
             return Finding("environment_episodes", Severity.PROBLEM, text, advice, numbers=numbers)
-        return ok("environment_episodes", text, **numbers)
+        return passed_check("environment_episodes", text, **numbers)
 
     def _time(self) -> Finding:
         seconds = np.array([each for episode in self._episodes for each in episode.seconds] or [0.0])
         p50, p99 = float(np.quantile(seconds, 0.5)), float(np.quantile(seconds, 0.99))
         text = f"{len(seconds)} calls: p50 {1000 * p50:.1f} ms, p99 {1000 * p99:.1f} ms"
-        return ok("environment_time", text, p50=p50, p99=p99, max=float(seconds.max()))
+        return passed_check("environment_time", text, p50=p50, p99=p99, max=float(seconds.max()))
 
 
-def _told(oracle: Act, task: Task, observation: Any, turn: int) -> str:
+def _oracle_action(oracle: ActionFunction, task: Task, observation: Any, turn: int) -> str:
     """What a user's oracle does. Raises ConfigError where it raises, or gives no text."""
-    found = told(oracle, task, observation, turn)
+    found = call_oracle(oracle, task, observation, turn)
     if found is None:
         raise ConfigError(f"--oracle gave no action for task {task.id}, turn {turn}")
     return found
@@ -227,6 +236,6 @@ def _told(oracle: Act, task: Task, observation: Any, turn: int) -> str:
 
 def _random_act(task: Task, observation: Any, turn: int) -> str:
     """Words of what is seen, in an order that depends on task and turn alone."""
-    words = json_text(observation).split() or ["go"]
+    words = canonical_json(observation).split() or ["go"]
     chosen = random.Random(f"{task.id}:{turn}")
     return " ".join(chosen.choice(words) for _ in range(chosen.randint(1, 3)))

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
-SHOWN = 5
+MAX_LISTED_TASKS = 5
 """Tasks that are named."""
 
 
@@ -36,17 +36,17 @@ class Finding:
         return asdict(self)
 
 
-def ok(check: str, text: str, **numbers: Any) -> Finding:
+def passed_check(check: str, text: str, **numbers: Any) -> Finding:
     """Nothing is wrong."""
     return Finding(check, Severity.OK, text, numbers=numbers)
 
 
-def skipped(check: str, text: str) -> Finding:
+def skipped_check(check: str, text: str) -> Finding:
     """It could not be checked."""
     return Finding(check, Severity.SKIPPED, text)
 
 
-def by_share(
+def finding_by_share(
     check: str, share: float, problem: float, text: str, advice: str, tasks: Sequence[str] = (), **numbers: Any
 ) -> Finding:
     """A problem from a share of the tasks on, below it a warning; fine where the share is 0."""
@@ -56,7 +56,7 @@ def by_share(
     return Finding(check, severity, text, advice if severity is not Severity.OK else "", list(tasks), numbers)
 
 
-def some(tasks: Sequence[str]) -> str:
+def list_task_ids(tasks: Sequence[str]) -> str:
     """The first ids, and how many more there are."""
-    more = f" and {len(tasks) - SHOWN} more" if len(tasks) > SHOWN else ""
-    return ", ".join(tasks[:SHOWN]) + more
+    more = f" and {len(tasks) - MAX_LISTED_TASKS} more" if len(tasks) > MAX_LISTED_TASKS else ""
+    return ", ".join(tasks[:MAX_LISTED_TASKS]) + more

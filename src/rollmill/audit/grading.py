@@ -9,22 +9,22 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Completion, StopReason, Task
-from rollmill.rewards import Judge, Judgement
+from rollmill.errors import RewardError
+from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.base import LATE, TIMEOUT
+from rollmill.types import Completion, StopReason, Task
 
 _AT_ONCE = 64
 _LATE, _LATE_SHARE = 8, 0.05  # from so many, and this share of all, on the rest is not waited for
-UNJUDGED = Judgement(None, {}, {}, 0.0)
+NOT_GRADED = RewardResult(None, {}, {}, 0.0)
 """In place of a judgement where the reward failed, or was not asked any more."""
-Found = TypeVar("Found")
+ResultT = TypeVar("ResultT")
 
 
-class Grader:
+class AuditGrader:
     """Counts and times all judgements."""
 
-    def __init__(self, judge: Judge) -> None:
+    def __init__(self, judge: RewardManager) -> None:
         self._judge = judge
         self._gate = asyncio.Semaphore(_AT_ONCE)
         self.seconds: list[float] = []  #: of a judgement, without waiting for a worker
@@ -37,35 +37,35 @@ class Grader:
         self._asked: set[asyncio.Future[Any]] = set()
 
     @property
-    def gave_up(self) -> bool:
+    def timed_out(self) -> bool:
         """Whether too many judgements took too long, so that nothing is judged any more."""
         return self._ended.is_set()
 
-    async def judge(self, task: Task, texts: Sequence[str]) -> list[Judgement]:
+    async def judge(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
         """What the rewards say of completions of a task; they are one group where a reward compares.
 
         A reward that raises is noted, and its judgement is UNJUDGED. So is what is asked, or under way, once many
         judgements have taken too long.
         """
-        completions = [text_completion(text, index) for index, text in enumerate(texts)]
+        completions = [completion_from_text(text, index) for index, text in enumerate(texts)]
         if self._judge.groupwise:
             async with self._gate:
                 work = self._judge.judge_group(task, completions)
-                found = await self._caught(task, work, [UNJUDGED] * len(texts))
+                found = await self._caught(task, work, [NOT_GRADED] * len(texts))
             for each in found:
                 self._note(task, each)
         else:
             found = list(await asyncio.gather(*(self._one(task, each) for each in completions)))
         return found
 
-    async def _one(self, task: Task, completion: Completion) -> Judgement:
+    async def _one(self, task: Task, completion: Completion) -> RewardResult:
         async with self._gate:
-            found = await self._caught(task, self._judge.judge(task, completion), UNJUDGED)
+            found = await self._caught(task, self._judge.judge(task, completion), NOT_GRADED)
         self._note(task, found)
         return found
 
-    async def _caught(self, task: Task, work: Coroutine[Any, Any, Found], otherwise: Found) -> Found:
-        if self.gave_up:
+    async def _caught(self, task: Task, work: Coroutine[Any, Any, ResultT], otherwise: ResultT) -> ResultT:
+        if self.timed_out:
             work.close()
             return otherwise
         asked = asyncio.ensure_future(work)
@@ -83,8 +83,8 @@ class Grader:
             asked.cancel()
             self._asked.discard(asked)
 
-    def _note(self, task: Task, judgement: Judgement) -> None:
-        if judgement is UNJUDGED:
+    def _note(self, task: Task, judgement: RewardResult) -> None:
+        if judgement is NOT_GRADED:
             return
         self._made += 1
         if judgement.spans:
@@ -98,7 +98,7 @@ class Grader:
                     each.cancel()
 
 
-def text_completion(text: str, index: int = 0) -> Completion:
+def completion_from_text(text: str, index: int = 0) -> Completion:
     """A completion that has only text: nothing was generated, so there are no tokens."""
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=index)

@@ -8,36 +8,36 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from rollmill.audit.answers import Writing, answer_of, oracle_forms, told, value_of
-from rollmill.audit.findings import Finding, Severity, by_share, ok, skipped, some
-from rollmill.audit.grading import UNJUDGED, Grader
-from rollmill.audit.hacks import HACKS, Hack, guessing, random_text
-from rollmill.core.types import Task
-from rollmill.rewards import Judgement
-from rollmill.tasks.operators.texts import prompt_of
+from rollmill.audit.findings import Finding, Severity, finding_by_share, list_task_ids, passed_check, skipped_check
+from rollmill.audit.grading import NOT_GRADED, AuditGrader
+from rollmill.audit.oracle import NormalizedText, call_oracle, oracle_completions, parse_number, reference_text
+from rollmill.audit.reward_hacks import REWARD_HACKS, RewardHack, guess_probability, random_text
+from rollmill.data.operators.text import flatten_prompt
+from rollmill.rewards import RewardResult
+from rollmill.types import Task
 
-CUTS = (0.25, 0.5, 0.75)
+TRUNCATION_FRACTIONS = (0.25, 0.5, 0.75)
 _CHANCE = 0.05
 _SEVERAL = 2
 _REPEATED = 40
 _SLOW_S = 2.0
 
-Oracle = Callable[[Task], str | None]
+RewardOracle = Callable[[Task], str | None]
 """A user's own: what would be right for a task, or None."""
 
 
 @dataclass(slots=True)
-class Tried:
+class ProbedTask:
     """One task and what was judged of it, by the name of who said it."""
 
     task: Task
     texts: dict[str, list[str]]
-    judged: dict[str, list[Judgement]] = field(default_factory=dict)
-    cut: dict[float, Judgement] = field(default_factory=dict)
+    judged: dict[str, list[RewardResult]] = field(default_factory=dict)
+    cut: dict[float, RewardResult] = field(default_factory=dict)
 
-    def made(self, who: str) -> list[Judgement]:
+    def made(self, who: str) -> list[RewardResult]:
         """The judgements that the rewards have made of its completions."""
-        return [each for each in self.judged.get(who, []) if each is not UNJUDGED]
+        return [each for each in self.judged.get(who, []) if each is not NOT_GRADED]
 
     def best(self, who: str) -> float:
         """The greatest reward of a completion that was judged."""
@@ -59,18 +59,18 @@ class RewardAudit:
 
     def __init__(
         self,
-        grader: Grader,
+        grader: AuditGrader,
         tasks: Sequence[Task],
         *,
         full: float,
         template: str | None = None,
-        oracle: Oracle | None = None,
+        oracle: RewardOracle | None = None,
     ) -> None:
         self._grader, self._full = grader, full
-        answers = [answer for task in tasks if (answer := answer_of(task)) is not None]
-        words = sorted({word for task in tasks for word in prompt_of(task).split()})
+        answers = [answer for task in tasks if (answer := reference_text(task)) is not None]
+        words = sorted({word for task in tasks for word in flatten_prompt(task).split()})
         self._tried = [
-            Tried(task, self._texts(task, number, answers, words, template, oracle))
+            ProbedTask(task, self._texts(task, number, answers, words, template, oracle))
             for number, task in enumerate(tasks)
         ]
 
@@ -81,43 +81,43 @@ class RewardAudit:
         answers: Sequence[str],
         words: Sequence[str],
         template: str | None,
-        oracle: Oracle | None,
+        oracle: RewardOracle | None,
     ) -> dict[str, list[str]]:
         if oracle is not None:
-            right = [text for text in [told(oracle, task)] if text is not None]
+            right = [text for text in [call_oracle(oracle, task)] if text is not None]
         else:
-            right = list(oracle_forms(task, template).values())
+            right = list(oracle_completions(task, template).values())
         others = [*answers[number + 1 : number + 40], *answers[: max(0, number - len(answers) + 40)]]
         found = {"oracle": right, "random": [random_text(task, words, 0)], "empty": ["", " \n"]}
-        return found | {hack.name: hack.texts(task, others) for hack in HACKS}
+        return found | {hack.name: hack.texts(task, others) for hack in REWARD_HACKS}
 
     async def run(self) -> list[Finding]:
         """All checks."""
         await asyncio.gather(*(self._judge(each) for each in self._tried))
         await asyncio.gather(*(self._judge_cut(each) for each in self._tried))
         findings = [self._judged(), self._oracle(), self._random(), self._empty(), self._truncated()]
-        findings += [self._hack(hack) for hack in HACKS]
+        findings += [self._hack(hack) for hack in REWARD_HACKS]
         return [*findings, await self._determinism(), self._time(), self._failures()]
 
-    async def _judge(self, tried: Tried) -> None:
+    async def _judge(self, tried: ProbedTask) -> None:
         names = [name for name, texts in tried.texts.items() for _ in texts]
         found = await self._grader.judge(tried.task, [text for texts in tried.texts.values() for text in texts])
         for name, judgement in zip(names, found, strict=True):
             tried.judged.setdefault(name, []).append(judgement)
 
-    async def _judge_cut(self, tried: Tried) -> None:
+    async def _judge_cut(self, tried: ProbedTask) -> None:
         """The oracle's best completion cut off, where the answer does not stand there by then."""
         judged = tried.judged.get("oracle", [])
         if not judged or _reward(best := max(judged, key=_reward)) < self._full:
             return
         text = tried.texts["oracle"][judged.index(best)]
-        answer = answer_of(tried.task)
-        cuts = {share: text[: int(len(text) * share)] for share in CUTS}
+        answer = reference_text(tried.task)
+        cuts = {share: text[: int(len(text) * share)] for share in TRUNCATION_FRACTIONS}
         if answer is not None:
-            value = value_of(answer)
-            cuts = {share: cut for share, cut in cuts.items() if not Writing(cut).has(answer, value)}
+            value = parse_number(answer)
+            cuts = {share: cut for share, cut in cuts.items() if not NormalizedText(cut).has(answer, value)}
         found = await self._grader.judge(tried.task, list(cuts.values()))
-        tried.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not UNJUDGED}
+        tried.cut = {cut: each for cut, each in zip(cuts, found, strict=True) if each is not NOT_GRADED}
 
     # -- checks ------------------------------------------------------------------------------------------------
 
@@ -126,27 +126,29 @@ class RewardAudit:
         if not asked:
             return self._unjudged("answers", "whether a reward applies")
         none = [task for task, made in asked.items() if all(each.reward is None for each in made)]
-        text = f"no reward applies to {len(none)} of {len(asked)} tasks" + (f" ({some(none)})" if none else "")
+        text = f"no reward applies to {len(none)} of {len(asked)} tasks" + (f" ({list_task_ids(none)})" if none else "")
         advice = "give the tasks what the rewards compare with (taskset.fields.answer), or drop them"
         share = len(none) / len(asked)
-        return by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
+        return finding_by_share("answers", share, 0.5, text if none else "every task can be judged", advice, none)
 
     def _oracle(self) -> Finding:
         known = [one for one in self._tried if one.made("oracle")]
         if not any(one.texts["oracle"] for one in self._tried):
-            return skipped("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
+            return skipped_check("oracle", "no task has an answer or a worked solution; give --oracle FILE.py:NAME")
         if not known:
             return self._unjudged("oracle", "the right answer")
         short = {one.task.id: best for one in known if (best := one.best("oracle")) < self._full}
         if not short:
-            return ok("oracle", f"the right answer earns the full reward of {self._full:g} on all {len(known)} tasks")
+            return passed_check(
+                "oracle", f"the right answer earns the full reward of {self._full:g} on all {len(known)} tasks"
+            )
         named = ", ".join(f"{task} {reward:g}" for task, reward in list(short.items())[:5])
         text = f"the right answer earns less than {self._full:g} on {len(short)} of {len(known)} tasks ({named})"
         advice = (
             "correct these answers or the reward; if right completions look otherwise, say how with --template "
             "(such as '<answer>{answer}</answer>') or --oracle; if the full reward is another one, give --full"
         )
-        return by_share("oracle", len(short) / len(known), 0.02, text, advice, list(short), rewards=short)
+        return finding_by_share("oracle", len(short) / len(known), 0.02, text, advice, list(short), rewards=short)
 
     def _random(self) -> Finding:
         return self._ignorant("random", "random words", 0.02)
@@ -161,20 +163,23 @@ class RewardAudit:
         rewarded = [one.task.id for one in asked if one.rewarded(who, self._full)]
         mean = float(np.mean([one.best(who) for one in asked]))
         if len(rewarded) > problem * len(asked) and (problem == 0 or len(rewarded) >= _SEVERAL):
-            text = f"{about} earns the full reward on {len(rewarded)} of {len(asked)} tasks ({some(rewarded)})"
+            text = f"{about} earns the full reward on {len(rewarded)} of {len(asked)} tasks ({list_task_ids(rewarded)})"
             advice = "the reward does not look at the answer; correct it, or drop tasks that anything solves"
             share = len(rewarded) / len(asked)
             return Finding(who, Severity.PROBLEM, text, advice, rewarded, {"share": share, "mean": mean})
         text = f"{about} earns {mean:.3g} on average, of {self._full:g}"
         if mean > problem * self._full:
             return Finding(who, Severity.WARNING, text, "knowing nothing should earn nothing", numbers={"mean": mean})
-        return ok(who, text, mean=mean)
+        return passed_check(who, text, mean=mean)
 
     def _truncated(self) -> Finding:
         known = [one for one in self._tried if one.cut]
         if not known:
-            return skipped("truncated", "no completion of the oracle earns the full reward, so none was cut off")
-        passed = {cut: [_reward(one.cut[cut]) >= self._full for one in known if cut in one.cut] for cut in CUTS}
+            return skipped_check("truncated", "no completion of the oracle earns the full reward, so none was cut off")
+        passed = {
+            cut: [_reward(one.cut[cut]) >= self._full for one in known if cut in one.cut]
+            for cut in TRUNCATION_FRACTIONS
+        }
         shares = {cut: float(np.mean(each or [False])) for cut, each in passed.items()}
         early = [(one.task.id, each) for one in known for cut, each in one.cut.items() if cut <= 0.5]
         tasks = list(dict.fromkeys(task for task, each in early if _reward(each) >= self._full))
@@ -184,24 +189,31 @@ class RewardAudit:
         severity = Severity.PROBLEM if shares[0.5] >= 0.5 else severity
         advice = "the reward is satisfied before the answer is there; ask for it in one place (extract: boxed, a tag)"
         own = tasks if severity is not Severity.OK else []
-        return Finding("truncated", severity, text, advice if own else "", own, {str(cut): shares[cut] for cut in CUTS})
+        return Finding(
+            "truncated",
+            severity,
+            text,
+            advice if own else "",
+            own,
+            {str(cut): shares[cut] for cut in TRUNCATION_FRACTIONS},
+        )
 
-    def _hack(self, hack: Hack) -> Finding:
+    def _hack(self, hack: RewardHack) -> Finding:
         check = f"hack:{hack.name}"
         asked = [one for one in self._tried if one.made(hack.name)]
         if not any(one.texts[hack.name] for one in self._tried):
-            return skipped(check, f"{hack.about}: does not apply to these tasks")
+            return skipped_check(check, f"{hack.about}: does not apply to these tasks")
         if not asked:
             return self._unjudged(check, hack.about)
         rewarded = [one.task.id for one in asked if one.rewarded(hack.name, self._full) >= hack.several]
         if not rewarded:
-            return ok(check, f"{hack.about}: not rewarded")
-        share, guessed = len(rewarded) / len(asked), float(np.mean([guessing(one.task) for one in asked]))
-        text = f"{hack.about}: full reward on {len(rewarded)} of {len(asked)} tasks ({some(rewarded)})"
+            return passed_check(check, f"{hack.about}: not rewarded")
+        share, guessed = len(rewarded) / len(asked), float(np.mean([guess_probability(one.task) for one in asked]))
+        text = f"{hack.about}: full reward on {len(rewarded)} of {len(asked)} tasks ({list_task_ids(rewarded)})"
         lucky = max(_CHANCE, guessed)
         by_chance = lucky + 2 * (lucky * (1 - lucky) / len(asked)) ** 0.5
         if hack.chance and (len(rewarded) < _SEVERAL or share <= by_chance):
-            return ok(check, f"{text}, no more than by chance", share=share)
+            return passed_check(check, f"{text}, no more than by chance", share=share)
         advice = "a policy will find this; make the reward read one answer in one place, and nothing else"
         return Finding(check, Severity.PROBLEM, text, advice, rewarded, {"share": share})
 
@@ -215,19 +227,21 @@ class RewardAudit:
             texts = [text for name in names for text in one.texts[name]][::-1]
             before = [each for name in names for each in one.judged.get(name, [])][::-1]
             both = list(zip(before, await self._again(one.task, texts), strict=True))
-            both = [pair for pair in both if not any(each is UNJUDGED for each in pair)]
+            both = [pair for pair in both if not any(each is NOT_GRADED for each in pair)]
             count += bool(both)
             if any(first.reward != later.reward for first, later in both):
                 moved.append(one.task.id)
         if not count:
             return self._unjudged("determinism", "the same completions again")
         if not moved:
-            return ok("determinism", f"the same completions earn the same again ({count} tasks)")
-        text = f"the same completions earn another reward later on {len(moved)} of {count} tasks ({some(moved)})"
+            return passed_check("determinism", f"the same completions earn the same again ({count} tasks)")
+        text = (
+            f"the same completions earn another reward later on {len(moved)} of {count} tasks ({list_task_ids(moved)})"
+        )
         advice = "remove what depends on chance, time or other completions; a judge needs temperature 0 or a cache"
         return Finding("determinism", Severity.PROBLEM, text, advice, moved, {"share": len(moved) / count})
 
-    async def _again(self, task: Task, texts: Sequence[str]) -> list[Judgement]:
+    async def _again(self, task: Task, texts: Sequence[str]) -> list[RewardResult]:
         if self._grader.groupwise:
             return await self._grader.judge(task, texts)
         return [(await self._grader.judge(task, [text]))[0] for text in texts]
@@ -237,30 +251,31 @@ class RewardAudit:
         p50, p99, most = (float(np.quantile(seconds, share)) for share in (0.5, 0.99, 1.0))
         numbers = {"p50": p50, "p99": p99, "max": most, "judgements": len(seconds), "late": len(late)}
         text = f"{len(seconds)} judgements: p50 {_ms(p50)}, p99 {_ms(p99)}, longest {_ms(most)}, {len(late)} too late"
-        text += "; many are, so that no more were made" if self._grader.gave_up else ""
+        text += "; many are, so that no more were made" if self._grader.timed_out else ""
         if late:
-            advice = f"see why these take so long ({some(list(dict.fromkeys(late)))}), or raise the reward's time limit"
+            named = list_task_ids(list(dict.fromkeys(late)))
+            advice = f"see why these take so long ({named}), or raise the reward's time limit"
             severity = Severity.PROBLEM if len(late) > 0.01 * len(seconds) else Severity.WARNING
             return Finding("reward_time", severity, text, advice, list(dict.fromkeys(late)), numbers)
         if p99 > _SLOW_S:
             advice = "a step waits for its slowest reward; make it faster, or use max_staleness 1 or more"
             return Finding("reward_time", Severity.WARNING, text, advice, numbers=numbers)
-        return ok("reward_time", text, **numbers)
+        return passed_check("reward_time", text, **numbers)
 
     def _unjudged(self, check: str, about: str) -> Finding:
-        why = "too many judgements took too long (reward_time)" if self._grader.gave_up else "the reward failed on it"
-        return skipped(check, f"{about}: {why}" + ("" if self._grader.gave_up else " (reward_errors)"))
+        why = "too many judgements took too long (reward_time)" if self._grader.timed_out else "the reward failed on it"
+        return skipped_check(check, f"{about}: {why}" + ("" if self._grader.timed_out else " (reward_errors)"))
 
     def _failures(self) -> Finding:
         failed = self._grader.failed
         if not failed:
-            return ok("reward_errors", "no completion made a reward fail")
+            return passed_check("reward_errors", "no completion made a reward fail")
         text = f"a reward fails on {len(failed)} of {len(self._tried)} tasks; the first: {next(iter(failed.values()))}"
         advice = "a policy will write this, too, and the run would end; return 0 for what cannot be read"
         return Finding("reward_errors", Severity.PROBLEM, text, advice, list(failed))
 
 
-def _reward(judgement: Judgement) -> float:
+def _reward(judgement: RewardResult) -> float:
     return 0.0 if judgement.reward is None else judgement.reward
 
 

@@ -9,23 +9,23 @@ from fractions import Fraction
 
 import regex
 
-from rollmill.audit.answers import Writing, announced, answer_of, phrase_of, value_of
-from rollmill.audit.findings import Finding, Severity, by_share, ok, skipped, some
+from rollmill.audit.findings import Finding, Severity, finding_by_share, list_task_ids, passed_check, skipped_check
+from rollmill.audit.oracle import NormalizedText, normalize_phrase, parse_number, reference_text, states_answer
 from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Task
-from rollmill.rewards.choices import known_options
-from rollmill.tasks.operators.batch import TaskBatch, TaskReport
-from rollmill.tasks.operators.contamination import decontaminate
-from rollmill.tasks.operators.duplicates import deduplicate
-from rollmill.tasks.operators.texts import normalised
+from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
+from rollmill.data.operators.decontamination import decontaminate
+from rollmill.data.operators.deduplication import deduplicate
+from rollmill.data.operators.text import normalize_text
+from rollmill.errors import ConfigError
+from rollmill.rewards.answers.option_letters import task_options
+from rollmill.types import Task
 
 _SHORT_DIGITS, _SHORT_LETTERS = 3, 5
 _COMMON = 0.02
 _FEW = 40  # telling answers below which a share means little
 
 
-def leakage(tasks: Sequence[Task]) -> Finding:
+def check_leakage(tasks: Sequence[Task]) -> Finding:
     """Answers that stand in their own prompt.
 
     Short answers stand in many prompts by accident, so only telling ones count: numbers of three digits or more and
@@ -33,26 +33,26 @@ def leakage(tasks: Sequence[Task]) -> Finding:
     ("the answer is 7") counts whatever its length, unless other prompts announce it as well (worked examples do).
     Letters of options, and the texts of options, belong into a prompt.
     """
-    prompts = [Writing(_whole(task)) for task in tasks]
-    known = [(number, answer) for number, task in enumerate(tasks) if (answer := answer_of(task)) is not None]
+    prompts = [NormalizedText(_whole(task)) for task in tasks]
+    known = [(number, answer) for number, task in enumerate(tasks) if (answer := reference_text(task)) is not None]
     asked = [(number, answer) for number, answer in known if not _is_option(tasks[number], answer)]
     if not asked:
-        return skipped("leakage", "no task has an answer that is no option" if known else "no task has an answer")
+        return skipped_check("leakage", "no task has an answer that is no option" if known else "no task has an answer")
     told = [tasks[number].id for number, answer in asked if _announced(prompts, number, answer)]
-    telling = [(number, answer) for number, answer in asked if _is_telling(answer)]
+    telling = [(number, answer) for number, answer in asked if _is_distinctive(answer)]
     numbers_in = Counter(value for prompt in prompts for value in prompt.numbers)
-    found = [tasks[number].id for number, answer in telling if _stands_in(prompts, numbers_in, number, answer)]
+    found = [tasks[number].id for number, answer in telling if _appears_in_prompt(prompts, numbers_in, number, answer)]
     leaked = list(dict.fromkeys([*told, *found]))
     short = len(asked) - len(telling)
     numbers = {"asked": len(asked), "telling": len(telling), "announced": len(told)}
     if not leaked:
-        return ok(
+        return passed_check(
             "leakage", f"no prompt gives its answer away ({len(telling)} telling answers, {short} short)", **numbers
         )
-    text = f"the answer stands in the prompt of {len(leaked)} of {len(asked)} tasks ({some(leaked)})"
+    text = f"the answer stands in the prompt of {len(leaked)} of {len(asked)} tasks ({list_task_ids(leaked)})"
     advice = "look at these: remove the answer from the prompt, or drop the task; a few may be chance"
     share = max(len(told) / len(asked), len(found) / max(len(telling), _FEW))
-    return by_share("leakage", share, 0.05, text, advice, leaked, **numbers)
+    return finding_by_share("leakage", share, 0.05, text, advice, leaked, **numbers)
 
 
 def _whole(task: Task) -> str:
@@ -62,37 +62,37 @@ def _whole(task: Task) -> str:
     return "\n".join(message["content"] for message in task.prompt)
 
 
-def _is_telling(answer: str) -> bool:
-    if value_of(answer) is not None:
+def _is_distinctive(answer: str) -> bool:
+    if parse_number(answer) is not None:
         return sum(letter.isdigit() for letter in answer.strip("0 .,")) >= _SHORT_DIGITS
     return sum(letter.isalnum() for letter in answer) >= _SHORT_LETTERS
 
 
 def _is_option(task: Task, answer: str) -> bool:
-    options = {normalised(each) for each in known_options(task.metadata).values()}
+    options = {normalize_text(each) for each in task_options(task.metadata).values()}
     letters = regex.fullmatch(r"[A-Ga-g](?:[,; ]*[A-Ga-g])*", answer.strip()) is not None
     choices = "choices" in task.metadata or "options" in task.metadata
-    return letters or normalised(answer) in options or (choices and bool(regex.fullmatch(r"\d", answer)))
+    return letters or normalize_text(answer) in options or (choices and bool(regex.fullmatch(r"\d", answer)))
 
 
-def _stands_in(prompts: Sequence[Writing], numbers: Counter[Fraction], number: int, answer: str) -> bool:
+def _appears_in_prompt(prompts: Sequence[NormalizedText], numbers: Counter[Fraction], number: int, answer: str) -> bool:
     """Whether the answer stands in its own prompt, and in few others; `numbers` says in how many each number stands."""
-    value = value_of(answer)
+    value = parse_number(answer)
     if not prompts[number].has(answer, value):
         return False
-    phrase = phrase_of(answer)
+    phrase = normalize_phrase(answer)
     standing = numbers[value] if value is not None else sum(phrase in prompt.text for prompt in prompts)
     return standing - 1 <= max(1, _COMMON * (len(prompts) - 1))
 
 
-def _announced(prompts: Sequence[Writing], number: int, answer: str) -> bool:
-    if not announced(prompts[number].raw, answer):
+def _announced(prompts: Sequence[NormalizedText], number: int, answer: str) -> bool:
+    if not states_answer(prompts[number].raw, answer):
         return False
-    others = sum(announced(prompt.raw, answer) for at, prompt in enumerate(prompts) if at != number)
+    others = sum(states_answer(prompt.raw, answer) for at, prompt in enumerate(prompts) if at != number)
     return others <= max(1, _COMMON * (len(prompts) - 1))
 
 
-def duplicates(tasks: Sequence[Task]) -> Finding:
+def check_duplicates(tasks: Sequence[Task]) -> Finding:
     """Tasks that ask the same, or nearly the same; the same question with two answers is worse."""
     try:
         report = _report(tasks, "near")
@@ -101,55 +101,59 @@ def duplicates(tasks: Sequence[Task]) -> Finding:
         report, how = _report(tasks, "exact"), "the same"
     conflicts = [task for task, why in report.dropped.items() if why != "duplicate"]
     if not report.dropped:
-        return ok("duplicates", f"no two of {len(tasks)} tasks ask {how}")
-    text = f"{len(report.dropped)} of {len(tasks)} tasks ask {how} as an earlier one ({some(list(report.dropped))})"
+        return passed_check("duplicates", f"no two of {len(tasks)} tasks ask {how}")
+    named = list_task_ids(list(report.dropped))
+    text = f"{len(report.dropped)} of {len(tasks)} tasks ask {how} as an earlier one ({named})"
     if conflicts:
-        text += f"; {len(conflicts)} of them have another answer ({some(conflicts)})"
+        text += f"; {len(conflicts)} of them have another answer ({list_task_ids(conflicts)})"
     advice = "put `deduplicate` into taskset.pipeline (by: near, conflicting: drop)"
     same = [task for task in _report(tasks, "exact").dropped.items() if task[1] != "duplicate"]
     severity = Severity.PROBLEM if same or len(report.dropped) > 0.2 * len(tasks) else Severity.WARNING
     return Finding("duplicates", severity, text, advice, list(report.dropped), {"conflicts": len(conflicts)})
 
 
-def _report(tasks: Sequence[Task], by: str) -> TaskReport:
-    report = TaskReport("audit", "deduplicate", len(tasks))
+def _report(tasks: Sequence[Task], by: str) -> TaskOperatorReport:
+    report = TaskOperatorReport("audit", "deduplicate", len(tasks))
     options = {"name": "deduplicate", "by": by} | ({"threshold": 0.8} if by == "near" else {})
     deduplicate(DeduplicateTasks.model_validate(options))(TaskBatch(tasks, report))
     return report
 
 
-def contamination(tasks: Sequence[Task], held_out: Sequence[Task]) -> Finding:
+def check_contamination(tasks: Sequence[Task], held_out: Sequence[Task]) -> Finding:
     """Training tasks that overlap with held-out ones."""
     if not held_out:
-        return skipped("contamination", "there is no evaluation to compare with")
-    report = TaskReport("audit", "decontaminate", len(tasks))
+        return skipped_check("contamination", "there is no evaluation to compare with")
+    report = TaskOperatorReport("audit", "decontaminate", len(tasks))
     decontaminate(DecontaminateTasks(), held_out)(TaskBatch(tasks, report))
     if not report.dropped:
-        return ok("contamination", f"none of {len(tasks)} tasks overlaps with {len(held_out)} held-out ones")
+        return passed_check("contamination", f"none of {len(tasks)} tasks overlaps with {len(held_out)} held-out ones")
     same = [task for task, why in report.dropped.items() if why == "held out"]
-    text = f"{len(report.dropped)} of {len(tasks)} tasks overlap with held-out ones ({some(list(report.dropped))})"
+    named = list_task_ids(list(report.dropped))
+    text = f"{len(report.dropped)} of {len(tasks)} tasks overlap with held-out ones ({named})"
     text += f"; {len(same)} are the same" if same else ""
     severity = Severity.PROBLEM if same or len(report.dropped) > 0.01 * len(tasks) else Severity.WARNING
     advice = "the evaluation would measure memory; put `decontaminate` into taskset.pipeline"
     return Finding("contamination", severity, text, advice, list(report.dropped), {"same": len(same)})
 
 
-def prompt_length(lengths: dict[str, int], context: int, max_new_tokens: int) -> Finding:
+def check_prompt_length(lengths: dict[str, int], context: int, max_new_tokens: int) -> Finding:
     """Prompts that leave too little room; `lengths` are tokens by task."""
     over = [task for task, length in lengths.items() if length >= context]
     tight = [task for task, length in lengths.items() if length + max_new_tokens > context]
     longest = max(lengths.values())
     numbers = {"longest": longest, "median": sorted(lengths.values())[len(lengths) // 2], "context": context}
     if not tight:
-        return ok("prompt_length", f"the longest prompt has {longest} tokens; the context is {context}", **numbers)
+        return passed_check(
+            "prompt_length", f"the longest prompt has {longest} tokens; the context is {context}", **numbers
+        )
     text = f"{len(tight)} of {len(lengths)} prompts leave less than max_new_tokens ({max_new_tokens}) of {context}"
-    text += f", and {len(over)} do not fit at all ({some(over)})" if over else f" ({some(tight)})"
+    text += f", and {len(over)} do not fit at all ({list_task_ids(over)})" if over else f" ({list_task_ids(tight)})"
     advice = "completions are cut off there: lower rollout.max_new_tokens, drop long prompts, or take another model"
     severity = Severity.PROBLEM if over else Severity.WARNING
     return Finding("prompt_length", severity, text, advice, over or tight, numbers)
 
 
-def solvability(rates: dict[str, float]) -> Finding:
+def check_solvability(rates: dict[str, float]) -> Finding:
     """How often the tasks are solved: groups in which all or none succeed teach nothing. `rates` by task."""
     bars = [0] * 10
     for rate in rates.values():
@@ -162,7 +166,7 @@ def solvability(rates: dict[str, float]) -> Finding:
     )
     numbers = {"histogram": bars, "never": never, "always": always, "mean": mean}
     if between >= 0.2:
-        return ok("solvability", text, **numbers)
+        return passed_check("solvability", text, **numbers)
     advice = "tasks that are never or always solved teach little: take easier or harder ones, or a better start"
     severity = Severity.PROBLEM if between < 0.02 else Severity.WARNING
     return Finding("solvability", severity, text, advice, [], numbers)

@@ -9,14 +9,14 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import StoreError
-from rollmill.core.types import Experience, Task
+from rollmill.errors import StoreError
+from rollmill.types import Experience, Task
 
 
-class Shelf(StrEnum):
+class ExperienceKind(StrEnum):
     """Where a group stands."""
 
-    USUAL = "usual"  #: rolled out and verified, waiting to be learned from or kept for replay
+    ROLLOUT = "usual"  #: rolled out and verified, waiting to be learned from or kept for replay
     EXPERT = "expert"  #: demonstrations, one per group
     PREFERENCE = "preference"  #: pairs
     RATED = "rated"  #: completions with the reward that a person or an application gave them
@@ -25,13 +25,13 @@ class Shelf(StrEnum):
 
 EXPLORER, PIPELINE, FEEDBACK, IMPORTED = "explorer", "pipeline", "feedback", "imported"
 """Who writes groups. What the first two wrote after a checkpoint is made again by a run that resumes from it."""
-JOINED = "explorer of "
+REMOTE_EXPLORER = "explorer of "
 """Begins what explorers in processes of their own write as, with the stage behind it. They make nothing again."""
 
 
 def made_by_run(writer: str) -> bool:
     """Whether a run has made a group by itself: no person, no application, no other run."""
-    return writer in (EXPLORER, PIPELINE) or writer.startswith(JOINED)
+    return writer in (EXPLORER, PIPELINE) or writer.startswith(REMOTE_EXPLORER)
 
 
 @dataclass(slots=True)
@@ -40,7 +40,7 @@ class Group:
 
     id: str  #: unique within a run
     experiences: list[Experience]
-    shelf: Shelf = Shelf.USUAL
+    shelf: ExperienceKind = ExperienceKind.ROLLOUT
     priority: float = 1.0
     writer: str = EXPLORER  #: what kind of process made it
     author: str = ""  #: of feedback: the person or application
@@ -59,29 +59,29 @@ def oldest_version(experiences: Sequence[Experience]) -> int:
     return min((version for version in versions if version >= 0), default=-1)
 
 
-def moved(id: str, here: str, there: str) -> StoreError:
+def kind_conflict_error(id: str, here: str, there: str) -> StoreError:
     """What to say of a group that is put on a second shelf."""
     return StoreError(f"group {id} is on the shelf {here} already; put it on the shelf {there} under an id of its own")
 
 
-def checked(groups: Sequence[Group]) -> Sequence[Group]:
+def validate_groups(groups: Sequence[Group]) -> Sequence[Group]:
     """The groups.
 
     Raises:
         StoreError: a priority is not a finite number of at least 0, or an id stands for groups on two shelves.
     """
-    shelves: dict[str, Shelf] = {}
+    shelves: dict[str, ExperienceKind] = {}
     for group in groups:
         if not (math.isfinite(group.priority) and group.priority >= 0):
             raise StoreError(
                 f"group {group.id} has priority {group.priority}; who sets it has to give a finite number of at least 0"
             )
         if (shelf := shelves.setdefault(group.id, group.shelf)) is not group.shelf:
-            raise moved(group.id, shelf, group.shelf)
+            raise kind_conflict_error(group.id, shelf, group.shelf)
     return groups
 
 
-class Store(Protocol):
+class ExperienceStore(Protocol):
     """A buffer of one run. Methods that wait raise DeadlineError; those of a database raise StoreError."""
 
     kind: str  #: what its marks are told apart by
@@ -120,7 +120,7 @@ class Store(Protocol):
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
         """Note the priorities that groups have after `step` learned from them."""
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """Groups of a shelf in the order they came, after number `after`, each with its number; takes nothing."""
 
     def get(self, ids: Sequence[str]) -> list[Group]:

@@ -5,18 +5,18 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from rollmill.buffer.base import Store
+from rollmill.buffer.base import ExperienceStore
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
-from rollmill.config.yaml_file import read_plain
-from rollmill.core.errors import ConfigError, StoreError
-from rollmill.core.user_files import read_mapping
+from rollmill.config.yaml_file import read_plain_yaml
+from rollmill.errors import ConfigError, StoreError
+from rollmill.strict_files import read_json_object
 
-FILE = "buffer.sqlite"
+DATABASE_FILE = "buffer.sqlite"
 
 
-def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: bool) -> Store:
+def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: bool) -> ExperienceStore:
     """The store of a run.
 
     Args:
@@ -30,10 +30,10 @@ def open_store(config: BufferConfig, *, run_dir: Path, run_id: str, persistent: 
         return MemoryStore(keep=0 if config.replay is None else config.replay.capacity)
     from rollmill.buffer.database import Database, sqlite_url
 
-    return SqlStore(Database(config.url or sqlite_url(run_dir / FILE)), run_id)
+    return SqlStore(Database(config.url or sqlite_url(run_dir / DATABASE_FILE)), run_id)
 
 
-def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
+def open_run_store(run_dir: Path, *, read_only: bool = True) -> SqlStore:
     """The database of a run directory: that of `buffer.url` in its config.yaml, else RUN/buffer.sqlite.
 
     Raises:
@@ -42,20 +42,20 @@ def open_run(run_dir: Path, *, read_only: bool = True) -> SqlStore:
     """
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(f"{run_dir} holds no run (no config.yaml); give the directory that `rollmill run` printed")
-    if database_url(run_dir) is None and not (run_dir / FILE).is_file():
+    if database_url(run_dir) is None and not (run_dir / DATABASE_FILE).is_file():
         raise ConfigError(
-            f"{run_dir} has no {FILE}: the run keeps its experiences in memory, and in RUN/rollouts (`rollmill show`); "
-            "set buffer.store: sql to keep them in a database"
+            f"{run_dir} has no {DATABASE_FILE}: the run keeps its experiences in memory, and in RUN/rollouts "
+            "(`rollmill show`); set buffer.store: sql to keep them in a database"
         )
-    return run_store(run_dir, read_only=read_only)
+    return create_run_store(run_dir, read_only=read_only)
 
 
-def run_store(run_dir: Path, *, read_only: bool = False) -> SqlStore:
-    """Like `open_run`, but a database that is missing is made, unless it is only read."""
+def create_run_store(run_dir: Path, *, read_only: bool = False) -> SqlStore:
+    """Like `open_run_store`, but a database that is missing is made, unless it is only read."""
     from rollmill.buffer.database import Database, sqlite_url
 
     run_id = _run_id(run_dir / "machine.json")
-    database = Database(database_url(run_dir) or sqlite_url(run_dir / FILE), read_only=read_only)
+    database = Database(database_url(run_dir) or sqlite_url(run_dir / DATABASE_FILE), read_only=read_only)
     try:
         return SqlStore(database, run_id)
     except BaseException:
@@ -80,7 +80,7 @@ def _sections(run_dir: Path) -> list[dict[str, Any]]:
     """The sections `buffer` of a resolved run file; none where there is no file."""
     path = run_dir / "config.yaml"
     try:
-        config = read_plain(path) if path.is_file() else {}
+        config = read_plain_yaml(path) if path.is_file() else {}
         return [part.get("buffer") or {} for part in (config, *(config.get("stages") or []))]
     except (ConfigError, AttributeError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: {' '.join(str(error).split())}; put the file back") from error
@@ -88,7 +88,7 @@ def _sections(run_dir: Path) -> list[dict[str, Any]]:
 
 def _run_id(machine: Path) -> str:
     try:
-        return str(read_mapping(machine)["run_id"])
+        return str(read_json_object(machine)["run_id"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise StoreError(
             f"{machine} does not say the run's id, by which its rows are found; put the file back, or start or resume "

@@ -14,9 +14,9 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.log import COPIED_BYTES, MOST_BYTES, Log
-from rollmill.buffer.trouble import failure, passes, shown
-from rollmill.core.errors import StoreError
+from rollmill.buffer.database_errors import database_error, is_transient, redact_url
+from rollmill.buffer.wal import WAL_COPY_BYTES, WAL_MAX_BYTES, WriteAheadLog
+from rollmill.errors import StoreError
 
 Result = TypeVar("Result")
 
@@ -42,7 +42,7 @@ class Database:
         self.outage_s = outage_s
         self.read_only = read_only
         self.engine = _engine(self.url, read_only)
-        self._log = Log(self.engine) if self.is_sqlite and not read_only else None
+        self._log = WriteAheadLog(self.engine) if self.is_sqlite and not read_only else None
         try:
             if not read_only:
                 self.write(_make_tables)
@@ -57,7 +57,7 @@ class Database:
         return self.url.get_backend_name() == "sqlite"
 
     def __str__(self) -> str:
-        return shown(self.url)
+        return redact_url(self.url)
 
     def write(self, work: Callable[[Connection], Result]) -> Result:
         """`work` in one transaction. It is repeated when the connection is lost, even in the middle of a commit, so it
@@ -88,7 +88,7 @@ class Database:
                 alone = connection.execution_options(isolation_level="AUTOCOMMIT")
                 alone.exec_driver_sql(f"VACUUM {', '.join(schema.metadata.tables)}")
         except SQLAlchemyError as error:
-            raise failure(self.url, error) from error
+            raise database_error(self.url, error) from error
 
     def close(self) -> None:
         """Close all connections."""
@@ -108,10 +108,10 @@ class Database:
                     self._log.written()
                 return result
             except SQLAlchemyError as error:
-                if not passes(error):
-                    raise failure(self.url, error) from error
+                if not is_transient(error):
+                    raise database_error(self.url, error) from error
                 if time.monotonic() + pause > deadline:
-                    raise failure(self.url, error, self.outage_s) from error
+                    raise database_error(self.url, error, self.outage_s) from error
             time.sleep(pause * random.uniform(0.5, 1.0))
             pause = min(2 * pause, 2.0)
 
@@ -164,8 +164,8 @@ def _configure(connection: Any, _: Any) -> None:
         f"busy_timeout={int(BUSY_S * 1000)}",
         "journal_mode=WAL",
         "synchronous=NORMAL",
-        f"wal_autocheckpoint={MOST_BYTES // PAGE_BYTES}",
-        f"journal_size_limit={COPIED_BYTES}",
+        f"wal_autocheckpoint={WAL_MAX_BYTES // PAGE_BYTES}",
+        f"journal_size_limit={WAL_COPY_BYTES}",
         "temp_store=MEMORY",
     ):
         cursor.execute(f"PRAGMA {pragma}")
@@ -207,7 +207,7 @@ def _make_tables(connection: Connection) -> None:
 
 
 def _check_format(connection: Connection) -> None:
-    place = shown(connection.engine.url)
+    place = redact_url(connection.engine.url)
     if not connection.dialect.has_table(connection, schema.meta.name):
         raise StoreError(f"the database {place} holds no buffer of rollmill; check buffer.url")
     found = connection.execute(select(schema.meta.c.value).where(schema.meta.c.key == "format")).scalar()

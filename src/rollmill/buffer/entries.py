@@ -6,14 +6,14 @@ import copy
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmill.buffer.base import Group, Shelf
-from rollmill.core.types import Experience
-from rollmill.monitor.codec import decode_experience, encode_experience
-from rollmill.monitor.files import plain
+from rollmill.buffer.base import ExperienceKind, Group
+from rollmill.files import to_jsonable
+from rollmill.serialization import decode_experience, encode_experience
+from rollmill.types import Experience
 
 
 @dataclass(slots=True)
-class Use:
+class GroupUse:
     """A step that learned from a group."""
 
     step: int
@@ -23,11 +23,11 @@ class Use:
 
 
 @dataclass(slots=True)
-class Entry:
+class BufferEntry:
     """A group and what became of it."""
 
     group: Group
-    uses: list[Use] = field(default_factory=list)  # by step
+    uses: list[GroupUse] = field(default_factory=list)  # by step
     expired: int | None = None  # the step for which it was too old
     removed_by: str | None = None
     _encoded: list[dict[str, Any]] | None = None  # the experiences, which never change
@@ -57,11 +57,11 @@ class Entry:
     def handed(self) -> Group:
         """A copy of the group, with the priority after its last use: who gets it may change it."""
         noted = [use.priority for use in self.uses if use.priority is not None]
-        made = copied(self.group)
+        made = copy_group(self.group)
         return replace(made, priority=noted[-1]) if noted else made
 
 
-def copied(group: Group) -> Group:
+def copy_group(group: Group) -> Group:
     """A copy whose experiences may be changed; arrays are shared, and replaced rather than written to."""
     return replace(group, experiences=[_own(each) for each in group.experiences], info=dict(group.info))
 
@@ -73,7 +73,7 @@ def _own(experience: Experience) -> Experience:
     return made
 
 
-def encode_entry(number: int, entry: Entry) -> dict[str, Any]:
+def encode_entry(number: int, entry: BufferEntry) -> dict[str, Any]:
     """An entry as JSON can hold it."""
     group = entry.group
     return {
@@ -85,24 +85,24 @@ def encode_entry(number: int, entry: Entry) -> dict[str, Any]:
         "writer": group.writer,
         "author": group.author,
         "created_at": group.created_at,
-        "info": plain(group.info, non_finite="name"),
+        "info": to_jsonable(group.info, non_finite="name"),
         "uses": [[use.step, use.position, use.first, use.priority] for use in entry.uses],
         "expired": entry.expired,
         "removed_by": entry.removed_by,
     }
 
 
-def decode_entry(row: dict[str, Any]) -> tuple[int, Entry]:
+def decode_entry(row: dict[str, Any]) -> tuple[int, BufferEntry]:
     """The number and entry that `encode_entry` made `row` from."""
     group = Group(
         id=row["id"],
         experiences=[decode_experience(each) for each in row["experiences"]],
-        shelf=Shelf(row["shelf"]),
+        shelf=ExperienceKind(row["shelf"]),
         priority=row["priority"],
         writer=row["writer"],
         author=row["author"],
         created_at=row["created_at"],
         info=row["info"],
     )
-    uses = [Use(*use) for use in row["uses"]]
-    return row["number"], Entry(group, uses, row["expired"], row["removed_by"])
+    uses = [GroupUse(*use) for use in row["uses"]]
+    return row["number"], BufferEntry(group, uses, row["expired"], row["removed_by"])

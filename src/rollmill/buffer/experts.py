@@ -10,24 +10,24 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import Group, Shelf
-from rollmill.buffer.shelves import Shelves
-from rollmill.core.errors import StoreError
-from rollmill.core.types import Experience, Source, Task
-from rollmill.tasks import Sampler
+from rollmill.buffer.base import ExperienceKind, Group
+from rollmill.buffer.reader import StoreReader
+from rollmill.data import Sampler
+from rollmill.errors import StoreError
+from rollmill.types import Experience, ExperienceSource, Task
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class TaskExperts:
+class TasksetDemonstrations:
     """Worked solutions, or pairs, of a taskset."""
 
     sampler: Sampler
     render: Callable[[Task, int], list[Experience]]  #: a task as its place in a batch; one experience, or a pair
 
 
-class ExpertPool:
+class DemonstrationPool:
     """Hands out demonstrations (or pairs) forever: every one once per epoch, those on shelves before the taskset's.
 
     Args:
@@ -45,8 +45,8 @@ class ExpertPool:
 
     def __init__(
         self,
-        tasks: TaskExperts | None,
-        shelves: Sequence[Shelves],
+        tasks: TasksetDemonstrations | None,
+        shelves: Sequence[StoreReader],
         *,
         pairs: bool,
         labels: bool = False,
@@ -123,11 +123,11 @@ class ExpertPool:
     def _place(self, key: str) -> str:
         return hashlib.sha1(f"{self._seed}:{self._epoch}:{key}".encode()).hexdigest()
 
-    def _look(self, shelves: Shelves, known: list[str]) -> None:
+    def _look(self, shelves: StoreReader, known: list[str]) -> None:
         """Take note of what has come."""
-        found = list(shelves.new(Shelf.PREFERENCE if self._pairs or self._labels else Shelf.EXPERT))
+        found = list(shelves.new(ExperienceKind.PREFERENCE if self._pairs or self._labels else ExperienceKind.EXPERT))
         if self._rated_at_least is not None and not self._pairs:
-            rated = [group for group in shelves.new(Shelf.RATED) if group.experiences[0].reward is not None]
+            rated = [group for group in shelves.new(ExperienceKind.RATED) if group.experiences[0].reward is not None]
             found += [group for group in rated if self._labels or self._liked(group)]
         known += [group.id for group in found if self._fits(group, shelves.name)]
 
@@ -155,30 +155,30 @@ class ExpertPool:
         self._drawn += 1
         if self._labels:
             desirable = [e.reward == 1 for e in group.experiences]
-            if group.shelf is Shelf.RATED:
+            if group.shelf is ExperienceKind.RATED:
                 desirable = [self._liked(group)]
             return [
-                labelled(e, liked, f"{group.id}/{self._drawn}/{place}")
+                as_labelled(e, liked, f"{group.id}/{self._drawn}/{place}")
                 for place, (e, liked) in enumerate(zip(group.experiences, desirable, strict=True))
             ]
         if self._pairs:
             return [replace(e, group=f"{group.id}/{self._drawn}") for e in group.experiences]
-        return [demonstration(e) for e in group.experiences]
+        return [as_demonstration(e) for e in group.experiences]
 
 
-def demonstration(experience: Experience) -> Experience:
+def as_demonstration(experience: Experience) -> Experience:
     """A completion as something to imitate: the same tokens, log-probs 0, versions -1, no reward."""
-    if experience.source is Source.EXPERT:
+    if experience.source is ExperienceSource.EXPERT:
         return experience
-    return _copied(experience, Source.EXPERT, None)
+    return _copied(experience, ExperienceSource.EXPERT, None)
 
 
-def labelled(experience: Experience, desirable: bool, group: str) -> Experience:
+def as_labelled(experience: Experience, desirable: bool, group: str) -> Experience:
     """A completion as a desirable or undesirable one, in a group of its own: log-probs 0, versions -1."""
-    return replace(_copied(experience, Source.PREFERENCE, float(desirable)), group=group, temperature=1.0)
+    return replace(_copied(experience, ExperienceSource.PREFERENCE, float(desirable)), group=group, temperature=1.0)
 
 
-def _copied(experience: Experience, source: Source, reward: float | None) -> Experience:
+def _copied(experience: Experience, source: ExperienceSource, reward: float | None) -> Experience:
     length = len(experience.token_ids)
     return replace(
         experience,

@@ -9,13 +9,21 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
-from rollmill.buffer.base import EXPLORER, FEEDBACK, PIPELINE, Group, Shelf, checked, moved
-from rollmill.buffer.entries import Entry, Use, copied, decode_entry, encode_entry
-from rollmill.buffer.replay import Candidates, choose
-from rollmill.buffer.waiting import poll, this_process, too_few
+from rollmill.buffer.base import (
+    EXPLORER,
+    FEEDBACK,
+    PIPELINE,
+    ExperienceKind,
+    Group,
+    kind_conflict_error,
+    validate_groups,
+)
+from rollmill.buffer.entries import BufferEntry, GroupUse, copy_group, decode_entry, encode_entry
+from rollmill.buffer.polling import poll_until, too_few_groups_error, writer_identity
+from rollmill.buffer.replay import ReplayCandidates, choose_replayed
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import StoreError
-from rollmill.core.types import Task
+from rollmill.errors import StoreError
+from rollmill.types import Task
 
 MEMORY = "memory"
 
@@ -32,8 +40,8 @@ class MemoryStore:
 
     def __init__(self, keep: int = 0) -> None:
         self._keep = keep
-        self._entries: dict[int, Entry] = {}  # by number, in order
-        self._ids: dict[str, tuple[int, Shelf]] = {}  # of all groups ever put
+        self._entries: dict[int, BufferEntry] = {}  # by number, in order
+        self._ids: dict[str, tuple[int, ExperienceKind]] = {}  # of all groups ever put
         self._last = 0
         self._forgotten = 0  # groups that were too old
         self._tasks: dict[str, Task] = {}
@@ -47,17 +55,17 @@ class MemoryStore:
         now = time.time()
         with self._lock:
             before = self._last
-            for group in checked(groups):
+            for group in validate_groups(groups):
                 _, shelf = self._ids.get(group.id, (0, group.shelf))
                 if shelf is not group.shelf:
-                    raise moved(group.id, shelf, group.shelf)
+                    raise kind_conflict_error(group.id, shelf, group.shelf)
             for group in groups:
                 if group.id not in self._ids:
                     self._last += 1
                     self._ids[group.id] = (self._last, group.shelf)
-                    kept = replace(copied(group), created_at=group.created_at or now)
-                    self._entries[self._last] = Entry(kept)
-                    self._writer = this_process(group.writer) | {"wrote_at": now, "written": self._last}
+                    kept = replace(copy_group(group), created_at=group.created_at or now)
+                    self._entries[self._last] = BufferEntry(kept)
+                    self._writer = writer_identity(group.writer) | {"wrote_at": now, "written": self._last}
             return self._last - before
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
@@ -89,42 +97,42 @@ class MemoryStore:
 
         def attempt() -> list[Group] | None:
             with self._lock:
-                if before := self._handed_out(step, Shelf.USUAL, first=True):
+                if before := self._handed_out(step, ExperienceKind.ROLLOUT, first=True):
                     return before
                 self._forget(step - 1)
-                waiting = self._waiting(Shelf.USUAL)
+                waiting = self._waiting(ExperienceKind.ROLLOUT)
                 for entry in waiting:
                     entry.expired = step if _older(entry.group, min_version) else None
                 waiting = [entry for entry in waiting if entry.waits]
                 return self._hand_out(waiting[:count], step, first=True) if len(waiting) >= count else None
 
-        found = poll(attempt, deadline_s)
+        found = poll_until(attempt, deadline_s)
         if found is None:
-            raise too_few(count, self.waiting(), deadline_s, [self._writer] if self._writer else [])
+            raise too_few_groups_error(count, self.waiting(), deadline_s, [self._writer] if self._writer else [])
         return found
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
         """See Store."""
         with self._lock:
-            before = self._handed_out(step, Shelf.PARTIAL, first=True)
-            return before or self._hand_out(self._waiting(Shelf.PARTIAL)[:count], step, first=True)
+            before = self._handed_out(step, ExperienceKind.PARTIAL, first=True)
+            return before or self._hand_out(self._waiting(ExperienceKind.PARTIAL)[:count], step, first=True)
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
         """See Store."""
         with self._lock:
-            if before := self._handed_out(step, Shelf.USUAL, first=False):
+            if before := self._handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
             taken = self._taken(step, since)[-rule.capacity :]
             groups = [(number, entry.group.oldest_version, entry.group.priority) for number, entry in taken]
             uses = [(number, use.step, use.priority) for number, entry in taken for use in entry.uses]
             history = sorted((use for use in uses if use[1] < step), key=lambda use: use[1])
-            numbers = choose(Candidates.of(groups, history), rule, step=step, version=version, seed=seed)
+            numbers = choose_replayed(ReplayCandidates.of(groups, history), rule, step=step, version=version, seed=seed)
             return self._hand_out([self._entries[number] for number in numbers], step, first=False)
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
         """See Store."""
         with self._lock:
-            for group in checked(groups):
+            for group in validate_groups(groups):
                 entry = self._entries.get(self._number(group.id))
                 for use in entry.uses if entry is not None else []:
                     if use.step == step:
@@ -133,7 +141,7 @@ class MemoryStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """See Store."""
         with self._lock:
             numbers = [number for number, entry in self._entries.items() if entry.group.shelf is shelf]
@@ -157,7 +165,7 @@ class MemoryStore:
     def waiting(self, *, min_version: int | None = None) -> int:
         """See Store."""
         with self._lock:
-            return sum(not _older(entry.group, min_version) for entry in self._waiting(Shelf.USUAL))
+            return sum(not _older(entry.group, min_version) for entry in self._waiting(ExperienceKind.ROLLOUT))
 
     def expired(self) -> int:
         """See Store."""
@@ -198,7 +206,7 @@ class MemoryStore:
 
     # -- parts -------------------------------------------------------------------------------------------------
 
-    def _named(self, ids: Sequence[str]) -> list[Entry]:
+    def _named(self, ids: Sequence[str]) -> list[BufferEntry]:
         if unknown := [id for id in ids if self._number(id) not in self._entries]:
             raise StoreError(f"the buffer has no group {unknown[0]}; nothing was changed")
         return [self._entries[self._number(id)] for id in ids]
@@ -212,32 +220,34 @@ class MemoryStore:
         now = self._number(id)
         return now != number and now in self._entries and self._entries[now].group.writer == FEEDBACK
 
-    def _waiting(self, shelf: Shelf) -> list[Entry]:
+    def _waiting(self, shelf: ExperienceKind) -> list[BufferEntry]:
         return [entry for entry in self._entries.values() if entry.group.shelf is shelf and entry.waits]
 
-    def _taken(self, step: int, since: int = 0) -> list[tuple[int, Entry]]:
+    def _taken(self, step: int, since: int = 0) -> list[tuple[int, BufferEntry]]:
         """Usual groups that were first taken for steps before `step` and after `since`, by number."""
-        usual = ((number, entry) for number, entry in self._entries.items() if entry.group.shelf is Shelf.USUAL)
+        usual = (
+            (number, entry) for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.ROLLOUT
+        )
         return [
             (number, entry)
             for number, entry in usual
             if entry.taken is not None and since < entry.taken < step and entry.removed_by is None
         ]
 
-    def _handed_out(self, step: int, shelf: Shelf, *, first: bool) -> list[Group]:
+    def _handed_out(self, step: int, shelf: ExperienceKind, *, first: bool) -> list[Group]:
         mine = [entry for entry in self._entries.values() if entry.group.shelf is shelf]
         found = [(use, entry) for entry in mine for use in entry.uses if use.step == step and use.first == first]
         return [entry.handed() for _, entry in sorted(found, key=lambda pair: pair[0].position)]
 
-    def _hand_out(self, entries: Sequence[Entry], step: int, *, first: bool) -> list[Group]:
+    def _hand_out(self, entries: Sequence[BufferEntry], step: int, *, first: bool) -> list[Group]:
         for position, entry in enumerate(entries):
-            entry.uses.append(Use(step, position, first))
+            entry.uses.append(GroupUse(step, position, first))
         return [entry.handed() for entry in entries]
 
     def _forget(self, step: int) -> None:
         """Drop what no step after `step` can ask for."""
         over = [number for number, _ in self._taken(step + 1)]
-        partial = [number for number, entry in self._entries.items() if entry.group.shelf is Shelf.PARTIAL]
+        partial = [number for number, entry in self._entries.items() if entry.group.shelf is ExperienceKind.PARTIAL]
         done = [number for number in partial if (self._entries[number].taken or step + 1) <= step]
         expired = [number for number, entry in self._entries.items() if (entry.expired or step + 1) <= step]
         self._forgotten += len(expired)

@@ -12,10 +12,10 @@ from typing import Any
 from sqlalchemy import ColumnElement, func, select
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import Shelf
-from rollmill.buffer.rows import searchable
+from rollmill.buffer.base import ExperienceKind
+from rollmill.buffer.row_codec import escape_for_database
 from rollmill.buffer.sql import SqlStore
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 _groups, _uses = schema.groups.c, schema.uses.c
 _PAGE = 5000
@@ -23,10 +23,10 @@ _BINS = 10
 
 
 @dataclass(frozen=True, slots=True)
-class Filter:
+class GroupFilter:
     """Which groups; None for all. Rewards are means of a group."""
 
-    shelf: Shelf | None = None
+    shelf: ExperienceKind | None = None
     task: str | None = None
     author: str | None = None
     reward_at_least: float | None = None
@@ -38,9 +38,9 @@ class Filter:
         if self.shelf is not None:
             found &= _groups.shelf == str(self.shelf)
         if self.task is not None:
-            found &= _groups.task_id == searchable(self.task)
+            found &= _groups.task_id == escape_for_database(self.task)
         if self.author is not None:
-            found &= _groups.author == searchable(self.author)
+            found &= _groups.author == escape_for_database(self.author)
         if self.reward_at_least is not None:
             found &= _groups.reward >= self.reward_at_least
         if self.reward_at_most is not None:
@@ -48,19 +48,19 @@ class Filter:
         return found
 
 
-def newest(store: SqlStore, which: Filter, limit: int) -> list[dict[str, Any]]:
+def list_newest(store: SqlStore, which: GroupFilter, limit: int) -> list[dict[str, Any]]:
     """The newest groups, the newest one first: a row of plain values for each."""
     query = select(schema.groups).where(which.condition(store.run)).order_by(_groups.number.desc()).limit(limit)
     return [_listed(row) for row in store.select(query)]
 
 
-def find(store: SqlStore, name: str) -> dict[str, Any]:
+def find_group(store: SqlStore, name: str) -> dict[str, Any]:
     """The group with this id or number, or that of the experience with this id.
 
     Raises:
         ConfigError: there is none.
     """
-    name = searchable(name)
+    name = escape_for_database(name)
     which: list[ColumnElement[bool]] = [_groups.id == name]
     if name.isascii() and name.isdigit() and len(name) < 19:
         which.append(_groups.number == int(name))
@@ -76,14 +76,14 @@ def find(store: SqlStore, name: str) -> dict[str, Any]:
     return _listed(rows[0]) | {"uses": history, "removed_by": rows[0].removed_by}
 
 
-def statistics(store: SqlStore) -> dict[str, Any]:
+def buffer_statistics(store: SqlStore) -> dict[str, Any]:
     """Counts of all groups, by what tells them apart, and where their rewards lie."""
     counts: dict[str, Counter[Any]] = {key: Counter() for key in ("shelf", "state", "writer", "author", "version")}
     rewards: Counter[float] = Counter()
     totals: Counter[str] = Counter()
     for row in _all(store):
         counts["shelf"][row.shelf] += 1
-        counts["state"][f"{row.shelf}: {state(row)}"] += 1
+        counts["state"][f"{row.shelf}: {group_state(row)}"] += 1
         counts["writer"][row.writer] += 1
         counts["author"].update([row.author] if row.author else [])
         counts["version"].update([row.oldest_version] if row.oldest_version >= 0 else [])
@@ -97,12 +97,12 @@ def statistics(store: SqlStore) -> dict[str, Any]:
     return {
         **{key: totals[key] for key in ("groups", "experiences", "bytes", "not_judged", *tables)},
         **{f"by_{key}": dict(sorted(found.items())) for key, found in counts.items()},
-        "rewards": histogram(rewards),
+        "rewards": reward_histogram(rewards),
         "writers": store.writers(),
     }
 
 
-def state(row: Any) -> str:
+def group_state(row: Any) -> str:
     """Where a group stands: removed, expired, taken, waiting or kept."""
     if row.removed_at is not None:
         return "removed"
@@ -110,10 +110,10 @@ def state(row: Any) -> str:
         return "expired"
     if row.taken is not None:
         return "taken"
-    return "waiting" if row.shelf in (Shelf.USUAL, Shelf.PARTIAL) else "kept"
+    return "waiting" if row.shelf in (ExperienceKind.ROLLOUT, ExperienceKind.PARTIAL) else "kept"
 
 
-def histogram(rewards: Counter[float]) -> list[dict[str, float]]:
+def reward_histogram(rewards: Counter[float]) -> list[dict[str, float]]:
     """Up to ten bins from the least to the greatest reward; single values where there are few. Leaves out NaN."""
     values = sorted(reward for reward in rewards if math.isfinite(reward))
     if len(values) <= _BINS:
@@ -144,7 +144,7 @@ def _listed(row: Any) -> dict[str, Any]:
         "number": row.number,
         "id": row.id,
         "shelf": row.shelf,
-        "state": state(row),
+        "state": group_state(row),
         "task": row.task_id,
         "experiences": row.size,
         "reward": row.reward,

@@ -12,10 +12,16 @@ from typing import Any
 import numpy as np
 
 from rollmill.buffer.base import FEEDBACK, IMPORTED, Group, made_by_run
-from rollmill.buffer.rows import experience_body, experience_of, group_from, group_row, searchable
-from rollmill.core.errors import ConfigError, StoreError
-from rollmill.core.types import ANOTHER_RUN, Experience
-from rollmill.monitor.files import writing
+from rollmill.buffer.row_codec import (
+    decode_experience_body,
+    decode_group,
+    encode_experience_body,
+    encode_group,
+    escape_for_database,
+)
+from rollmill.errors import ConfigError, StoreError
+from rollmill.files import explain_write_errors
+from rollmill.types import IMPORTED_FROM, Experience
 
 FORMAT = b"1"
 _FORMAT_KEY, _RUN_KEY, _TOKENIZER_KEY = b"rollmill.format", b"rollmill.run_id", b"rollmill.tokenizer"
@@ -45,7 +51,7 @@ def write_parquet(groups: Iterable[Group], path: Path, *, run_id: str, tokenizer
     schema = _schema(run_id, tokenizer)
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     count = 0
-    with writing(path):
+    with explain_write_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             # a dictionary of floats would make one NaN of all
@@ -84,7 +90,7 @@ def read_parquet(path: Path) -> Iterator[Group]:
         raise StoreError(f"{path} cannot be read as an export of a buffer: {error}") from error
 
 
-def imported(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Group]:
+def import_groups(path: Path, run_id: str, tokenizer: str = "") -> Iterator[Group]:
     """The groups of a file for the run `run_id`, which keeps them when it goes back to a checkpoint.
 
     Those of another run get other ids, and so do the completions that feedback is about: a run's own may have the
@@ -118,7 +124,7 @@ def import_pyarrow() -> None:
 
 
 def _renamed(experience: Experience, prefix: str) -> Experience:
-    info = {ANOTHER_RUN: prefix.removesuffix("-"), **experience.info}
+    info = {IMPORTED_FROM: prefix.removesuffix("-"), **experience.info}
     return replace(experience, id=prefix + experience.id, group=prefix + experience.group, info=info)
 
 
@@ -172,7 +178,7 @@ def _table(groups: Sequence[Group], schema: Any) -> Any:
 
     columns: dict[str, list[Any]] = {name: [] for name in schema.names}
     for group in groups:
-        own = group_row(group, {})
+        own = encode_group(group, {})
         inside: list[Experience | None] = [*group.experiences] or [None]  # a group without any has one row
         for position, each in enumerate(inside):
             columns["group"].append(own["id"])
@@ -180,9 +186,9 @@ def _table(groups: Sequence[Group], schema: Any) -> Any:
             for name in ("shelf", "writer", "priority", "created_at"):
                 columns[name].append(own[name])
             columns["position"].append(None if each is None else position)
-            columns["body"].append(None if each is None else experience_body(each))
+            columns["body"].append(None if each is None else encode_experience_body(each))
             for name, attribute in (("experience", "id"), ("task", "task_id"), ("prompt",) * 2, ("response",) * 2):
-                columns[name].append(None if each is None else searchable(getattr(each, attribute)))
+                columns[name].append(None if each is None else escape_for_database(getattr(each, attribute)))
             columns["reward"].append(None if each is None else each.reward)
             for name in _ARRAYS:
                 columns[name].append(None if each is None else getattr(each, name))
@@ -216,10 +222,10 @@ def _groups(table: Any) -> Iterator[Group]:
             if group is not None:
                 yield group
             own = {name: row[name] for name in ("shelf", "writer", "priority", "created_at")}
-            group = group_from(SimpleNamespace(id=row["group"], body=row["group_body"], **own), [])
+            group = decode_group(SimpleNamespace(id=row["group"], body=row["group_body"], **own), [])
         if row["position"] is not None:
             group.experiences.append(
-                experience_of(row["body"], **{name: found[index] for name, found in arrays.items()})
+                decode_experience_body(row["body"], **{name: found[index] for name, found in arrays.items()})
             )
     if group is not None:
         yield group

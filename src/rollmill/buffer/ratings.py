@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from rollmill.buffer.base import Shelf
-from rollmill.buffer.shelves import Shelves
-from rollmill.core.types import Experience
+from rollmill.buffer.base import ExperienceKind
+from rollmill.buffer.reader import StoreReader
+from rollmill.types import Experience
 
 
-class Ratings:
+class RatingOverrides:
     """The ratings of stored completions, as far as they were not undone. The last one of a completion counts."""
 
-    def __init__(self, shelves: Sequence[Shelves]) -> None:
+    def __init__(self, shelves: Sequence[StoreReader]) -> None:
         self._shelves = shelves
         self._acts: list[dict[str, list[str]]] = [{} for _ in shelves]  # completion -> groups that rate it
 
-    def applied(self, experiences: Sequence[Experience]) -> list[Experience]:
+    def apply_ratings(self, experiences: Sequence[Experience]) -> list[Experience]:
         """The experiences, with ratings as rewards where there are any; `info` keeps the reward that was earned."""
         for shelves, acts in zip(self._shelves, self._acts, strict=True):
-            for group in shelves.new(Shelf.RATED):
+            for group in shelves.new(ExperienceKind.RATED):
                 for completion in group.info.get("of", []):
                     acts.setdefault(completion, []).append(group.id)
         return [self._rated(experience) for experience in experiences]

@@ -16,7 +16,7 @@ _STREAM = 0x5EB1A7
 
 
 @dataclass(frozen=True, slots=True)
-class Candidates:
+class ReplayCandidates:
     """Groups that were taken for earlier steps, in the order they came; all arrays are [N].
 
     `priority` is the one given, `noted` that after the last use (NaN where none was noted); `uses` counts them, and
@@ -31,7 +31,7 @@ class Candidates:
     last: npt.NDArray[np.int64]
 
     @classmethod
-    def of(cls, groups: Sequence[tuple[Any, ...]], history: Sequence[tuple[Any, ...]]) -> Candidates:
+    def of(cls, groups: Sequence[tuple[Any, ...]], history: Sequence[tuple[Any, ...]]) -> ReplayCandidates:
         """From rows (number, oldest version, priority) of groups, and (number, step, priority) of uses by step."""
         place = {row[0]: index for index, row in enumerate(groups)}
         noted = np.full(len(groups), np.nan)
@@ -48,7 +48,9 @@ class Candidates:
         )
 
 
-def choose(candidates: Candidates, rule: ReplayConfig, *, step: int, version: int, seed: int) -> list[int]:
+def choose_replayed(
+    candidates: ReplayCandidates, rule: ReplayConfig, *, step: int, version: int, seed: int
+) -> list[int]:
     """Numbers of the groups that join `step`, a function of its arguments alone.
 
     Orders `uniform` and `priority` draw without replacement: the next group with a chance in proportion to its weight
@@ -75,7 +77,9 @@ def choose(candidates: Candidates, rule: ReplayConfig, *, step: int, version: in
     return [int(number) for number in candidates.number[chosen]]
 
 
-def _log_weights(candidates: Candidates, rule: ReplayConfig, age: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+def _log_weights(
+    candidates: ReplayCandidates, rule: ReplayConfig, age: npt.NDArray[np.float64]
+) -> npt.NDArray[np.float64]:
     """log of priority ** exponent * decay ** age; -inf where it is 0."""
     priority = candidates.priority
     if rule.priority == "advantage":
@@ -87,7 +91,7 @@ def _log_weights(candidates: Candidates, rule: ReplayConfig, age: npt.NDArray[np
     return weights
 
 
-def mean_advantage(group: Group) -> float:
+def mean_abs_advantage(group: Group) -> float:
     """What replay calls the priority `advantage`: the mean absolute advantage over the action tokens of a group.
 
     0 where the trainer set none.

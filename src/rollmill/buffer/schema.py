@@ -23,7 +23,7 @@ FORMAT = 1
 metadata = MetaData()
 
 
-class Raw(LargeBinary):
+class RawBytes(LargeBinary):
     """Bytes that go through as they are: both drivers take and give `bytes`, which SQLAlchemy would wrap and copy."""
 
     cache_ok = True
@@ -79,9 +79,9 @@ groups = Table(
 )
 """One row per group: what it takes to choose one without reading its experiences."""
 
-there = groups.c.removed_at.is_(None)
+not_removed = groups.c.removed_at.is_(None)
 """Of groups that nobody removed."""
-waiting = there & groups.c.taken.is_(None) & groups.c.expired.is_(None)
+waiting = not_removed & groups.c.taken.is_(None) & groups.c.expired.is_(None)
 """Of groups that may be handed out for the first time."""
 Index("rollmill_groups_id", groups.c.run, groups.c.id, unique=True)
 Index("rollmill_groups_shelf", groups.c.run, groups.c.shelf, groups.c.number)
@@ -107,12 +107,12 @@ experiences = Table(
     Column("run", Integer, primary_key=True, autoincrement=False),
     Column("number", BigInteger, primary_key=True, autoincrement=False),
     Column("body", Text, nullable=False),  # JSON: everything but arrays, in a list
-    Column("lengths", Raw, nullable=False),  # of the arrays
-    Column("token_ids", Raw, nullable=False),
-    Column("logprobs", Raw, nullable=False),
-    Column("versions", Raw, nullable=False),
-    Column("action_mask", Raw, nullable=False),
-    Column("advantage", Raw, nullable=False),
+    Column("lengths", RawBytes, nullable=False),  # of the arrays
+    Column("token_ids", RawBytes, nullable=False),
+    Column("logprobs", RawBytes, nullable=False),
+    Column("versions", RawBytes, nullable=False),
+    Column("action_mask", RawBytes, nullable=False),
+    Column("advantage", RawBytes, nullable=False),
 )
 """One row per group: its experiences. Apart from `groups`, so that choosing one need not read past them."""
 

@@ -10,15 +10,22 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, func, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import FEEDBACK, Group, Shelf, checked, moved
+from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group, kind_conflict_error, validate_groups
 from rollmill.buffer.database import Database
-from rollmill.buffer.queries import CHUNK, Rows, find_run, make_run, older, waiting
-from rollmill.buffer.replay import choose
-from rollmill.buffer.rows import Row, experiences_row, group_row, task_from, task_json, to_json
-from rollmill.buffer.waiting import poll, too_few
+from rollmill.buffer.polling import poll_until, too_few_groups_error
+from rollmill.buffer.replay import choose_replayed
+from rollmill.buffer.row_codec import (
+    TableRow,
+    decode_task,
+    encode_experience_columns,
+    encode_group,
+    encode_task,
+    to_json,
+)
+from rollmill.buffer.transaction import CHUNK, RunTransaction, find_run, is_older_than, is_waiting, make_run
 from rollmill.config.buffer import ReplayConfig
-from rollmill.core.errors import StoreError
-from rollmill.core.types import Task
+from rollmill.errors import StoreError
+from rollmill.types import Task
 
 Result = TypeVar("Result")
 
@@ -53,18 +60,18 @@ class SqlStore:
     def put(self, groups: Sequence[Group]) -> int:
         """See Store. A call repeated after a lost connection may count groups as known that it wrote itself."""
         now = time.time()
-        packed: dict[str, tuple[Row, Row]] = {}
-        for group in checked(groups):
-            inside = experiences_row(group.experiences)
-            packed.setdefault(group.id, (group_row(group, inside) | {"created_at": group.created_at or now}, inside))
+        packed: dict[str, tuple[TableRow, TableRow]] = {}
+        for group in validate_groups(groups):
+            inside = encode_experience_columns(group.experiences)
+            packed.setdefault(group.id, (encode_group(group, inside) | {"created_at": group.created_at or now}, inside))
 
-        def work(rows: Rows, last: int) -> int:
+        def work(rows: RunTransaction, last: int) -> int:
             known = rows.shelves(list(packed))
-            new: list[Row] = []
-            experiences: list[Row] = []
+            new: list[TableRow] = []
+            experiences: list[TableRow] = []
             for id, (row, inside) in packed.items():
                 if known.get(id, row["shelf"]) != row["shelf"]:
-                    raise moved(id, known[id], row["shelf"])
+                    raise kind_conflict_error(id, known[id], row["shelf"])
                 if id not in known:
                     key = {"run": self.run, "number": last + len(new) + 1}
                     new.append(row | key)
@@ -82,15 +89,15 @@ class SqlStore:
 
     def put_tasks(self, tasks: Sequence[Task]) -> None:
         """See Store."""
-        bodies = {to_json(task.id): task_json(task) for task in tasks}
+        bodies = {to_json(task.id): encode_task(task) for task in tasks}
         self.change(lambda rows, _: rows.put_tasks(bodies))
 
     def remove(self, ids: Sequence[str], *, by: str) -> None:
         """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
 
-        def work(rows: Rows, _: int) -> None:
+        def work(rows: RunTransaction, _: int) -> None:
             for number in self._numbers(rows, ids):
-                one = (_groups.run == self.run) & (_groups.number == number) & schema.there
+                one = (_groups.run == self.run) & (_groups.number == number) & schema.not_removed
                 rows.connection.execute(update(schema.groups).where(one).values(removed_at=time.time(), removed_by=by))
 
         self.change(work)
@@ -98,9 +105,9 @@ class SqlStore:
     def restore(self, ids: Sequence[str]) -> None:
         """See Store. Raises StoreError where an id is unknown; then nothing is changed."""
 
-        def work(rows: Rows, last: int) -> None:
+        def work(rows: RunTransaction, last: int) -> None:
             for number in self._numbers(rows, ids):
-                one = (_groups.run == self.run) & (_groups.number == number) & ~schema.there
+                one = (_groups.run == self.run) & (_groups.number == number) & ~schema.not_removed
                 back = update(schema.groups).where(one).values(removed_at=None, removed_by=None)
                 if rows.connection.execute(back.returning(_groups.writer)).scalar() == FEEDBACK:
                     last += 1
@@ -113,35 +120,35 @@ class SqlStore:
     def take(self, count: int, *, step: int, deadline_s: float, min_version: int | None = None) -> list[Group]:
         """See Store."""
 
-        def work(rows: Rows, _: int) -> list[int] | None:
-            if before := rows.handed_out(step, Shelf.USUAL, first=True):
+        def work(rows: RunTransaction, _: int) -> list[int] | None:
+            if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=True):
                 return before
             if min_version is not None:
                 rows.expire(min_version, step)
-            there = rows.connection.execute(_counted(waiting(self.run, Shelf.USUAL))).scalar_one()
-            return rows.hand_out(Shelf.USUAL, count, step) if there >= count else None
+            there = rows.connection.execute(_counted(is_waiting(self.run, ExperienceKind.ROLLOUT))).scalar_one()
+            return rows.hand_out(ExperienceKind.ROLLOUT, count, step) if there >= count else None
 
-        numbers = poll(lambda: self.change(work), deadline_s)
+        numbers = poll_until(lambda: self.change(work), deadline_s)
         if numbers is None:
-            raise too_few(count, self.waiting(), deadline_s, self.writers())
+            raise too_few_groups_error(count, self.waiting(), deadline_s, self.writers())
         return self.groups(numbers)
 
     def take_partial(self, count: int, *, step: int) -> list[Group]:
         """See Store."""
 
-        def work(rows: Rows, _: int) -> list[int]:
-            before = rows.handed_out(step, Shelf.PARTIAL, first=True)
-            return before or rows.hand_out(Shelf.PARTIAL, count, step)
+        def work(rows: RunTransaction, _: int) -> list[int]:
+            before = rows.handed_out(step, ExperienceKind.PARTIAL, first=True)
+            return before or rows.hand_out(ExperienceKind.PARTIAL, count, step)
 
         return self.groups(self.change(work))
 
     def replay(self, rule: ReplayConfig, *, step: int, version: int, seed: int, since: int = 0) -> list[Group]:
         """See Store."""
 
-        def work(rows: Rows, _: int) -> list[int]:
-            if before := rows.handed_out(step, Shelf.USUAL, first=False):
+        def work(rows: RunTransaction, _: int) -> list[int]:
+            if before := rows.handed_out(step, ExperienceKind.ROLLOUT, first=False):
                 return before
-            numbers = choose(rows.candidates(rule, step, since), rule, step=step, version=version, seed=seed)
+            numbers = choose_replayed(rows.candidates(rule, step, since), rule, step=step, version=version, seed=seed)
             rows.note(numbers, step, first=False)
             return numbers
 
@@ -149,9 +156,9 @@ class SqlStore:
 
     def learned(self, groups: Sequence[Group], *, step: int) -> None:
         """See Store."""
-        priorities = {group.id: group.priority for group in checked(groups)}
+        priorities = {group.id: group.priority for group in validate_groups(groups)}
 
-        def work(rows: Rows, _: int) -> None:
+        def work(rows: RunTransaction, _: int) -> None:
             for id, number in rows.numbers(list(priorities)).items():
                 rows.note_priority(number, step, priorities[id])
 
@@ -159,16 +166,16 @@ class SqlStore:
 
     # -- reading -----------------------------------------------------------------------------------------------
 
-    def read(self, shelf: Shelf, *, after: int = 0) -> Iterator[tuple[int, Group]]:
+    def read(self, shelf: ExperienceKind, *, after: int = 0) -> Iterator[tuple[int, Group]]:
         """See Store. Holds about 32 MiB of rows at most."""
-        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.there
+        there = (_groups.run == self.run) & (_groups.shelf == str(shelf)) & schema.not_removed
         while numbers := self._page(there & (_groups.number > after)):
             yield from self._found(numbers).items()
             after = numbers[-1]
 
     def get(self, ids: Sequence[str]) -> list[Group]:
         """See Store."""
-        known = self.database.read(lambda connection: Rows(connection, self.run).numbers(ids, there=True))
+        known = self.database.read(lambda connection: RunTransaction(connection, self.run).numbers(ids, there=True))
         return self.groups([known[id] for id in ids if id in known])
 
     def groups(self, numbers: Sequence[int]) -> list[Group]:
@@ -180,7 +187,7 @@ class SqlStore:
         for first in range(0, len(numbers), CHUNK):
             some = numbers[first : first + CHUNK]
             try:
-                found |= self.database.read(lambda connection, some=some: Rows(connection, self.run).groups(some))  # type: ignore[misc]
+                found |= self.database.read(lambda c: RunTransaction(c, self.run).groups(some))  # noqa: B023
             except (ValueError, KeyError, TypeError) as error:
                 raise StoreError(
                     f"groups {some[0]} to {some[-1]} of the buffer {self.database} are damaged: {error}; put a copy of "
@@ -193,31 +200,33 @@ class SqlStore:
         table, last = schema.tasks.c, 0
         page = select(table.position, table.body).where(table.run == self.run).order_by(table.position).limit(CHUNK)
         while rows := self.select(page.where(table.position > last)):
-            yield from (task_from(row.body) for row in rows)
+            yield from (decode_task(row.body) for row in rows)
             last = rows[-1].position
 
     def waiting(self, *, min_version: int | None = None) -> int:
         """See Store."""
-        there = waiting(self.run, Shelf.USUAL)
-        there = there if min_version is None else there & ~older(min_version)
+        there = is_waiting(self.run, ExperienceKind.ROLLOUT)
+        there = there if min_version is None else there & ~is_older_than(min_version)
         return int(self.select(_counted(there))[0][0])
 
     def ahead(self, version: int, *, min_version: int | None = None) -> int:
         """How many usual groups come before a new one, for who has weights of `version`: those that wait, and those
         that were taken for later steps.
         """
-        wait = waiting(self.run, Shelf.USUAL)
-        wait = wait if min_version is None else wait & ~older(min_version)
+        wait = is_waiting(self.run, ExperienceKind.ROLLOUT)
+        wait = wait if min_version is None else wait & ~is_older_than(min_version)
         use, same = schema.uses.c, (schema.uses.c.run == _groups.run) & (schema.uses.c.number == _groups.number)
-        taken = (use.run == self.run) & (use.step > version) & use.first & (_groups.shelf == str(Shelf.USUAL))
+        taken = (
+            (use.run == self.run) & (use.step > version) & use.first & (_groups.shelf == str(ExperienceKind.ROLLOUT))
+        )
         joined = select(func.count()).select_from(schema.uses.join(schema.groups, same)).where(taken)
         return int(self.select(select(_counted(wait).scalar_subquery() + joined.scalar_subquery()))[0][0])
 
-    def expire_joined(self, writer: str, *, step: int) -> None:
+    def expire_remote(self, writer: str, *, step: int) -> None:
         """What explorers in processes of their own have put as others than `writer`, so for an earlier stage, is not
         handed out after `step`.
         """
-        self.change(lambda rows, _: rows.expire_joined(writer, step))
+        self.change(lambda rows, _: rows.expire_remote(writer, step))
 
     def expired(self) -> int:
         """See Store."""
@@ -236,7 +245,7 @@ class SqlStore:
         """See Store. What the mark knows of survives a power failure."""
         runs = schema.runs
 
-        def work(rows: Rows, last: int) -> int:
+        def work(rows: RunTransaction, last: int) -> int:
             rows.connection.execute(update(runs).where(runs.c.run == self.run).values(marked_at=time.time()))
             return last
 
@@ -248,7 +257,7 @@ class SqlStore:
             raise StoreError(f"the checkpoint holds the buffer itself; set buffer.store: {mark['store']}, as before")
         marked = 0 if mark is None else int(mark["last"])
 
-        def work(rows: Rows, last: int) -> None:
+        def work(rows: RunTransaction, last: int) -> None:
             if marked > last:
                 raise StoreError(
                     f"the buffer {self.database} has seen {last} groups of this run, its checkpoint {marked}; put the "
@@ -265,17 +274,17 @@ class SqlStore:
 
     # -- transactions ------------------------------------------------------------------------------------------
 
-    def change(self, work: Callable[[Rows, int], Result], *, synced: bool = False) -> Result:
+    def change(self, work: Callable[[RunTransaction, int], Result], *, synced: bool = False) -> Result:
         """`work` with the run's rows, locked, and the newest group's number, in one transaction."""
         write = self.database.sync if synced else self.database.write
 
         def locked(connection: Any) -> Result:
-            rows = Rows(connection, self.run)
+            rows = RunTransaction(connection, self.run)
             return work(rows, rows.lock())
 
         return write(locked)
 
-    def _numbers(self, rows: Rows, ids: Sequence[str]) -> list[int]:
+    def _numbers(self, rows: RunTransaction, ids: Sequence[str]) -> list[int]:
         numbers = rows.numbers(ids)
         if unknown := [id for id in ids if id not in numbers]:
             raise StoreError(f"the buffer {self.database} has no group {unknown[0]}; nothing was changed")

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from rollmill import __version__
-from rollmill.core.errors import RollmillError
+from rollmill.errors import RollmillError
 
 COMMANDS = {
     "run": "rollmill.cli.run",
@@ -62,16 +62,16 @@ def build_app() -> typer.Typer:
     )
     app.callback()(_options)
     for name, module in COMMANDS.items():
-        app.command(name)(guarded(import_module(module).command))
+        app.command(name)(handle_errors(import_module(module).command))
     for name, module in GROUPS.items():
         group = typer.Typer(help=import_module(module).HELP, no_args_is_help=True, rich_markup_mode=None)
         for inner, command in import_module(module).COMMANDS.items():
-            group.command(inner)(guarded(command))
+            group.command(inner)(handle_errors(command))
         app.add_typer(group, name=name)
     return app
 
 
-def guarded(command: Callable[..., Any]) -> Callable[..., Any]:
+def handle_errors(command: Callable[..., Any]) -> Callable[..., Any]:
     """The command with user errors printed as their message alone, and exit codes as documented."""
 
     @functools.wraps(command)

@@ -12,13 +12,13 @@ from typing import Annotated, Any
 import typer
 
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.capability import unhonoured_parts
-from rollmill.config.hints import did_you_mean
-from rollmill.config.parts_in_words import parts_in_words
+from rollmill.config.checks.capability import unused_algorithm_keys
+from rollmill.config.hints import suggest_match
+from rollmill.config.parts_in_words import format_algorithm_parts
 from rollmill.config.yaml_file import write_yaml
-from rollmill.core.errors import ConfigError
-from rollmill.core.registry import import_file
+from rollmill.errors import ConfigError
 from rollmill.recipes import known_algorithms
+from rollmill.registry import import_file
 
 WIDTH = 120
 
@@ -35,7 +35,7 @@ def command(
         import_file(plugin)
     known = known_algorithms()
     if name is not None and name not in known:
-        raise ConfigError(f"no algorithm `{name}`{did_you_mean(name, list(known)) or ';'} known: {', '.join(known)}")
+        raise ConfigError(f"no algorithm `{name}`{suggest_match(name, list(known)) or ';'} known: {', '.join(known)}")
     chosen = known if name is None else {name: known[name]}
     if as_json:
         print(json.dumps([_entry(key, section) for key, section in chosen.items()], indent=2, ensure_ascii=False))
@@ -75,7 +75,7 @@ def _page(name: str, section: type[AlgorithmOptions]) -> str:
     lines = [*_definition(section).splitlines(), ""]
     lines += [f"source         {section.source}"] if section.source else []
     lines += [f"learns from    {_learns_from(section)}", ""]
-    for part, words in parts_in_words(options):
+    for part, words in format_algorithm_parts(options):
         start = f"{part:<14} "
         lines += textwrap.wrap(words, WIDTH, initial_indent=start, subsequent_indent=" " * 15, break_on_hyphens=False)
     lines += ["", "As a section of a run file, with every key that it honours:", ""]
@@ -84,7 +84,7 @@ def _page(name: str, section: type[AlgorithmOptions]) -> str:
 
 def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
     keys = options.model_dump(mode="json")
-    for _, *path in unhonoured_parts(options):
+    for _, *path in unused_algorithm_keys(options):
         section = keys
         for key in path[:-1]:
             section = section[str(key)]
@@ -95,7 +95,7 @@ def _honoured(options: AlgorithmOptions) -> dict[str, Any]:
 def _definition(section: type[AlgorithmOptions]) -> str:
     """The docstring of the algorithm's file: formula and source; a user's algorithm has that of its function."""
     module = sys.modules[section.__module__]
-    ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.user"
+    ours = section.__module__.startswith("rollmill.recipes.") and section.__module__ != "rollmill.recipes.decorators"
     return (inspect.getdoc(module) if ours else inspect.getdoc(section)) or section.__name__
 
 

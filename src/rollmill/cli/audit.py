@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 import yaml
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.audit.findings import Finding
@@ -48,13 +48,13 @@ def command(
     overrides: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key.")] = None,
 ) -> None:
     """Try tasks and rewards with policies that know the answer, know nothing, or cheat. Exit code 1 with a problem."""
-    from rollmill.audit.audit import Options, audit, verdict
+    from rollmill.audit.runner import AuditOptions, audit_exit_code, run_audit
     from rollmill.cli.printing import print_json
-    from rollmill.core.registry import import_object
-    from rollmill.master.scoring import stage_of
+    from rollmill.orchestrator.task_difficulty import find_stage
+    from rollmill.registry import import_object
 
     loaded = _loaded(tasks, reward, option or [], preset, overrides or [])
-    options = Options(
+    options = AuditOptions(
         tasks=count,
         full=full,
         template=template,
@@ -62,32 +62,34 @@ def command(
         samples=samples,
         scores=scores,
     )
-    findings = audit(loaded, stage_of(loaded, stage), options, lambda text: print(text, file=sys.stderr))
+    findings = run_audit(loaded, find_stage(loaded, stage), options, lambda text: print(text, file=sys.stderr))
     if as_json:
-        print_json({"findings": [each.to_json() for each in findings], "failed": bool(verdict(findings, strict))})
+        print_json(
+            {"findings": [each.to_json() for each in findings], "failed": bool(audit_exit_code(findings, strict))}
+        )
     else:
         _print(findings)
-    raise typer.Exit(verdict(findings, strict))
+    raise typer.Exit(audit_exit_code(findings, strict))
 
 
 def _loaded(tasks: Path, reward: str | None, options: list[str], preset: str | None, overrides: list[str]) -> LoadedRun:
-    from rollmill.cli.grade import reward_config
-    from rollmill.config.loader import load_tasks
+    from rollmill.cli.grade import parse_reward_config
+    from rollmill.config.loader import load_taskset_run
 
     if not tasks.is_file():
         raise ConfigError(f"{tasks} does not exist; give a run file, or a file of tasks")
     if tasks.suffix in (".yaml", ".yml"):
         if reward is not None or options or preset is not None:
             raise ConfigError("--reward, --option and --preset go with a file of tasks; a run file says them itself")
-        return load_tasks(tasks, overrides)
+        return load_taskset_run(tasks, overrides)
     if reward is None:
         raise ConfigError(f"{tasks} is no run file (.yaml); give --reward NAME with a file of tasks")
     taskset = {"path": str(tasks.absolute())} | ({} if preset is None else {"preset": preset})
-    rewards: list[Any] = [reward_config(reward, options).model_dump(mode="json", exclude_defaults=True)]
+    rewards: list[Any] = [parse_reward_config(reward, options).model_dump(mode="json", exclude_defaults=True)]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "audit.yaml"
         file.write_text(yaml.safe_dump({"taskset": taskset, "rewards": rewards}))
-        return load_tasks(file, overrides)
+        return load_taskset_run(file, overrides)
 
 
 def _print(findings: list[Finding]) -> None:

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollmill.master.bench_results import Results
+    from rollmill.orchestrator.bench_results import Results
 
 RESULTS = Path("bench-results")
 
@@ -42,18 +42,18 @@ def command(
     All models answer the same tasks with the same seeds. Started again with the same folder, it goes on where it ended.
     """
     from rollmill.cli.printing import print_json
-    from rollmill.master.bench import bench, settings_of
-    from rollmill.master.subjects import subjects
-    from rollmill.monitor.bench_page import bench_page
-    from rollmill.monitor.files import atomic_write, plain
+    from rollmill.files import atomic_write, to_jsonable
+    from rollmill.orchestrator.bench import bench, settings_of
+    from rollmill.orchestrator.eval_targets import find_eval_targets
+    from rollmill.report.bench_report import render_bench_report
 
-    chosen = subjects(models, step)
+    chosen = find_eval_targets(models, step)
     loaded, stage = settings_of(config, chosen, overrides or [], samples, _numbers(k))
     results = bench(loaded, stage, chosen, out, lambda text: print(text, file=sys.stderr))
-    found = plain(results.to_json())
+    found = to_jsonable(results.to_json())
     atomic_write(out / "results.json", (json.dumps(found, allow_nan=False) + "\n").encode())
     atomic_write(out / "results.csv", results.to_csv().encode())
-    page = bench_page(found["results"], found["comparisons"])
+    page = render_bench_report(found["results"], found["comparisons"])
     atomic_write(out / "bench.html", page.encode("utf-8", "backslashreplace"))
     if as_json:
         print_json({key: found[key] for key in ("results", "comparisons")})

@@ -13,18 +13,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
-from rollmill.core.errors import ConfigError, DeadlineError
-from rollmill.core.user_files import not_a_file
+from rollmill.errors import ConfigError, DeadlineError
+from rollmill.strict_files import describe_non_file
 
 if TYPE_CHECKING:
-    from rollmill.buffer.base import Group, Shelf
+    from rollmill.buffer.base import ExperienceKind, Group
     from rollmill.buffer.sql import SqlStore
 
 HELP = "Look into the buffer of a run, take it along as Parquet, and clean it up."
 
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="Run directory.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-OnShelf = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
+ShelfOption = Annotated[str | None, typer.Option("--shelf", help="usual, expert, preference, rated or partial.")]
 
 _START_S, _LOOK_S = 600.0, 0.2
 """How long a process may take to start a run, and how often is looked."""
@@ -33,7 +33,7 @@ _COLUMNS = ("number", "id", "shelf", "state", "task", "experiences", "reward", "
 
 def ls(
     run: Run,
-    shelf: OnShelf = None,
+    shelf: ShelfOption = None,
     task: Annotated[str | None, typer.Option(help="Of this task id.")] = None,
     author: Annotated[str | None, typer.Option(help="Feedback of this person or application.")] = None,
     reward_at_least: Annotated[float | None, typer.Option(help="Mean reward of the group.")] = None,
@@ -42,11 +42,11 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
-    from rollmill.buffer.overview import Filter, newest
+    from rollmill.buffer.overview import GroupFilter, list_newest
 
-    which = Filter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
+    which = GroupFilter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
     with _opened(run) as store:
-        rows = newest(store, which, limit)
+        rows = list_newest(store, which, limit)
     if as_json:
         print_json(rows)
     elif rows:
@@ -61,16 +61,17 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a group: what was asked, answered and judged, and which weights produced which tokens."""
-    from rollmill.buffer.overview import find
-    from rollmill.buffer.segments import segments
-    from rollmill.monitor.codec import encode_experience
+    from rollmill.buffer.overview import find_group
+    from rollmill.buffer.version_segments import version_segments
+    from rollmill.serialization import encode_experience
 
     with _opened(run) as store:
-        row = find(store, name)
+        row = find_group(store, name)
         [group] = store.groups([row["number"]])
     if as_json:
         inside = [
-            encode_experience(each) | {"segments": [[part.start, part.end, part.version] for part in segments(each)]}
+            encode_experience(each)
+            | {"segments": [[part.start, part.end, part.version] for part in version_segments(each)]}
             for each in group.experiences
         ]
         print_json(row | {"info": group.info, "experiences": inside})
@@ -82,17 +83,17 @@ def show(
             f", {part} {'-' if value is None else f'{value:g}'}" for part, value in each.reward_parts.items()
         )
         print_line(f"\n== {each.id}: {reward}{parts}, {each.action_tokens} tokens, {each.stop_reason} ==")
-        found = [f"tokens {part.start} to {part.end} by version {part.version}" for part in segments(each)]
+        found = [f"tokens {part.start} to {part.end} by version {part.version}" for part in version_segments(each)]
         print_line("; ".join(found) or "no tokens of a policy")
         print_line(f"-- prompt --\n{each.prompt}\n-- response --\n{each.response}")
 
 
 def stats(run: Run, as_json: Json = False) -> None:
     """Count groups by shelf, state, writer and version; bytes; where rewards lie."""
-    from rollmill.buffer.overview import statistics
+    from rollmill.buffer.overview import buffer_statistics
 
     with _opened(run) as store:
-        found = statistics(store)
+        found = buffer_statistics(store)
     if as_json:
         print_json(found)
         return
@@ -112,17 +113,17 @@ def stats(run: Run, as_json: Json = False) -> None:
 def export(
     run: Run,
     to: Annotated[Path, typer.Option("--to", metavar="FILE.parquet", help="The file; one that exists is replaced.")],
-    shelf: OnShelf = None,
+    shelf: ShelfOption = None,
     as_json: Json = False,
 ) -> None:
     """Write groups to a Parquet file, one row per experience."""
-    from rollmill.buffer.base import Shelf
+    from rollmill.buffer.base import ExperienceKind
     from rollmill.buffer.parquet import import_pyarrow, write_parquet
 
     import_pyarrow()
     if to.is_dir():
         raise ConfigError(f"--to {to} is a folder; give the name of a file in it, such as {to / 'mine.parquet'}")
-    shelves = [found] if (found := _shelf(shelf)) is not None else list(Shelf)
+    shelves = [found] if (found := _shelf(shelf)) is not None else list(ExperienceKind)
     with _opened(run) as store:
         groups = (group for each in shelves for _, group in store.read(each))
         count = write_parquet(groups, to, run_id=store.run_id, tokenizer=_fingerprint(run))
@@ -144,15 +145,17 @@ def import_(
     """
     from itertools import islice
 
-    from rollmill.buffer.build import FILE, database_url, open_run, run_store
-    from rollmill.buffer.parquet import imported
+    from rollmill.buffer.build import DATABASE_FILE, create_run_store, database_url, open_run_store
+    from rollmill.buffer.parquet import import_groups
 
-    if what := not_a_file(file):
+    if what := describe_non_file(file):
         raise ConfigError(f"{file}: {what}")
     _await_start(run, wait_s)
-    makes = (run / "config.yaml").is_file() and database_url(run) is None and not (run / FILE).is_file()
-    with closing(run_store(run) if makes and _in_database(run) else open_run(run, read_only=False)) as store:
-        groups, seen, new = imported(file, store.run_id, _fingerprint(run)), 0, 0
+    makes = (run / "config.yaml").is_file() and database_url(run) is None and not (run / DATABASE_FILE).is_file()
+    with closing(
+        create_run_store(run) if makes and _in_database(run) else open_run_store(run, read_only=False)
+    ) as store:
+        groups, seen, new = import_groups(file, store.run_id, _fingerprint(run)), 0, 0
         while page := list(islice(groups, 64)):
             seen, new = seen + len(page), new + store.put(page)
     _report({"groups": seen, "new": new}, f"{new} groups added, {seen - new} were there already", as_json)
@@ -168,13 +171,13 @@ def gc(
 ) -> None:
     """Delete groups that were learned from long ago, expired or were removed; never what a checkpoint may need."""
     from rollmill.buffer.build import replay_capacity
-    from rollmill.buffer.clean import collect
-    from rollmill.master.checkpoint import Checkpoints
+    from rollmill.buffer.pruning import prune
+    from rollmill.orchestrator.checkpoint import Checkpoints
 
     with _opened(run, read_only=dry_run) as store:
         oldest = min(Checkpoints(run).steps(), default=0)
         capacity = replay_capacity(run)
-        found = collect(store, oldest_step=oldest, older_than=older_than, capacity=capacity, dry_run=dry_run)
+        found = prune(store, oldest_step=oldest, older_than=older_than, capacity=capacity, dry_run=dry_run)
     counts = {name: getattr(found, name) for name in ("learned", "continued", "expired", "removed", "bytes")}
     kinds = ", ".join(f"{count} {name}" for name, count in counts.items() if name != "bytes")
     verb = "would be deleted" if dry_run else "deleted"
@@ -184,9 +187,9 @@ def gc(
 
 @contextmanager
 def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
-    from rollmill.buffer.build import open_run
+    from rollmill.buffer.build import open_run_store
 
-    with closing(open_run(run, read_only=read_only)) as store:
+    with closing(open_run_store(run, read_only=read_only)) as store:
         yield store
 
 
@@ -197,13 +200,13 @@ def _await_start(run: Path, wait_s: float) -> None:
         ConfigError: there is no run, and no process that starts one, after `wait_s` seconds.
         DeadlineError: the process that starts it takes too long.
     """
-    from rollmill.models.run_tokenizer import FILE, FOLDER
+    from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE
 
     known, began, said = [run / "config.yaml", run / "machine.json"], time.monotonic(), False
-    while not all(file.is_file() for file in (*known, run / FOLDER / FILE)):
-        from rollmill.master.claim import is_claimed
+    while not all(file.is_file() for file in (*known, run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE)):
+        from rollmill.orchestrator.run_lock import is_run_locked
 
-        starting = run.is_dir() and is_claimed(run)
+        starting = run.is_dir() and is_run_locked(run)
         waited = time.monotonic() - began
         if not starting and waited >= wait_s:
             if all(file.is_file() for file in known):  # an older version keeps no tokenizer
@@ -233,18 +236,18 @@ def _in_database(run: Path) -> bool:
 
 def _fingerprint(run: Path) -> str:
     """Of the run's tokenizer; empty where it has stored none."""
-    from rollmill.models.run_tokenizer import FILE, FOLDER, run_fingerprint
+    from rollmill.models.run_tokenizer import TOKENIZER_FOLDER, TOKENIZER_INFO_FILE, load_run_fingerprint
 
-    return run_fingerprint(run) if (run / FOLDER / FILE).is_file() else ""
+    return load_run_fingerprint(run) if (run / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE).is_file() else ""
 
 
-def _shelf(name: str | None) -> Shelf | None:
-    from rollmill.buffer.base import Shelf
+def _shelf(name: str | None) -> ExperienceKind | None:
+    from rollmill.buffer.base import ExperienceKind
 
     try:
-        return None if name is None else Shelf(name)
+        return None if name is None else ExperienceKind(name)
     except ValueError as error:
-        raise ConfigError(f"--shelf is {', '.join(Shelf)}, not {name!r}") from error
+        raise ConfigError(f"--shelf is {', '.join(ExperienceKind)}, not {name!r}") from error
 
 
 def _print_group(row: dict[str, Any], group: Group) -> None:

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollmill.cli.printing import print_json, print_table
-from rollmill.config.describe import describe, estimated_parameters, section_of
+from rollmill.config.describe import describe_run, estimate_parameters, evaluation_key
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.config.rewards import PythonReward
 from rollmill.config.taskset import TasksetConfig
-from rollmill.core.errors import ConfigError, TasksetError
-from rollmill.core.registry import reward_function
+from rollmill.errors import ConfigError, TasksetError
+from rollmill.registry import find_reward
 
 if TYPE_CHECKING:
-    from rollmill.tasks import Taskset
+    from rollmill.data import Taskset
 
 
 def command(
@@ -43,13 +43,13 @@ def command(
         return
     assert config is not None
     run = load_run(config, overrides or [], out, require_files=data)
-    counts = load_everything(run) if data else {}
+    counts = count_tasks(run) if data else {}
     if as_yaml:
         print(run.to_yaml(), end="")
     elif as_json:
         print(json.dumps(_answer(run, counts), indent=2, ensure_ascii=False))
     else:
-        print(describe(run, counts))
+        print(describe_run(run, counts))
 
 
 def _check_model(folder: Path, as_json: bool) -> None:
@@ -61,12 +61,12 @@ def _check_model(folder: Path, as_json: bool) -> None:
     import torch
 
     from rollmill.config.model import ModelConfig
-    from rollmill.engines.native.check import wrong_model
+    from rollmill.engines.native.parity_check import parity_error
     from rollmill.models.load import load_policy
-    from rollmill.trainer.check import check_model
+    from rollmill.trainer.verification import verify_model
 
     policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device("cpu"))
-    gaps = check_model(policy.model, folder)
+    gaps = verify_model(policy.model, folder)
     if as_json:
         found = [{"compared": g.path, "gap": g.value, "tolerance": g.tolerance, "layer": g.layer or None} for g in gaps]
         print_json({"model": type(policy.model).__name__, "right": all(g.right for g in gaps), "gaps": found})
@@ -77,10 +77,10 @@ def _check_model(folder: Path, as_json: bool) -> None:
         ]
         print_table(f"{type(policy.model).__name__} in {folder}", header, rows)
     if wrong := [gap for gap in gaps if not gap.right]:
-        raise wrong_model(folder, policy.model, wrong)
+        raise parity_error(folder, policy.model, wrong)
 
 
-def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
+def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
     """Import reward functions and count the tasks and rejected rows of every taskset.
 
     Raises ConfigError naming the stage when something cannot be loaded, or a reference is empty.
@@ -93,11 +93,11 @@ def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
         own = [] if stage.evaluation is None else [each.rewards or [] for each in stage.evaluation.all_sets().values()]
         for reward in [*stage.rewards, *(one for rewards in own for one in rewards)]:
             if isinstance(reward, PythonReward):
-                reward_function(reward.function)
+                find_reward(reward.function)
         judged = {"taskset": (stage.taskset, stage.rewards)}
         for name, held_out in (stage.evaluation.all_sets() if stage.evaluation else {}).items():
             rewards = stage.rewards if held_out.rewards is None else held_out.rewards
-            judged[section_of(name)] = (held_out.taskset, rewards)
+            judged[evaluation_key(name)] = (held_out.taskset, rewards)
         for section, (taskset, rewards) in judged.items():
             if taskset is not None:
                 key = taskset.model_dump_json()
@@ -109,7 +109,7 @@ def load_everything(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
 
 
 def _loaded(taskset: TasksetConfig, where: str) -> Taskset:
-    from rollmill.tasks import load_taskset
+    from rollmill.data import load_taskset
 
     try:
         return load_taskset(taskset)
@@ -123,7 +123,7 @@ def _answer(run: LoadedRun, counts: dict[tuple[str, str], tuple[int, int]]) -> d
         "path": str(run.path),
         "out": str(run.out),
         "config": run.resolved(),
-        "parameters": estimated_parameters(new) if new else None,
+        "parameters": estimate_parameters(new) if new else None,
         "tasks": [
             {"stage": stage, "section": section, "tasks": tasks, "rejected": rejected}
             for (stage, section), (tasks, rejected) in counts.items()

@@ -19,7 +19,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Evaluate a checkpoint on the run's held-out tasks."""
-    from rollmill.master import evaluate
+    from rollmill.launch import evaluate
 
     metrics = evaluate(run_dir, step, overrides or [])
     if as_json:

@@ -12,7 +12,7 @@ from typing import Annotated
 
 import typer
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 TOKEN_VARIABLE = "ROLLMILL_FEEDBACK_TOKEN"
 PORT, HOST = 8760, "127.0.0.1"
@@ -57,13 +57,13 @@ def command(
 
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -> None:
-    from rollmill.feedback import open_desk
-    from rollmill.feedback.guard import Guard
-    from rollmill.feedback.requests import author_of
-    from rollmill.feedback.serve import make_server
-    from rollmill.web.hosts import address_of, is_loopback, listen
+    from rollmill.feedback import open_feedback
+    from rollmill.feedback.guard import RequestGuard
+    from rollmill.feedback.requests import parse_author
+    from rollmill.feedback.serve import build_server
+    from rollmill.web.hosts import is_loopback, open_listener, server_url
 
-    name = author_of(author or _user())
+    name = parse_author(author or _user())
     token = os.environ.get(TOKEN_VARIABLE) or None
     if token is not None and not re.fullmatch(r"[A-Za-z0-9._~-]+", token):
         raise ConfigError(f"{TOKEN_VARIABLE} is part of an address: use letters, digits and . _ ~ - only")
@@ -74,9 +74,9 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
             "127.0.0.1 is safer",
             file=sys.stderr,
         )
-    server = make_server(open_desk(run), Guard(host, token), name)
-    listener = listen(host, port)
-    address = f"{address_of(host, listener)}/" + (f"?token={token}" if token else "")
+    server = build_server(open_feedback(run), RequestGuard(host, token), name)
+    listener = open_listener(host, port)
+    address = f"{server_url(host, listener)}/" + (f"?token={token}" if token else "")
     print(f"feedback on {run}: {address} (Ctrl-C ends)", flush=True)
     if browser:
         import webbrowser
@@ -90,17 +90,17 @@ def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -
 
 def _export(run: Path, file: Path, steps: list[int], pairs: bool) -> None:
     from rollmill.feedback.label_studio import export_tasks
-    from rollmill.feedback.stored import Stored
+    from rollmill.feedback.rollout_index import RolloutIndex
 
-    count = export_tasks(Stored(run), file, steps=steps, pairs=pairs)
+    count = export_tasks(RolloutIndex(run), file, steps=steps, pairs=pairs)
     print(f"wrote {count} tasks to {file}, the labelling configuration to {file.with_suffix('.xml')}")
 
 
 def _import(run: Path, file: Path) -> None:
-    from rollmill.feedback import open_desk
+    from rollmill.feedback import open_feedback
     from rollmill.feedback.label_studio import import_annotations
 
-    found = import_annotations(open_desk(run), file)
+    found = import_annotations(open_feedback(run), file)
     print(f"{found.new} new, {found.known} known before, {found.skipped} annotations that say nothing")
 
 

@@ -14,20 +14,20 @@ from typing import TYPE_CHECKING, Annotated, Any, TextIO, get_args
 import typer
 from pydantic import TypeAdapter, ValidationError
 
-from rollmill.cli.grade_summary import print_tables, summarise
-from rollmill.config.base import Section
-from rollmill.config.hints import did_you_mean, quoted, sections_of, tag_of, unknown_key
-from rollmill.config.judging import JudgingConfig
+from rollmill.cli.grade_summary import print_summary_tables, summarize_judgements
+from rollmill.config.hints import explain_unknown_key, join_quoted, section_classes, section_tag, suggest_match
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
-from rollmill.config.tree import Problem, plain, refuse
-from rollmill.config.yaml_file import read_value
-from rollmill.core.errors import ConfigError
-from rollmill.core.user_files import json_problem, read_text, strict_json
+from rollmill.config.section import Section
+from rollmill.config.tree import ConfigProblem, raise_problems, to_plain_data
+from rollmill.config.yaml_file import parse_override_value
+from rollmill.errors import ConfigError
+from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
 
 if TYPE_CHECKING:
-    from rollmill.core.types import Completion, Task
-    from rollmill.rewards import Judge, Judgement
+    from rollmill.rewards import RewardManager, RewardResult
+    from rollmill.types import Completion, Task
 
 _AT_ONCE = 256
 
@@ -54,22 +54,22 @@ def command(
     Lines with the same `group` are one group for rewards that compare completions. The summary goes to standard error,
     or to standard output with --json and --output.
     """
-    from rollmill.monitor.files import writing
-    from rollmill.rewards import build_judge
+    from rollmill.files import explain_write_errors
+    from rollmill.rewards import build_reward_manager
 
     configs, judging = _chosen(reward, run, option or [])
     if workers is not None:
         judging = judging.model_copy(update={"workers": workers})
-    rows = read_rows(input)
+    rows = read_response_rows(input)
     tasks = [_task(number, row, input) for number, row in enumerate(rows, 1)]
-    with build_judge(configs, judging) as judge, _opened(output) as file:
+    with build_reward_manager(configs, judging) as judge, _opened(output) as file:
         judged, failure = asyncio.run(_judge_all(judge, rows, tasks))
         counted = judge.counters()
         is_input = output is not None and output.samefile(input)
         if not (failure and is_input):  # lines of the input that were not judged are kept
             if output is not None and output.is_file() and judged:
                 file.truncate(0)  # what the file held is kept until there is something to write
-            with writing(output or Path("standard output")):
+            with explain_write_errors(output or Path("standard output")):
                 file.writelines(_line(rows[number], judgement) for number, judgement in judged.items())
                 file.flush()
         if failure is not None:
@@ -77,18 +77,18 @@ def command(
             print(f"{len(judged)} of {len(rows)} lines were {done}", file=sys.stderr)
             raise failure
     judgements = list(judged.values())
-    summary = summarise(reward or str(run), judgements) | ({"counters": counted} if counted else {})
+    summary = summarize_judgements(reward or str(run), judgements) | ({"counters": counted} if counted else {})
     if as_json:
         print(json.dumps(summary), file=sys.stdout if output else sys.stderr)
     else:
-        print_tables(summary)
+        print_summary_tables(summary)
 
 
-def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[list[RewardConfig], JudgingConfig]:
+def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[list[RewardConfig], RewardManagerConfig]:
     if (reward is None) == (run is None):
         raise ConfigError("give --reward NAME or --run FILE.yaml, one of them")
     if reward is not None:
-        return [reward_config(reward, options)], JudgingConfig()
+        return [parse_reward_config(reward, options)], RewardManagerConfig()
     assert run is not None
     if options:
         raise ConfigError("--option goes with --reward; a run file's rewards are changed in the file")
@@ -98,24 +98,26 @@ def _chosen(reward: str | None, run: Path | None, options: list[str]) -> tuple[l
     return stage.rewards, stage.judging
 
 
-def reward_config(name: str, options: list[str]) -> RewardConfig:
+def parse_reward_config(name: str, options: list[str]) -> RewardConfig:
     """The configuration of the reward `name` with `key=value` options (values are YAML, or plain text).
 
     Raises ConfigError for an unknown reward or key, and for a wrong value.
     """
-    sections = {tag_of(section): section for section in sections_of(get_args(RewardConfig)[0])}
+    sections = {section_tag(section): section for section in section_classes(get_args(RewardConfig)[0])}
     values: dict[str, Any] = {"name": name}
     if ":" in name:
         values = {"name": "python", "function": name}
     elif name not in sections:
-        near = did_you_mean(name, list(sections))
-        raise ConfigError(f"--reward: no reward `{name}`{near}; there are {quoted(list(sections))}, and FILE.py:NAME")
+        near = suggest_match(name, list(sections))
+        raise ConfigError(
+            f"--reward: no reward `{name}`{near}; there are {join_quoted(list(sections))}, and FILE.py:NAME"
+        )
     for text in options:
         key, equals, value = text.partition("=")
         if not equals:
             raise ConfigError(f"--option {text}: expected key=value")
         if key not in sections[values["name"]].model_fields:
-            raise ConfigError(f"--option {text}: {unknown_key(key, sections[values['name']])}")
+            raise ConfigError(f"--option {text}: {explain_unknown_key(key, sections[values['name']])}")
         values[key] = value if _is_text(sections[values["name"]], key) else _value(f"--option {text}", key, value)
     try:
         config: RewardConfig = TypeAdapter(RewardConfig).validate_python(values)
@@ -132,9 +134,9 @@ def reward_config(name: str, options: list[str]) -> RewardConfig:
 
 def _value(option: str, key: str, text: str) -> Any:
     """The value of an option, as that of `--set`."""
-    problems: list[Problem] = []
-    found = plain(read_value(text, option, Path(), (key,), problems))
-    refuse(problems)
+    problems: list[ConfigProblem] = []
+    found = to_plain_data(parse_override_value(text, option, Path(), (key,), problems))
+    raise_problems(problems)
     return found
 
 
@@ -143,7 +145,7 @@ def _is_text(section: type[Section], key: str) -> bool:
     return section.model_fields[key].annotation in (str, str | None, Path)
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
+def read_response_rows(path: Path) -> list[dict[str, Any]]:
     """The objects of a JSONL file, blank lines left out. Raises ConfigError naming file and line."""
     lines = read_text(path).split("\n")
     rows = [_row(f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip()]
@@ -154,9 +156,9 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 def _row(where: str, line: str) -> dict[str, Any]:
     try:
-        row = strict_json(line, unique_keys=True)
+        row = parse_strict_json(line, unique_keys=True)
     except ValueError as error:
-        raise ConfigError(f"{where}: {json_problem(error)}") from error
+        raise ConfigError(f"{where}: {describe_json_error(error)}") from error
     if not isinstance(row, dict):
         raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
     if not isinstance(row.get("response"), str):
@@ -181,7 +183,7 @@ def _opened(output: Path | None) -> Iterator[TextIO]:
             file.close()
 
 
-def _line(row: dict[str, Any], judgement: Judgement) -> str:
+def _line(row: dict[str, Any], judgement: RewardResult) -> str:
     """The line to write: readable text, but half a surrogate pair, which UTF-8 cannot hold, as an escape."""
     row = row | {"reward": judgement.reward, "parts": judgement.parts, "outcomes": judgement.outcomes}
     if judgement.details:
@@ -191,8 +193,8 @@ def _line(row: dict[str, Any], judgement: Judgement) -> str:
 
 
 async def _judge_all(
-    judge: Judge, rows: list[dict[str, Any]], tasks: list[Task]
-) -> tuple[dict[int, Judgement], Exception | None]:
+    judge: RewardManager, rows: list[dict[str, Any]], tasks: list[Task]
+) -> tuple[dict[int, RewardResult], Exception | None]:
     """The judgements by the position of their row, in order, and the first failure.
 
     What stands behind a failure is given up, what stands before it is judged to the end.
@@ -200,7 +202,7 @@ async def _judge_all(
     gate = asyncio.Semaphore(_AT_ONCE)
     groups = _groups(rows, tasks) if judge.groupwise else {number: [number] for number in range(len(rows))}
 
-    async def one(group: str | int, members: list[int]) -> list[Judgement]:
+    async def one(group: str | int, members: list[int]) -> list[RewardResult]:
         async with gate:
             completions = [_completion(index, rows[number]["response"]) for index, number in enumerate(members)]
             if isinstance(group, str):
@@ -209,7 +211,7 @@ async def _judge_all(
 
     judging = [asyncio.create_task(one(group, members)) for group, members in groups.items()]
     failure: Exception | None = None
-    found: dict[int, Judgement] = {}
+    found: dict[int, RewardResult] = {}
     try:
         for members, work in zip(groups.values(), judging, strict=True):
             if failure is not None:
@@ -241,7 +243,7 @@ def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, li
         first = tasks[members[0]]
         for other in [tasks[number] for number in members]:
             if (other.prompt, other.answer) != (first.prompt, first.answer):
-                which = quoted([first.id, other.id])
+                which = join_quoted([first.id, other.id])
                 raise ConfigError(
                     f"group `{group}`: {which} differ in `prompt` or `answer`; give every task a group of its own"
                 )
@@ -250,8 +252,8 @@ def _groups(rows: list[dict[str, Any]], tasks: list[Task]) -> dict[str | int, li
 
 def _task(number: int, row: dict[str, Any], file: Path) -> Task:
     """The task of a row. Pictures that are not there stay as they are named: rewards that need them say so."""
-    from rollmill.core.types import Task
-    from rollmill.tasks.images import metadata_with_images
+    from rollmill.data.images import metadata_with_images
+    from rollmill.types import Task
 
     own = row.get("metadata")
     metadata = own if isinstance(own, dict) else row
@@ -271,7 +273,7 @@ def _completion(number: int, text: str) -> Completion:
     """A completion that has only text: nothing was generated, so there are no tokens."""
     import numpy as np
 
-    from rollmill.core.types import Completion, StopReason
+    from rollmill.types import Completion, StopReason
 
     ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
     return Completion(ids, ids, numbers, ids, numbers, text, StopReason.EOS, seed=0, index=number)

@@ -6,10 +6,10 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.rewards import Judgement
+    from rollmill.rewards import RewardResult
 
 
-def summarise(name: str, judgements: list[Judgement]) -> dict[str, Any]:
+def summarize_judgements(name: str, judgements: list[RewardResult]) -> dict[str, Any]:
     """Counts, the mean reward of what was judged, outcomes, and the median and 99th percentile of seconds.
 
     `parts` has the count and mean of every part, `details` the mean of every detail, `rewards` the outcomes and seconds
@@ -39,7 +39,7 @@ def _of_part(values: list[float | None]) -> dict[str, Any]:
     return {"judged": len(given), "mean": _mean(given)}
 
 
-def _of_reward(name: str, judgements: list[Judgement]) -> dict[str, Any]:
+def _of_reward(name: str, judgements: list[RewardResult]) -> dict[str, Any]:
     spans = [each.spans[name] for each in judgements if name in each.spans]
     outcomes = Counter(each.outcomes[name] for each in judgements if name in each.outcomes)
     return {"outcomes": dict(outcomes), **_percentiles([span.ended - span.started for span in spans] or [0.0])}
@@ -58,7 +58,7 @@ def _percentiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def print_tables(summary: dict[str, Any]) -> None:
+def print_summary_tables(summary: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 

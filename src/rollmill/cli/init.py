@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 
 def command(

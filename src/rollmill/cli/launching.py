@@ -6,10 +6,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from rollmill.monitor.view import PlainView, View
+from rollmill.trackers.console import PlainView, RunView
 
 
-def launch(start: Callable[[View | None], dict[str, Any]], as_json: bool) -> dict[str, Any]:
+def launch_run(start: Callable[[RunView | None], dict[str, Any]], as_json: bool) -> dict[str, Any]:
     """Start a run; with `as_json` its progress goes to stderr, so that stdout holds the JSON alone."""
     summary = start(PlainView(sys.stderr) if as_json else None)
     if not as_json:

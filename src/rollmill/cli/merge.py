@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from rollmill.core.errors import CheckpointError, ConfigError
+from rollmill.errors import CheckpointError, ConfigError
 
 METHODS = ("linear", "slerp")
 DTYPES = ("fp32", "bf16", "fp16")
@@ -79,7 +79,7 @@ def checkpoint_folder(path: Path) -> Path:
     try:
         if not (path / "config.yaml").is_file():
             return path
-        from rollmill.master.checkpoint import Checkpoints
+        from rollmill.orchestrator.checkpoint import Checkpoints
 
         checkpoints = Checkpoints(path)
         steps = checkpoints.steps()

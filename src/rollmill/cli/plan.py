@@ -11,8 +11,8 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from rollmill.planning.memory import Memory
-    from rollmill.planning.plan import StagePlan
+    from rollmill.planning.memory import PhaseMemory
+    from rollmill.planning.planner import StagePlan
 
 _GB = 1e9
 
@@ -28,7 +28,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Predict memory, tokens a second and step time of a run file from a short measurement, and the best split."""
-    from rollmill.planning.plan import plan_run
+    from rollmill.planning.planner import plan_run
 
     print("measuring a few small steps of every stage ...", file=sys.stderr)
     plans = plan_run(config, overrides or [], cores=cores, memory_gb=memory_gb, max_tokens=max_tokens)
@@ -36,10 +36,10 @@ def command(
         print_json({"config": str(config), "stages": [plan.to_json() for plan in plans]})
         return
     for plan in plans:
-        show(plan)
+        print_plan(plan)
 
 
-def show(plan: StagePlan) -> None:
+def print_plan(plan: StagePlan) -> None:
     """Print the plan of a stage."""
     step, found = plan.prediction, plan.found
     print_line(
@@ -94,11 +94,11 @@ def _split(explorers: int) -> str:
     return f"trainer and {explorers} explorer{'s' * (explorers > 1)}" if explorers else "one"
 
 
-def _rows(memories: dict[str, Memory]) -> list[list[str]]:
+def _rows(memories: dict[str, PhaseMemory]) -> list[list[str]]:
     return [[name, *_row(memory)] for name, memory in memories.items()]
 
 
-def _row(memory: Memory) -> list[str]:
+def _row(memory: PhaseMemory) -> list[str]:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
     return [_gb(memory.total), ", ".join(f"{name.replace('_', ' ')} {_gb(size)}" for name, size in parts)]
 

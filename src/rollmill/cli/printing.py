@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table; columns separated by tabs when nobody watches."""
-    from rollmill.monitor.printable import one_line
+    from rollmill.trackers.printable import one_line
 
     cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
     if not sys.stdout.isatty():
@@ -43,7 +43,7 @@ def _cell(value: Any) -> str:
 def print_line(line: str | Text) -> None:
     """A line in which nothing steers the terminal; colours only where somebody watches."""
     if isinstance(line, str) or not sys.stdout.isatty():
-        from rollmill.monitor.printable import printable
+        from rollmill.trackers.printable import printable
 
         typer.echo(printable(str(line)))
         return
@@ -54,6 +54,6 @@ def print_line(line: str | Text) -> None:
 
 def print_json(value: Any) -> None:
     """One line of JSON; NaN and infinities as null."""
-    from rollmill.monitor.files import plain
+    from rollmill.files import to_jsonable
 
-    typer.echo(json.dumps(plain(value), allow_nan=False))
+    typer.echo(json.dumps(to_jsonable(value), allow_nan=False))

@@ -16,10 +16,10 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json on stdout, the story on stderr.")] = False,
 ) -> None:
     """Teach a small model to add, badly, and repair it by reinforcement learning: about two minutes."""
-    from rollmill.master.launch import numbered
-    from rollmill.quickstart.story import quickstart
+    from rollmill.launch import next_free_folder
+    from rollmill.quickstart.demo import run_quickstart
 
-    folder = numbered(Path("runs/quickstart")) if out is None else out
-    summary = quickstart(folder, seed, sys.stderr if as_json else sys.stdout)
+    folder = next_free_folder(Path("runs/quickstart")) if out is None else out
+    summary = run_quickstart(folder, seed, sys.stderr if as_json else sys.stdout)
     if as_json:
         print(json.dumps(summary))

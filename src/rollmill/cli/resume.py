@@ -14,9 +14,9 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print summary.json at the end.")] = False,
 ) -> None:
     """Go on with an interrupted or killed run, from its newest checkpoint."""
-    from rollmill.cli.launching import launch
-    from rollmill.master import resume
+    from rollmill.cli.launching import launch_run
+    from rollmill.launch import resume
 
-    summary = launch(lambda view: resume(run_dir, view), as_json)
+    summary = launch_run(lambda view: resume(run_dir, view), as_json)
     if as_json:
         print(json.dumps(summary))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.config.loader import LoadedRun
@@ -41,19 +41,19 @@ def command(
 
 
 def _run(loaded: LoadedRun, out: Path | None, as_json: bool) -> None:
-    from rollmill.cli.launching import launch
-    from rollmill.master.launch import start
+    from rollmill.cli.launching import launch_run
+    from rollmill.launch import start
 
-    summary = launch(lambda view: start(loaded, out, view), as_json)
+    summary = launch_run(lambda view: start(loaded, out, view), as_json)
     if as_json:
         print(json.dumps(summary))
 
 
 def _explore(loaded: LoadedRun, as_json: bool) -> None:
     """Join the run in --out."""
-    from rollmill.master.exploring import explore
+    from rollmill.remote.explorer_process import run_explorer
 
-    made = explore(loaded, loaded.out, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True))
+    made = run_explorer(loaded, loaded.out, partial(print, file=sys.stderr if as_json else sys.stdout, flush=True))
     if as_json:
         print(json.dumps(made))
 
@@ -70,11 +70,11 @@ def _bench(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: b
 def _serve(loaded: LoadedRun, overrides: list[str], out: Path | None, as_json: bool) -> None:
     """As `rollmill serve MODEL`, or `rollmill serve FILE --train` where applications make the rollouts."""
     from rollmill.cli import serve
-    from rollmill.config.workflows import Traffic
+    from rollmill.config.workflows import TrafficWorkflow
 
     if as_json:
         raise ConfigError("--json: mode `serve` prints no result; leave it out")
-    if any(isinstance(stage.workflow, Traffic) for stage in loaded.stages):
+    if any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
         serve.command(loaded.path, train=True, overrides=overrides, out=out)
         return
     if out is not None:

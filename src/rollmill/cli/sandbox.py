@@ -10,18 +10,18 @@ from typing import Annotated, get_args
 
 import typer
 
-from rollmill.core.errors import ConfigError
-from rollmill.core.user_files import read_text
+from rollmill.errors import ConfigError
+from rollmill.strict_files import read_text
 
 HELP = "Run untrusted Python programs, and check what keeps them in."
 
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False) -> None:
     """Attack every backend with hostile programs. Exits with 0 if one of them is safe, else with 1."""
-    from rollmill.sandbox.attack import inspect
-    from rollmill.sandbox.start import SAFE
+    from rollmill.sandbox.backend_selection import SAFE_BACKENDS
+    from rollmill.sandbox.isolation_check import check_isolation
 
-    reports = [inspect(backend) for backend in (*SAFE, "plain")]
+    reports = [check_isolation(backend) for backend in (*SAFE_BACKENDS, "plain")]
     chosen = next((report.backend for report in reports if report.safe), None)
     if as_json:
         print(json.dumps({"backend": chosen, "backends": [report.as_json() for report in reports]}))
@@ -52,14 +52,14 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
 ) -> None:
     """Run a program in a sandbox and print what it prints. Exits with 0 if its outcome is ok, else with 1."""
-    from rollmill.sandbox import Limits, Sandbox
-    from rollmill.sandbox.start import Backend
+    from rollmill.sandbox import Sandbox, SandboxLimits
+    from rollmill.sandbox.backend_selection import BackendChoice
 
-    chosen = next((name for name in get_args(Backend) if name == backend), None)
+    chosen = next((name for name in get_args(BackendChoice) if name == backend), None)
     if chosen is None:
-        raise ConfigError(f"--backend is {', '.join(get_args(Backend))}, not {backend!r}")
+        raise ConfigError(f"--backend is {', '.join(get_args(BackendChoice))}, not {backend!r}")
     try:
-        limits = Limits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mb=memory_mb)
+        limits = SandboxLimits(wall_s=wall_s, cpu_s=max(1, round(wall_s)), memory_mb=memory_mb)
     except ValueError as error:
         raise ConfigError(str(error)) from error
     with Sandbox(limits, packages=package or [], jobs=1, backend=chosen) as sandbox:

@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 KEY_VARIABLE = "ROLLMILL_SERVE_KEY"
 PORT, HOST = 8770, "127.0.0.1"
@@ -67,25 +67,25 @@ def command(
 ) -> None:
     """Serve a model by OpenAI's interface; record sessions, and train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
-    from rollmill.explorer.serving.build import Limits
-    from rollmill.explorer.serving.front import Rules
-    from rollmill.master.serving import Place, serve_checkpoint, serve_training
-    from rollmill.master.serving import threads as set_threads
-    from rollmill.web.hosts import address_of, is_loopback, listen
+    from rollmill.rollout.endpoint.application import ServiceLimits
+    from rollmill.rollout.endpoint.middleware import AccessRules
+    from rollmill.serve.server import ServerAddress, serve_checkpoint, serve_training
+    from rollmill.serve.server import set_threads as set_threads
+    from rollmill.web.hosts import is_loopback, open_listener, server_url
 
     chosen = _key(key, no_key, is_loopback(host))
     if not is_loopback(host):
         print(f"warning: other machines can reach {host}, and what is sent can be read on the way", file=sys.stderr)
-    listener = listen(host, port)
+    listener = open_listener(host, port)
 
     def ready() -> None:
         if chosen is not None and key is None and not os.environ.get(KEY_VARIABLE):
             print(f"API key, shown once: {chosen}", flush=True)
-        print(f"serving {model}: {address_of(host, listener)}/v1 (Ctrl-C ends)", flush=True)
+        print(f"serving {model}: {server_url(host, listener)}/v1 (Ctrl-C ends)", flush=True)
 
-    limits = Limits(requests, deadline, sessions, tokens, idle, body)
+    limits = ServiceLimits(requests, deadline, sessions, tokens, idle, body)
     shown = name or model.absolute().name.removesuffix(".yaml")
-    place = Place(listener, Rules(host, chosen, body), limits, shown, ready)
+    place = ServerAddress(listener, AccessRules(host, chosen, body), limits, shown, ready)
     if train:
         serve_training(model, place, overrides=overrides or [], out=out)
         return

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rollmill.core.types import Experience
+    from rollmill.types import Experience
 
 _GOOD: tuple[str, ...] = ("#12382c", "#14573f", "#15784f", "#169a60")
 _BAD: tuple[str, ...] = ("#431f29", "#662838", "#8a3047", "#b03a58")
@@ -48,8 +48,8 @@ def command(
 
 
 def _show_run(run: Path, as_json: bool) -> None:
-    from rollmill.monitor import read_metrics, read_summary, stored_steps
-    from rollmill.monitor.evaluations import evaluated
+    from rollmill.trackers import read_metrics, read_summary, stored_steps
+    from rollmill.trackers.eval_metrics import has_evaluation
 
     stored = stored_steps(run)
     rows = read_metrics(run)
@@ -57,7 +57,7 @@ def _show_run(run: Path, as_json: bool) -> None:
     evaluations = [
         {key: value for key, value in row.items() if key in ("step", "stage") or key.startswith("eval/")}
         for row in rows
-        if evaluated(row)
+        if has_evaluation(row)
     ]
     overview: dict[str, Any] = {
         "run": str(run),
@@ -82,7 +82,7 @@ def _show_run(run: Path, as_json: bool) -> None:
 
 
 def _show_step(run: Path, step: int, as_json: bool) -> None:
-    from rollmill.monitor import load_experiences
+    from rollmill.trackers import load_experiences
 
     listed = [
         {
@@ -106,11 +106,11 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
-    from rollmill.monitor.codec import encode_experience
-    from rollmill.monitor.tokens import load_decode, token_texts
+    from rollmill.report.tokens import load_decoder, token_texts
+    from rollmill.serialization import encode_experience
 
     step, found = _find(run, step, task)
-    decode = load_decode(run)
+    decode = load_decoder(run)
     if as_json:
         print_json([{"step": step, **encode_experience(one), "token_texts": token_texts(one, decode)} for one in found])
         return
@@ -127,7 +127,7 @@ def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool
 
 def _find(run: Path, step: int | None, task: str) -> tuple[int, list[Experience]]:
     """The experiences of `task` in `step`, or in the newest step that has any."""
-    from rollmill.monitor import load_experiences, stored_steps
+    from rollmill.trackers import load_experiences, stored_steps
 
     stored = stored_steps(run)
     seen: dict[str, None] = {}
@@ -147,8 +147,8 @@ def _coloured(experience: Experience, texts: Sequence[str], colour: str) -> Text
     from rich.console import Console
     from rich.text import Text
 
-    from rollmill.monitor.printable import printable
-    from rollmill.monitor.tokens import advantage_levels, surprise_levels
+    from rollmill.report.tokens import advantage_levels, surprise_levels
+    from rollmill.trackers.printable import printable
 
     by_advantage = colour == "advantage"
     levels = advantage_levels(experience) if by_advantage else surprise_levels(experience)

@@ -11,8 +11,8 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from rollmill.monitor.heartbeat import Beat
-    from rollmill.monitor.status import Status
+    from rollmill.report.status import RunStatus
+    from rollmill.trackers.heartbeat import HeartbeatRecord
 
 HEADER = ("process", "host", "pid", "does", "waits for", "since", "version", "last heartbeat", "state")
 
@@ -22,7 +22,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show who works on a run, what each process does and waits for, and where the run is."""
-    from rollmill.monitor.status import read_status
+    from rollmill.report.status import read_status
 
     status = read_status(run)
     if as_json:
@@ -36,7 +36,7 @@ def command(
     print_table("", HEADER, [_row(beat, state, status.now) for beat, state in status.processes])
 
 
-def _where(status: Status) -> str:
+def _where(status: RunStatus) -> str:
     at = status.position
     parts = [f"stage {at.stage}, step {at.step} of {at.stage_steps}"]
     if at.total_steps != at.stage_steps:
@@ -50,7 +50,7 @@ def _where(status: Status) -> str:
     return ", ".join(parts)
 
 
-def _row(beat: Beat, state: str, now: float) -> list[object]:
+def _row(beat: HeartbeatRecord, state: str, now: float) -> list[object]:
     marks = {"alive": "alive", "late": "LATE: silent", "gone": "GONE: no such process", "ended": beat.ended}
     silent = f"{duration(now - beat.beat)} ago"
     version = None if beat.version < 0 else beat.version
@@ -67,7 +67,7 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
 
 
-def _as_json(run: Path, status: Status) -> dict[str, object]:
+def _as_json(run: Path, status: RunStatus) -> dict[str, object]:
     return {
         "run": str(run),
         "state": status.state,

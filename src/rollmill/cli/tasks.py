@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from pydantic import ValidationError
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollmill.config.rewards import JudgeReward
-    from rollmill.tasks import Taskset
+    from rollmill.data import Taskset
 
 HELP = "Look at a run's tasks, rate how difficult they are, and have them answered."
 _BARS, _WIDTH, _SAMPLES = 10, 40, 8
@@ -45,7 +45,7 @@ def score(
     judge, a language model guesses it from the prompt. Started again with the same file, it goes on where it ended.
     """
     from rollmill.config.loader import load_run
-    from rollmill.master.scoring import score_by_judge, score_by_policy, stage_of
+    from rollmill.orchestrator.task_difficulty import find_stage, score_by_judge, score_by_policy
 
     if by == "policy" and (endpoint is not None or model is not None):
         raise ConfigError("--endpoint and --model are honoured with --by judge; add it, or remove them")
@@ -53,7 +53,7 @@ def score(
         raise ConfigError("--samples is honoured with --by policy; remove it (a judge's `votes` are in its reward)")
     judge = _judge(endpoint, model)
     loaded = load_run(config, overrides or [])
-    chosen = stage_of(loaded, stage)
+    chosen = find_stage(loaded, stage)
 
     def progress(rated: int, tasks: int) -> None:
         print(f"{rated} of {tasks} tasks rated", file=sys.stderr)
@@ -83,15 +83,15 @@ def answer(
     file, it goes on where it ended.
     """
     from rollmill.config.loader import load_run
-    from rollmill.master.answering import answer as answered
-    from rollmill.master.scoring import stage_of
+    from rollmill.orchestrator.generate_demonstrations import generate_demonstrations as answered
+    from rollmill.orchestrator.task_difficulty import find_stage
 
     loaded = load_run(config, overrides or [])
 
     def progress(done: int, tasks: int) -> None:
         print(f"{done} of {tasks} tasks answered", file=sys.stderr)
 
-    found, solved = answered(loaded, stage_of(loaded, stage), by, out, samples, progress)
+    found, solved = answered(loaded, find_stage(loaded, stage), by, out, samples, progress)
     print(f"{out}: {found.rated} of {found.tasks} tasks answered, {solved} of them right")
     if found.without:
         names = ", ".join(found.without[:5]) + (" ..." if len(found.without) > 5 else "")
@@ -107,11 +107,11 @@ def show(
 ) -> None:
     """Load a run's tasks and print what the pipeline did to them, the sets of a mix, and a histogram of difficulty."""
     from rollmill.config.loader import load_run
-    from rollmill.master.scoring import stage_of
-    from rollmill.tasks import load_taskset
+    from rollmill.data import load_taskset
+    from rollmill.orchestrator.task_difficulty import find_stage
 
-    chosen = stage_of(load_run(config, overrides or []), stage)
-    taskset = load_taskset(chosen.tasks_from)
+    chosen = find_stage(load_run(config, overrides or []), stage)
+    taskset = load_taskset(chosen.required_taskset)
     shown = _shown(taskset, column)
     if as_json:
         print(json.dumps({"stage": chosen.name, **shown}, ensure_ascii=False))
@@ -136,9 +136,9 @@ def _judge(endpoint: str | None, model: str | None) -> JudgeReward | None:
 
 
 def _shown(taskset: Taskset, column: str) -> dict[str, Any]:
-    from rollmill.tasks.record import number_of
+    from rollmill.data.records import to_finite_number
 
-    numbers = [number_of(task.metadata.get(column)) for task in taskset.tasks]
+    numbers = [to_finite_number(task.metadata.get(column)) for task in taskset.tasks]
     known = [number for number in numbers if number is not None]
     sets = {each.name: sum(task.taskset == each.name for task in taskset.tasks) for each in taskset.mixed}
     reports = [

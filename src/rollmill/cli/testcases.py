@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollmill.core.errors import ConfigError
-from rollmill.core.user_files import json_problem, read_text, strict_json
+from rollmill.errors import ConfigError
+from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
 
 if TYPE_CHECKING:
-    from rollmill.rewards.code.generation import Demands, Generated, Problem
+    from rollmill.rewards.code.generation import CodingProblem, GeneratedTestCases, ValidationCriteria
 
 _REASON_WIDTH = 70
 
@@ -39,12 +39,12 @@ def command(
     A line has `generator` (a program that reads a number and prints a case), `submissions` (programs), for functions
     `entry_point`, and whatever else a task needs. The same lines come out without the first two, with `tests`.
     """
-    from rollmill.rewards.code.generation import Demands
+    from rollmill.rewards.code.generation import ValidationCriteria
 
     if not 0 < time_limit_s < math.inf:
         raise ConfigError(f"--time-limit-s {time_limit_s:g}: it has to be above 0, and finite")
     try:
-        demands = Demands(cases, submissions, agree, solve)
+        demands = ValidationCriteria(cases, submissions, agree, solve)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     rows = _rows(input)
@@ -62,9 +62,9 @@ def command(
         _print_table(names, found)
 
 
-def _rows(path: Path) -> list[tuple[dict[str, Any], Problem]]:
+def _rows(path: Path) -> list[tuple[dict[str, Any], CodingProblem]]:
     """The lines of a file, without what makes the tests, and their problems. Raises ConfigError naming the line."""
-    from rollmill.rewards.code.generation import Problem
+    from rollmill.rewards.code.generation import CodingProblem
 
     found = []
     for number, line in enumerate(read_text(path).split("\n"), 1):
@@ -72,9 +72,9 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], Problem]]:
             continue
         where = f"{path}:{number}"
         try:
-            row = strict_json(line, unique_keys=True)
+            row = parse_strict_json(line, unique_keys=True)
         except ValueError as error:
-            raise ConfigError(f"{where}: {json_problem(error)}") from error
+            raise ConfigError(f"{where}: {describe_json_error(error)}") from error
         if not isinstance(row, dict):
             raise ConfigError(f"{where}: expected an object, found {type(row).__name__}")
         generator, submissions, name = row.pop("generator", None), row.pop("submissions", None), row.get("entry_point")
@@ -84,28 +84,28 @@ def _rows(path: Path) -> list[tuple[dict[str, Any], Problem]]:
             raise ConfigError(f"{where}: `submissions` has to be a list of programs, found {submissions!r:.60}")
         if name is not None and not isinstance(name, str):
             raise ConfigError(f"{where}: `entry_point` has to be the name of a function, found {name!r:.60}")
-        found.append((row, Problem(generator, submissions, name)))
+        found.append((row, CodingProblem(generator, submissions, name)))
     if not found:
         raise ConfigError(f"{path}: no lines with problems")
     return found
 
 
 async def _generate(
-    problems: list[Problem], demands: Demands, time_limit_s: float, memory_mb: int, jobs: int
-) -> list[Generated]:
+    problems: list[CodingProblem], demands: ValidationCriteria, time_limit_s: float, memory_mb: int, jobs: int
+) -> list[GeneratedTestCases]:
     from rollmill.rewards.code.generation import generate_tests
-    from rollmill.sandbox import Limits, Sandbox
+    from rollmill.sandbox import Sandbox, SandboxLimits
 
-    limits = Limits(wall_s=time_limit_s, cpu_s=int(time_limit_s) + 1, memory_mb=memory_mb)
+    limits = SandboxLimits(wall_s=time_limit_s, cpu_s=int(time_limit_s) + 1, memory_mb=memory_mb)
     with Sandbox(limits, jobs=jobs) as sandbox:
         return [await generate_tests(problem, sandbox, demands) for problem in problems]
 
 
-def _numbers(made: Generated) -> dict[str, int]:
+def _numbers(made: GeneratedTestCases) -> dict[str, int]:
     return {"cases": made.cases, "valid": made.valid, "solved": made.solved}
 
 
-def _print_table(names: list[str], found: list[Generated]) -> None:
+def _print_table(names: list[str], found: list[GeneratedTestCases]) -> None:
     from rich.console import Console
     from rich.table import Table
 

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator, model_validator
 
-from rollmill.config.parts import Chosen, Part
+from rollmill.config.parts import NamedSection, RegisteredUnion
 
 
-class Advantage(Part):
+class AdvantageSection(NamedSection):
     """What every advantage says about itself."""
 
     compares_groups: ClassVar[bool] = True  #: useless with one completion per group
@@ -20,7 +20,7 @@ class Advantage(Part):
     uses_episodes: ClassVar[bool] = False  #: knows that a rollout may give several experiences
 
 
-class GroupNormalised(Advantage):
+class GroupNormalised(AdvantageSection):
     """(r - mean) / (std + eps) within the group (GRPO)."""
 
     name: Literal["grpo"] = "grpo"
@@ -30,19 +30,19 @@ class GroupNormalised(Advantage):
     """0: population, 1: sample standard deviation."""
 
 
-class MeanBaseline(Advantage):
+class MeanBaseline(AdvantageSection):
     """r - mean within the group (Dr. GRPO)."""
 
     name: Literal["mean_baseline"] = "mean_baseline"
 
 
-class LeaveOneOut(Advantage):
+class LeaveOneOut(AdvantageSection):
     """r minus the mean of the other rewards of the group (RLOO)."""
 
     name: Literal["rloo"] = "rloo"
 
 
-class BatchBaseline(Advantage):
+class BatchBaseline(AdvantageSection):
     """r minus the mean of the whole batch, or r itself (REINFORCE)."""
 
     compares_groups: ClassVar[bool] = False
@@ -52,7 +52,7 @@ class BatchBaseline(Advantage):
     """What is taken off the reward: the mean of the whole batch, or nothing."""
 
 
-class BatchNormalised(Advantage):
+class BatchNormalised(AdvantageSection):
     """(A - mean) / (std + eps) over the batch, A the reward or r - mean within the group (REINFORCE++)."""
 
     compares_groups: ClassVar[bool] = False
@@ -64,13 +64,13 @@ class BatchNormalised(Advantage):
     """0: population, 1: sample standard deviation."""
 
 
-class OptimalBaseline(Advantage):
+class OptimalBaseline(AdvantageSection):
     """r minus the mean of the group weighted by length (OPO)."""
 
     name: Literal["opo"] = "opo"
 
 
-class OptimalTokenBaseline(Advantage):
+class OptimalTokenBaseline(AdvantageSection):
     """Per token: what is still to come minus a mean of the group, weighted by the gradient's size so far (OTB)."""
 
     uses_probabilities: ClassVar[bool] = True
@@ -80,7 +80,7 @@ class OptimalTokenBaseline(Advantage):
     """No baseline where one completion of the group alone is that long. Otherwise its advantage there is 0."""
 
 
-class PassAtK(Advantage):
+class PassAtKAdvantage(AdvantageSection):
     """What a completion adds to the best of k, over all subsets of k completions of the group (pass@k)."""
 
     name: Literal["pass_at_k"] = "pass_at_k"
@@ -93,7 +93,7 @@ class PassAtK(Advantage):
     """Standard deviation that divides: that of the subsets' best rewards, of the group's rewards, or none."""
 
 
-class BestOfGroup(Advantage):
+class BestOfGroup(AdvantageSection):
     """1 for accepted completions and 0 for the others (RAFT)."""
 
     compares_groups: ClassVar[bool] = False
@@ -111,7 +111,7 @@ class BestOfGroup(Advantage):
         return self
 
 
-class GreedyBaseline(Advantage):
+class GreedyBaseline(AdvantageSection):
     """r minus the reward of the greedy completion of the same prompt (ReMax)."""
 
     compares_groups: ClassVar[bool] = False
@@ -120,7 +120,7 @@ class GreedyBaseline(Advantage):
     name: Literal["remax"] = "remax"
 
 
-class MirrorBaseline(Advantage):
+class MirrorBaseline(AdvantageSection):
     """r minus the group's mean, or minus tau log(mean(exp(r / tau))) (OPMD, Kimi k1.5)."""
 
     name: Literal["opmd"] = "opmd"
@@ -130,7 +130,7 @@ class MirrorBaseline(Advantage):
     """Temperature of `logavgexp`; a small one moves the baseline towards the best reward."""
 
 
-class LoweredBaseline(Advantage):
+class ShiftedBaseline(AdvantageSection):
     """r - (mean - beta) within the group: successes weigh more than failures (AsymRE)."""
 
     name: Literal["asymre"] = "asymre"
@@ -140,7 +140,7 @@ class LoweredBaseline(Advantage):
     """Groups with equal rewards get beta, as the formula says, instead of 0."""
 
 
-class PartsNormalised(Advantage):
+class RewardPartsNormalised(AdvantageSection):
     """Every part of the reward normalised within the group on its own, summed, normalised over the batch (GDPO)."""
 
     uses_parts: ClassVar[bool] = True
@@ -152,7 +152,7 @@ class PartsNormalised(Advantage):
     """Normalise the sum over the batch."""
 
 
-class Stepwise(Advantage):
+class StepwiseAdvantage(AdvantageSection):
     """GRPO's advantage of an episode, given to each of its steps; an episode counts once in the baseline."""
 
     uses_episodes: ClassVar[bool] = True
@@ -162,7 +162,7 @@ class Stepwise(Advantage):
     """Divide by the number of the episode's steps."""
 
 
-class GroupInGroup(Advantage):
+class GroupInGroupAdvantage(AdvantageSection):
     """Advantage of the episode plus `weight` times that of the step among steps taken in the same state (GiGPO)."""
 
     uses_episodes: ClassVar[bool] = True
@@ -178,7 +178,7 @@ class GroupInGroup(Advantage):
     """0: population, 1: sample standard deviation."""
 
 
-class GAE(Advantage):
+class GAE(AdvantageSection):
     """Generalized advantage estimation per token, from a critic (PPO)."""
 
     compares_groups: ClassVar[bool] = False
@@ -207,17 +207,17 @@ AdvantageConfig = Annotated[
             | BatchNormalised
             | OptimalBaseline
             | OptimalTokenBaseline
-            | PassAtK
+            | PassAtKAdvantage
             | BestOfGroup
             | GreedyBaseline
             | MirrorBaseline
-            | LoweredBaseline
-            | PartsNormalised
-            | Stepwise
-            | GroupInGroup
+            | ShiftedBaseline
+            | RewardPartsNormalised
+            | StepwiseAdvantage
+            | GroupInGroupAdvantage
             | GAE,
             Field(discriminator="name"),
         ]
     ],
-    WrapValidator(Chosen("advantage")),
+    WrapValidator(RegisteredUnion("advantage")),
 ]

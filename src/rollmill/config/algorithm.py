@@ -6,12 +6,12 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.advantage import Advantage, AdvantageConfig, GroupNormalised
-from rollmill.config.base import Section
+from rollmill.config.advantage import AdvantageConfig, AdvantageSection, GroupNormalised
 from rollmill.config.correction import CorrectionConfig
-from rollmill.config.loss import Loss, LossConfig, PPOClip
+from rollmill.config.loss import LossConfig, LossSection, PPOClipLoss
 from rollmill.config.mask import MaskConfig
-from rollmill.config.parts import over_default
+from rollmill.config.parts import merge_with_default
+from rollmill.config.section import Section
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 
@@ -42,7 +42,7 @@ class AlgorithmOptions(Section):
         return "labelled completions" if self.uses_labels else "worked solutions"
 
 
-class DemonstrationOptions(AlgorithmOptions):
+class OfflineAlgorithmOptions(AlgorithmOptions):
     """Base of algorithms that learn from a file and roll nothing out."""
 
     uses_rollouts: ClassVar[bool] = False
@@ -100,7 +100,7 @@ class PolicyGradientOptions(AlgorithmOptions):
 
     advantage: AdvantageConfig = GroupNormalised()
     """How rewards become advantages: a name, or a section."""
-    loss: LossConfig = PPOClip()
+    loss: LossConfig = PPOClipLoss()
     """The per-token loss: a name, or a section."""
     kl: KLOptions = KLOptions()
     """The KL penalty: its coefficient, or a section."""
@@ -137,7 +137,7 @@ class PolicyGradientOptions(AlgorithmOptions):
             data["kl"] = {"coefficient": data["kl"]}
         for key in ("advantage", "loss", "kl", "critic", "entropy_control"):
             if key in data:
-                data[key] = over_default(cls.model_fields[key].default, data[key])
+                data[key] = merge_with_default(cls.model_fields[key].default, data[key])
         return data
 
     @field_validator("corrections", "masks", mode="before")
@@ -149,15 +149,15 @@ class PolicyGradientOptions(AlgorithmOptions):
 
 
 __all__ = [
-    "Advantage",
     "AdvantageConfig",
+    "AdvantageSection",
     "Aggregation",
     "AlgorithmOptions",
     "CriticOptions",
-    "DemonstrationOptions",
     "EntropyControl",
     "KLOptions",
-    "Loss",
     "LossConfig",
+    "LossSection",
+    "OfflineAlgorithmOptions",
     "PolicyGradientOptions",
 ]

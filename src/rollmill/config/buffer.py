@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
 class ReplayConfig(Section):

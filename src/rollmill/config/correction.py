@@ -6,14 +6,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.config.parts import Part
+from rollmill.config.parts import NamedSection
 
 
-class Correction(Part):
+class CorrectionSection(NamedSection):
     """A weight per token, from x = old / rollout probability; several are multiplied."""
 
 
-class TokenTIS(Correction):
+class TokenTIS(CorrectionSection):
     """min(x, cap) per token: truncated importance sampling."""
 
     name: Literal["tis"] = "tis"
@@ -21,7 +21,7 @@ class TokenTIS(Correction):
     """Weights above it are cut to it."""
 
 
-class SequenceTIS(Correction):
+class SequenceTIS(CorrectionSection):
     """min(product of the completion's x, cap)."""
 
     name: Literal["sequence_tis"] = "sequence_tis"
@@ -29,7 +29,7 @@ class SequenceTIS(Correction):
     """Weights above it are cut to it."""
 
 
-class TokenMIS(Correction):
+class TokenMIS(CorrectionSection):
     """x within [low, high], else 0 (IcePop, MIS)."""
 
     name: Literal["mis"] = "mis"
@@ -39,7 +39,7 @@ class TokenMIS(Correction):
     """Larger weights become 0."""
 
 
-class SequenceMIS(Correction):
+class SequenceMIS(CorrectionSection):
     """The product of the completion's x within [low, high], else 0."""
 
     name: Literal["sequence_mis"] = "sequence_mis"
@@ -49,7 +49,7 @@ class SequenceMIS(Correction):
     """Larger weights become 0."""
 
 
-class Geometric(Correction):
+class GeometricRejection(CorrectionSection):
     """1 where the geometric mean of the completion's x lies within [low, high], else 0."""
 
     name: Literal["geometric"] = "geometric"
@@ -59,7 +59,7 @@ class Geometric(Correction):
     """Completions with a larger mean are left out."""
 
 
-class K3Rejection(Correction):
+class K3Rejection(CorrectionSection):
     """1 where the completion's mean k3 between rollout and old policy is at most `bound`, else 0."""
 
     name: Literal["k3"] = "k3"
@@ -67,7 +67,7 @@ class K3Rejection(Correction):
     """Completions further off are left out."""
 
 
-class Decoupled(Correction):
+class DecoupledCorrection(CorrectionSection):
     """x up to `cap` (decoupled PPO, AReaL)."""
 
     name: Literal["decoupled"] = "decoupled"
@@ -77,7 +77,7 @@ class Decoupled(Correction):
     """What happens to a larger one: it becomes 0, or `cap`."""
 
 
-class OffPolicyMask(Correction):
+class OffPolicyMask(CorrectionSection):
     """0 for completions with negative advantage that the policy has moved away from by more than `delta`, else 1."""
 
     name: Literal["off_policy_mask"] = "off_policy_mask"
@@ -86,6 +86,13 @@ class OffPolicyMask(Correction):
 
 
 CorrectionConfig = Annotated[
-    TokenTIS | SequenceTIS | TokenMIS | SequenceMIS | Geometric | K3Rejection | Decoupled | OffPolicyMask,
+    TokenTIS
+    | SequenceTIS
+    | TokenMIS
+    | SequenceMIS
+    | GeometricRejection
+    | K3Rejection
+    | DecoupledCorrection
+    | OffPolicyMask,
     Field(discriminator="name"),
 ]

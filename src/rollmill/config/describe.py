@@ -5,30 +5,30 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterator, Mapping
 
-from rollmill.config.algorithm import DemonstrationOptions
-from rollmill.config.base import Section
-from rollmill.config.capability import unhonoured
+from rollmill.config.algorithm import OfflineAlgorithmOptions
+from rollmill.config.checks.capability import find_unused_keys
 from rollmill.config.engine import EngineConfig
 from rollmill.config.evaluation import EvaluationSampling
 from rollmill.config.loader import LoadedRun
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.operators import OperatorSection
 from rollmill.config.order import ShuffledOrder
-from rollmill.config.parts import Part
-from rollmill.config.parts_in_words import parts_in_words, value_in_words
-from rollmill.config.placement import OnRay
+from rollmill.config.parts import NamedSection
+from rollmill.config.parts_in_words import format_algorithm_parts, format_value
+from rollmill.config.placement import RayPlacement
 from rollmill.config.rewards import RewardSection
-from rollmill.config.rewards.names import part_names
+from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.section import Section
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 
 CHAR_VOCABULARY = 100  #: assumed before the taskset's characters are counted
 
-Counts = Mapping[tuple[str, str], tuple[int, int]]
+TaskCounts = Mapping[tuple[str, str], tuple[int, int]]
 """(stage name, "taskset", "evaluation" or "evaluation.sets.NAME") -> (tasks, rejected rows)."""
 
 
-def describe(run: LoadedRun, counts: Counts) -> str:
+def describe_run(run: LoadedRun, counts: TaskCounts) -> str:
     """The run as readable lines. Tasksets that are not in `counts` are named without a number of tasks."""
     config = run.config
     lines = [
@@ -38,7 +38,9 @@ def describe(run: LoadedRun, counts: Counts) -> str:
         _wrapped("", "machine", f"device {config.device}, threads {config.threads}, seed {config.seed}{_mode(config)}"),
         _wrapped("", "checkpoint", _options(config.checkpoint)),
     ]
-    lines += [_wrapped("", "placement", _on_ray(config.placement))] if isinstance(config.placement, OnRay) else []
+    lines += (
+        [_wrapped("", "placement", _on_ray(config.placement))] if isinstance(config.placement, RayPlacement) else []
+    )
     lines += [_wrapped("", "plugins", ", ".join(str(path) for path in config.plugins))] if config.plugins else []
     for number, stage in enumerate(run.stages, 1):
         lines += ["", f"stage {number} of {len(run.stages)}: {stage.name}"]
@@ -50,7 +52,7 @@ def _mode(config: RunConfig) -> str:
     return "" if config.mode == "both" else f", mode {config.mode}"
 
 
-def _on_ray(placement: OnRay) -> str:
+def _on_ray(placement: RayPlacement) -> str:
     kinds = []
     for kind in placement.explorers:
         engine = "" if kind.engine is None else f"engine {_engine(kind.engine)}"
@@ -60,7 +62,7 @@ def _on_ray(placement: OnRay) -> str:
     return f"ray: {', '.join(kinds)}" + (f"; {more}" if more else "")
 
 
-def estimated_parameters(new: NewModelConfig) -> int:
+def estimate_parameters(new: NewModelConfig) -> int:
     """Weights of a new model, before its tokenizer is trained (the vocabulary is taken at its upper bound)."""
     width, head = new.hidden_size, new.head_dim or new.hidden_size // new.heads
     vocabulary = CHAR_VOCABULARY if new.tokenizer.kind == "char" else new.tokenizer.vocab_size
@@ -74,7 +76,7 @@ def _model(model: ModelConfig) -> str:
     new = model.new
     if model.path != "new" or new is None:
         return f"{model.path}" + (" (model.new is on standby)" if new else "")
-    millions = estimated_parameters(new) / 1e6
+    millions = estimate_parameters(new) / 1e6
     words = f"up to {new.tokenizer.vocab_size} tokens" if new.tokenizer.kind == "bpe" else "one token per character"
     return (
         f"new {new.architecture}, about {millions:.{1 if millions >= 1 else 2}f}M parameters: {new.layers} layers x "
@@ -83,7 +85,7 @@ def _model(model: ModelConfig) -> str:
     )
 
 
-def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
+def _stage(stage: StageConfig, counts: TaskCounts) -> Iterator[tuple[str, str]]:
     rollout, evaluation, algorithm = stage.rollout, stage.evaluation, stage.algorithm
     if stage.taskset is not None:
         yield "tasks", _taskset(stage.taskset, counts.get((stage.name, "taskset")))
@@ -92,7 +94,7 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "steps", f"{stage.steps}, each {rollout.batch} tasks x {rollout.group_size} completions = {total}"
         yield "rollout", f"{_options(rollout, skip={'batch', 'group_size'})}, max_staleness {stage.max_staleness}"
     else:
-        assert isinstance(algorithm, DemonstrationOptions)
+        assert isinstance(algorithm, OfflineAlgorithmOptions)
         names = {"preference pairs": "pairs", "worked solutions": "demonstrations"}
         learned = names.get(algorithm.examples, algorithm.examples)
         yield "steps", f"{stage.steps}, each {algorithm.batch} {learned}"
@@ -107,9 +109,9 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
     for label, section in (("buffer", stage.buffer), ("experts", stage.experts)):
         if options := _options(section, changed=True):
             yield label, options
-    words = "; ".join(f"{part} {text}" for part, text in parts_in_words(algorithm))
+    words = "; ".join(f"{part} {text}" for part, text in format_algorithm_parts(algorithm))
     yield "algorithm", f"{algorithm.name}: {words}"
-    unused = {str(path[-1]) for path in unhonoured(stage) if path[0] == "trainer"}
+    unused = {str(path[-1]) for path in find_unused_keys(stage) if path[0] == "trainer"}
     yield "trainer", _options(stage.trainer, skip=unused)
     if stage.residency is not None:
         yield "residency", _options(stage.residency, changed=True) or "auto"
@@ -117,7 +119,7 @@ def _stage(stage: StageConfig, counts: Counts) -> Iterator[tuple[str, str]]:
         yield "evaluation", "none"
         return
     for name, held_out in evaluation.all_sets().items():
-        source = _taskset(held_out.taskset, counts.get((stage.name, section_of(name))))
+        source = _taskset(held_out.taskset, counts.get((stage.name, evaluation_key(name))))
         yield "evaluation", f"{name}: {source}" if name else source
         parts = {"workflow", "environment", "rewards", "sampling"}
         yield "", _options(held_out, skip={"taskset", "sets", "k", "answer", *parts})
@@ -136,7 +138,7 @@ def _engine(engine: EngineConfig) -> str:
     return engine.name + (f" ({options})" if options else "")
 
 
-def section_of(held_out: str) -> str:
+def evaluation_key(held_out: str) -> str:
     """The key of a set of held-out tasks, which is "" for the one without a name."""
     return f"evaluation.sets.{held_out}" if held_out else "evaluation"
 
@@ -147,10 +149,10 @@ def _own(value: object) -> str:
         return ", ".join(f"{each.weight:g} x {each.name}{_bracketed(each)}" for each in value)
     if isinstance(value, EvaluationSampling):
         return _options(value, changed=True)
-    if isinstance(value, Part):
+    if isinstance(value, NamedSection):
         options = _options(value, skip={"name"}, changed=True)
         return value.name + (f" ({options})" if options else "")
-    return value_in_words(value)
+    return format_value(value)
 
 
 def _taskset(taskset: TasksetConfig, count: tuple[int, int] | None) -> str:
@@ -183,9 +185,9 @@ def _bracketed(reward: RewardSection) -> str:
 
 
 def _operator(operator: OperatorSection) -> str:
-    inside = {key[0] for key, _ in operator.judges_by}
-    judging = [reward for _, rewards in operator.judges_by for reward in rewards]
-    rewards = [f"{name}{_bracketed(each)}" for name, each in zip(part_names(judging), judging, strict=True)]
+    inside = {key[0] for key, _ in operator.reward_lists}
+    judging = [reward for _, rewards in operator.reward_lists for reward in rewards]
+    rewards = [f"{name}{_bracketed(each)}" for name, each in zip(reward_part_names(judging), judging, strict=True)]
     options = _options(operator, skip={"name", *map(str, inside)}, changed=True)
     words = ", ".join([*([f"by {' and '.join(rewards)}"] if rewards else []), *([options] if options else [])])
     return f" ({words})" if words else ""
@@ -201,7 +203,7 @@ def _pairs(values: Mapping[str, object], section: Section) -> str:
     words = []
     for key, value in values.items():
         inner = getattr(section, key, None)
-        shown = f"({_options(inner)})" if isinstance(inner, Section) else value_in_words(value)
+        shown = f"({_options(inner)})" if isinstance(inner, Section) else format_value(value)
         words.append(f"{key} {shown}")
     return ", ".join(words)
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from rollmill.config.parts import Part, name_alone
+from rollmill.config.parts import NamedSection, expand_name
 
 _OWN = {
     "model": "the policy",
@@ -27,7 +27,7 @@ _OWN = {
 """Arguments of vLLM that are not options, and what they come from."""
 
 
-class NativeEngineConfig(Part):
+class NativeEngineConfig(NamedSection):
     """rollmill's own engine, in the trainer's process, with the trainer's own parameters."""
 
     name: Literal["native"] = "native"
@@ -38,7 +38,7 @@ class NativeEngineConfig(Part):
     distribution it was sampled from."""
 
 
-class VLLMEngineConfig(Part):
+class VLLMEngineConfig(NamedSection):
     """vLLM in a process of its own, which is given the trainer's weights after every step."""
 
     name: Literal["vllm"] = "vllm"
@@ -79,5 +79,5 @@ def _gives_tokens(section: Any) -> Any:
 EngineConfig = Annotated[
     Annotated[NativeEngineConfig | VLLMEngineConfig, Field(discriminator="name")],
     BeforeValidator(_gives_tokens),
-    BeforeValidator(name_alone),
+    BeforeValidator(expand_name),
 ]

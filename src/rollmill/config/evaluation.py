@@ -7,14 +7,14 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.config.base import PlainName, Section
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.rollout import RolloutConfig
+from rollmill.config.section import PlainName, Section
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.workflows import WorkflowConfig
 
-VotedAnswer = Literal["auto", "boxed", "hash", "last_number", "text"]
+VoteExtraction = Literal["auto", "boxed", "hash", "last_number", "text"]
 
 
 class EvaluationSampling(Section):
@@ -63,7 +63,7 @@ class EvaluationSet(Section):
     """A completion is correct when its reward is at least this."""
     k: list[Annotated[int, Field(ge=1)]] = []
     """Measure pass@K for each K: the chance that one of K samples is correct. At most `samples`."""
-    answer: VotedAnswer | None = None
+    answer: VoteExtraction | None = None
     """Also measure maj@K for each K, a vote of K samples: where the answer that is voted for stands. `auto`, `boxed`,
     `hash` and `last_number` as in the reward `math`; `text` is the whole completion."""
 
@@ -72,7 +72,7 @@ class EvaluationSet(Section):
         found = ["sampled"] if self.samples else []
         found += ["greedy"] if self.greedy else []
         found += [f"{what}@{k}" for k in self.k for what in (["pass", "maj"] if self.answer else ["pass"])]
-        return [metric(name, each) for each in [*found, "reward"]]
+        return [evaluation_metric_name(name, each) for each in [*found, "reward"]]
 
 
 class EvaluationConfig(EvaluationSet):
@@ -100,6 +100,6 @@ class EvaluationConfig(EvaluationSet):
         return [each for name, section in self.all_sets().items() for each in section.metrics(name)]
 
 
-def metric(name: str, what: str) -> str:
+def evaluation_metric_name(name: str, what: str) -> str:
     """What a set's number is called: eval/WHAT, or eval/NAME/WHAT."""
     return f"eval/{name}/{what}" if name else f"eval/{what}"

@@ -9,10 +9,10 @@ from rollmill.config.rows import RowsSection
 from rollmill.config.task_operators import DecontaminateTasks
 from rollmill.config.taskset import TasksetConfig, TasksetSection
 
-Tasks = TypeVar("Tasks", bound=TasksetSection)
+TasksetT = TypeVar("TasksetT", bound=TasksetSection)
 
 
-def with_held_out(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
+def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
     """The training taskset with `against` of every `decontaminate` filled in; the same object where none lacks it."""
     if not any(_lacking(part) for part in [taskset, *taskset.mix]):
         return taskset
@@ -25,7 +25,7 @@ def _lacking(section: TasksetSection) -> bool:
     return any(isinstance(each, DecontaminateTasks) and not each.against for each in section.pipeline)
 
 
-def _filled(section: Tasks, rows: list[RowsSection]) -> Tasks:
+def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:
     pipeline = [
         each.model_copy(update={"against": rows}) if isinstance(each, DecontaminateTasks) and not each.against else each
         for each in section.pipeline

@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
-class JudgingConfig(Section):
+class RewardManagerConfig(Section):
     """How completions are judged, beside the rewards themselves."""
 
     workers: int = Field(1, ge=1)

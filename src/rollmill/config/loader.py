@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.capability import check_capabilities, unhonoured, unhonoured_by_run
-from rollmill.config.overrides import override
-from rollmill.config.paths import settle_paths
+from rollmill.config.checks.capability import check_capabilities, find_unused_keys, unused_run_keys
+from rollmill.config.overrides import apply_override
+from rollmill.config.paths import resolve_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import Node, Problem, dotted, find, leaves, overlay, refuse
+from rollmill.config.tree import ConfigProblem, Node, find, format_key_path, iter_leaves, merge_trees, raise_problems
 from rollmill.config.yaml_file import read_yaml, write_yaml
-from rollmill.core.errors import ConfigError
-from rollmill.core.registry import import_file
-from rollmill.core.user_files import not_a_file
+from rollmill.errors import ConfigError
+from rollmill.registry import import_file
+from rollmill.strict_files import describe_non_file
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class LoadedRun:
         stages = [_stage_dump(stage) for stage in self.stages]
         single = {key: value for key, value in stages[0].items() if key in STAGE_KEYS}
         whole = wide | ({"stages": stages} if self.config.stages else single)
-        for path in unhonoured_by_run(self.config, self.stages):
+        for path in unused_run_keys(self.config, self.stages):
             _drop(whole, path)
         return whole
 
@@ -73,27 +73,27 @@ def load_run(
     With `keys` only these top-level keys have to fit together.
     Raises ConfigError; its message lists every problem as `FILE:LINE: section.key: what is wrong; what to do`.
     """
-    problems: list[Problem] = []
+    problems: list[ConfigProblem] = []
     root = _with_includes(path, problems, (), [])
     for assignment in overrides:
-        root = override(root, assignment, path.parent, problems)
-    root = settle_paths(root, problems, required=require_files)
+        root = apply_override(root, assignment, path.parent, problems)
+    root = resolve_paths(root, problems, required=require_files)
     problems += [
-        Problem(leaf.origin.place, dotted(leaf.path), f"expected a finite number, found `{leaf.value}`")
-        for leaf in leaves(root)
+        ConfigProblem(leaf.origin.place, format_key_path(leaf.path), f"expected a finite number, found `{leaf.value}`")
+        for leaf in iter_leaves(root)
         if isinstance(leaf.value, float) and not math.isfinite(leaf.value)
     ]
-    refuse(problems)
+    raise_problems(problems)
     _import_plugins(root)
     resolved = resolve(root)
     found = check_capabilities(resolved)
-    refuse(found if keys is None else [each for each in found if _first(each.key) in keys])
+    raise_problems(found if keys is None else [each for each in found if _first(each.key) in keys])
     stages = [StageConfig.model_validate(_stage_dump(stage)) for stage in resolved.stages]
     first = {key: getattr(stages[0], key) for key in STAGE_KEYS}
     return LoadedRun(resolved.config.model_copy(update=first), stages, path, out or Path("runs") / resolved.config.name)
 
 
-def load_tasks(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
+def load_taskset_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """A run file, or a part of one with a `taskset`, for looking at tasks and rewards alone: it needs no model.
 
     Raises ConfigError like `load_run`, and where there is no taskset.
@@ -107,7 +107,7 @@ def _first(key: str) -> str:
     return parts[2] if parts[0] == "stages" and len(parts) > 2 else parts[0]
 
 
-def load_evaluation(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
+def load_evaluation_run(path: Path, overrides: Sequence[str] = ()) -> LoadedRun:
     """A run file, or a part of one with an `evaluation`, for evaluating alone: it needs neither a model nor tasks to
     train on. Raises ConfigError like `load_run`.
     """
@@ -123,7 +123,7 @@ def _import_plugins(root: Node) -> None:
             import_file(Path(entry.value))
 
 
-def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...], read: list[Path]) -> Node:
+def _with_includes(path: Path, problems: list[ConfigProblem], above: tuple[Path, ...], read: list[Path]) -> Node:
     """The tree of a file over those that it includes; `read` collects all files of the run."""
     read.append(path)
     root = read_yaml(path, problems, included=bool(above))
@@ -139,13 +139,13 @@ def _with_includes(path: Path, problems: list[Problem], above: tuple[Path, ...],
         if len(read) >= _MOST_FILES:
             raise ConfigError(f"{entry.origin.place}: include: more than {_MOST_FILES} files in one run; include fewer")
         tree = _with_includes(_included(path, entry, chain), problems, chain, read)
-        below = tree if below is None else overlay(below, tree)
-    return root if below is None else overlay(below, root)
+        below = tree if below is None else merge_trees(below, tree)
+    return root if below is None else merge_trees(below, root)
 
 
 def _included(path: Path, entry: Node, chain: tuple[Path, ...]) -> Path:
     file = path.parent / str(entry.value)
-    what = not_a_file(file)
+    what = describe_non_file(file)
     if what is not None:
         what = f"does not exist; the path is relative to {path}" if what == "no such file" else what
         raise ConfigError(f"{entry.origin.place}: include: {file} {what}")
@@ -159,7 +159,7 @@ def _included(path: Path, entry: Node, chain: tuple[Path, ...]) -> Path:
 
 def _stage_dump(stage: StageConfig) -> dict[str, Any]:
     values = stage.model_dump(mode="json")
-    for path in unhonoured(stage):
+    for path in find_unused_keys(stage):
         _drop(values, path)
     return values
 

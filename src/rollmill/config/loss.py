@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen, Part
+from rollmill.config.parts import NamedSection, RegisteredUnion
 
 
-class Loss(Part):
+class LossSection(NamedSection):
     """What every loss says about itself."""
 
     follows_advantage: ClassVar[bool] = True  #: the loss is 0, and so is its gradient, where the advantage is 0
@@ -19,7 +19,7 @@ class Loss(Part):
     selects: ClassVar[bool] = False  #: treats some tokens differently, chosen over the whole optimizer step
 
 
-class PPOClip(Loss):
+class PPOClipLoss(LossSection):
     """-min(rho A, clip(rho, 1 - clip_low, 1 + clip_high) A), rho the ratio to the old policy (PPO)."""
 
     name: Literal["ppo_clip"] = "ppo_clip"
@@ -31,7 +31,7 @@ class PPOClip(Loss):
     """Upper bound c on the loss of tokens with negative advantage: max(.., c A)."""
 
 
-class GSPOLoss(Loss):
+class GSPOLoss(LossSection):
     """PPO's clipped term with one ratio per completion, the geometric mean of its tokens' (GSPO)."""
 
     name: Literal["gspo"] = "gspo"
@@ -47,7 +47,7 @@ class GSPOTokenLoss(GSPOLoss):
     name: Literal["gspo_token"] = "gspo_token"  # type: ignore[assignment]
 
 
-class GMPOLoss(Loss):
+class GMPOLoss(LossSection):
     """-A times the geometric mean of the completion's ratios, each clipped in log space (GMPO)."""
 
     name: Literal["gmpo"] = "gmpo"
@@ -57,7 +57,7 @@ class GMPOLoss(Loss):
     """Log-ratios above clip_high bring no further gain."""
 
 
-class VESPOLoss(Loss):
+class VESPOLoss(LossSection):
     """-phi(W) A log pi, phi(W) = W^k exp(lambda (1 - W)), W the completion's ratio to the rollout policy (VESPO)."""
 
     uses_old: ClassVar[bool] = False
@@ -74,13 +74,13 @@ class VESPOLoss(Loss):
     """lambda where the advantage is negative."""
 
 
-class SurrogateLoss(Loss):
+class SurrogateLoss(LossSection):
     """-rho A, without clipping (M2PO, with its mask)."""
 
     name: Literal["surrogate"] = "surrogate"
 
 
-class KLCovLoss(Loss):
+class KLCovLoss(LossSection):
     """-rho A, plus a penalty |log rho| on the step's tokens whose log-prob and advantage covary most (KL-Cov)."""
 
     follows_advantage: ClassVar[bool] = False
@@ -93,7 +93,7 @@ class KLCovLoss(Loss):
     """Weight of the penalty."""
 
 
-class CISPOLoss(Loss):
+class CISPOLoss(LossSection):
     """-sg(clip(rho, 1 - clip_low, 1 + clip_high)) A log pi: the weight is clipped, not the update (CISPO)."""
 
     name: Literal["cispo"] = "cispo"
@@ -103,7 +103,7 @@ class CISPOLoss(Loss):
     """Weights are at most 1 + clip_high."""
 
 
-class SAPOLoss(Loss):
+class SAPOLoss(LossSection):
     """-(4 / tau) sigmoid(tau (rho - 1)) A: a soft gate in place of clipping (SAPO)."""
 
     name: Literal["sapo"] = "sapo"
@@ -113,13 +113,13 @@ class SAPOLoss(Loss):
     """Steepness elsewhere."""
 
 
-class TOPRLoss(Loss):
+class TOPRLoss(LossSection):
     """-w A log pi, w = 1 for A >= 0, else the completion's ratio, at most 1 (TOPR)."""
 
     name: Literal["topr"] = "topr"
 
 
-class OPMDLoss(Loss):
+class OPMDLoss(LossSection):
     """-A log pi / (1 + tau) (OPMD)."""
 
     uses_old: ClassVar[bool] = False
@@ -129,7 +129,7 @@ class OPMDLoss(Loss):
     """Weight of the KL to the old policy that the update is derived with."""
 
 
-class KimiMirror(Loss):
+class KimiMirrorLoss(LossSection):
     """(A - tau sum_t log rho_t)^2 per completion (Kimi k1.5)."""
 
     follows_advantage: ClassVar[bool] = False
@@ -139,7 +139,7 @@ class KimiMirror(Loss):
     """Weight of the KL to the old policy that the update is derived with."""
 
 
-class SPPOLoss(Loss):
+class SPPOLoss(LossSection):
     """(sum_t log rho_t - A / beta)^2 per completion (self-play preference optimisation)."""
 
     follows_advantage: ClassVar[bool] = False
@@ -149,7 +149,7 @@ class SPPOLoss(Loss):
     """Advantages are divided by it: 1 / eta of the paper."""
 
 
-class SoftmaxPPO(Loss):
+class SoftmaxPPOLoss(LossSection):
     """-A log clip(rho, 1 / (1 + clip), 1 + clip) (sPPO)."""
 
     name: Literal["softmax_ppo"] = "softmax_ppo"
@@ -157,7 +157,7 @@ class SoftmaxPPO(Loss):
     """How far the ratio may go."""
 
 
-class PolicyGradientLoss(Loss):
+class PolicyGradientLoss(LossSection):
     """-A log pi, without a ratio (REINFORCE, GPG, AsymRE)."""
 
     uses_old: ClassVar[bool] = False
@@ -165,7 +165,7 @@ class PolicyGradientLoss(Loss):
     name: Literal["policy_gradient"] = "policy_gradient"
 
 
-class RAFTLoss(Loss):
+class RAFTLoss(LossSection):
     """-log pi of the tokens with a positive advantage; the others do not count in the denominator (RAFT)."""
 
     only_positive: ClassVar[bool] = True
@@ -174,7 +174,7 @@ class RAFTLoss(Loss):
     name: Literal["raft"] = "raft"
 
 
-class RECLoss(Loss):
+class RECLoss(LossSection):
     """-A log pi, with or without the ratio as weight, of tokens within bounds (the REC family)."""
 
     name: Literal["rec"] = "rec"
@@ -192,7 +192,7 @@ class RECLoss(Loss):
     """Of `ring`: ratios from 1 + far_high are far off."""
 
 
-class DPPOTV(Loss):
+class DPPOTVLoss(LossSection):
     """-A rho + kl (log rho)^2 of tokens whose probability has not moved too far, rho to the rollout policy (DPPO)."""
 
     follows_advantage: ClassVar[bool] = False
@@ -211,7 +211,7 @@ class DPPOTV(Loss):
 LossConfig = Annotated[
     SerializeAsAny[
         Annotated[
-            PPOClip
+            PPOClipLoss
             | GSPOLoss
             | GSPOTokenLoss
             | GMPOLoss
@@ -222,15 +222,15 @@ LossConfig = Annotated[
             | SAPOLoss
             | TOPRLoss
             | OPMDLoss
-            | KimiMirror
+            | KimiMirrorLoss
             | SPPOLoss
-            | SoftmaxPPO
+            | SoftmaxPPOLoss
             | PolicyGradientLoss
             | RAFTLoss
             | RECLoss
-            | DPPOTV,
+            | DPPOTVLoss,
             Field(discriminator="name"),
         ]
     ],
-    WrapValidator(Chosen("loss")),
+    WrapValidator(RegisteredUnion("loss")),
 ]

@@ -9,17 +9,17 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.parts import Part
+from rollmill.config.parts import NamedSection
 
 
-class Mask(Part):
+class MaskSection(NamedSection):
     """Which tokens of an optimizer step the policy loss keeps. Masked tokens still count in the denominator."""
 
     uses_old: ClassVar[bool] = False  #: looks at the old log-probs
     uses_expected_discriminant: ClassVar[bool] = False
 
 
-class HighEntropyMask(Mask):
+class HighEntropyMask(MaskSection):
     """Keeps the tokens with the highest entropy (80/20 rule)."""
 
     name: Literal["high_entropy"] = "high_entropy"
@@ -27,7 +27,7 @@ class HighEntropyMask(Mask):
     """Share of the step's tokens that is kept."""
 
 
-class ClipBMask(Mask):
+class ClipBMask(MaskSection):
     """Leaves out tokens with A < 0 whose push would lower the entropy far more than the step's mean (Clip_B)."""
 
     name: Literal["clip_b"] = "clip_b"
@@ -35,7 +35,7 @@ class ClipBMask(Mask):
     """Standard deviations of p (H + log p) below the step's mean that are still accepted."""
 
 
-class ClipVMask(Mask):
+class ClipVMask(MaskSection):
     """Leaves out tokens with A < 0 that do so compared with the vocabulary at their own place (Clip_V)."""
 
     uses_expected_discriminant: ClassVar[bool] = True
@@ -47,7 +47,7 @@ class ClipVMask(Mask):
     """At most this share of the step's tokens is left out, but always room for one."""
 
 
-class ClipCovMask(Mask):
+class ClipCovMask(MaskSection):
     """Leaves out a few random tokens whose log-prob and advantage covary (Clip-Cov)."""
 
     uses_old: ClassVar[bool] = True
@@ -61,7 +61,7 @@ class ClipCovMask(Mask):
     """Tokens with a covariance from this on are kept."""
 
 
-class SecondMomentMask(Mask):
+class SecondMomentMask(MaskSection):
     """Leaves out the tokens with the greatest log-ratios until their second moment is small (M2PO)."""
 
     uses_old: ClassVar[bool] = True

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from rollmill.config.placement import OnRay
+from rollmill.config.placement import RayPlacement
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
-from rollmill.config.workflows import Traffic
+from rollmill.config.workflows import TrafficWorkflow
 
 
-def mode_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+def mode_conflicts(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     """Choices that the mode does not allow, each with what to do."""
     if config.is_split:
         yield from _split(config, stages)
@@ -18,7 +18,7 @@ def mode_contradictions(config: RunConfig, stages: Sequence[StageConfig]) -> Ite
         yield from _of_a_model(config, stages)
 
 
-def unhonoured_by_mode(config: RunConfig) -> dict[KeyPath, str]:
+def unused_mode_keys(config: RunConfig) -> dict[KeyPath, str]:
     """Keys that only explorers in processes of their own honour."""
     if config.is_split:
         return {}
@@ -27,7 +27,7 @@ def unhonoured_by_mode(config: RunConfig) -> dict[KeyPath, str]:
 
 def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
     mode = config.mode
-    if isinstance(config.placement, OnRay):
+    if isinstance(config.placement, RayPlacement):
         text = f"with mode `{mode}` every explorer is a process that you start; remove it, or use mode: both"
         yield ("placement",), text
     if not any(stage.algorithm.uses_rollouts or stage.evaluation is not None for stage in stages):
@@ -46,7 +46,7 @@ def _split(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[K
 
 def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
     """What needs rollouts and updates in one process."""
-    if isinstance(stage.workflow, Traffic):
+    if isinstance(stage.workflow, TrafficWorkflow):
         yield ("workflow",), "an application's sessions come to the process that trains: `traffic` goes with mode serve"
     if stage.residency is not None:
         yield ("residency",), "it moves one process's models between phases, and here each process has one phase"
@@ -63,7 +63,7 @@ def _needs_one_process(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
 
 
 def _of_a_model(config: RunConfig, stages: Sequence[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
-    trains = config.mode == "serve" and any(isinstance(stage.workflow, Traffic) for stage in stages)
+    trains = config.mode == "serve" and any(isinstance(stage.workflow, TrafficWorkflow) for stage in stages)
     if trains and len(stages) > 1:
         yield ("stages",), "mode `serve` trains on traffic in one stage; keep that one alone"
     if config.model.path == "new":

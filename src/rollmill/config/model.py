@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
 class TokenizerConfig(Section):

@@ -6,10 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen, Part
+from rollmill.config.parts import NamedSection, RegisteredUnion
 
 
-class OrderSection(Part):
+class OrderSection(NamedSection):
     """What all orders have in common."""
 
     skip_uniform: int = Field(0, ge=0)
@@ -34,7 +34,7 @@ class SequentialOrder(OrderSection):
     name: Literal["sequential"] = "sequential"
 
 
-class TrackedOrder(OrderSection):
+class SuccessRateOrder(OrderSection):
     """Keys of orders that keep each task's success rate: prior and completions so far, the newest weighing most."""
 
     prior: float = Field(0.5, gt=0, lt=1)
@@ -52,7 +52,7 @@ class TrackedOrder(OrderSection):
         return True
 
 
-class EasyToHardOrder(TrackedOrder):
+class EasyToHardOrder(SuccessRateOrder):
     """Every task once per epoch, the easy ones first; equally hard ones shuffled."""
 
     name: Literal["easy_to_hard"] = "easy_to_hard"
@@ -67,7 +67,7 @@ class EasyToHardOrder(TrackedOrder):
         return self.by == "success" or self.skip_uniform > 0
 
 
-class CurriculumOrder(TrackedOrder):
+class CurriculumOrder(SuccessRateOrder):
     """All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599, 2.3.4 and 3.5). While no task is
     hard, all are drawn."""
 
@@ -87,7 +87,7 @@ class CurriculumOrder(TrackedOrder):
         return self.by == "success" or self.skip_uniform > 0
 
 
-class PrioritisedOrder(TrackedOrder):
+class PrioritisedOrder(SuccessRateOrder):
     """With chances in proportion to 1 - success rate (Kimi k1.5, arXiv:2501.12599, 2.3.4)."""
 
     name: Literal["prioritised"] = "prioritised"
@@ -95,7 +95,7 @@ class PrioritisedOrder(TrackedOrder):
     """Least weight of a task: one that is always solved is visited now and then."""
 
 
-class PosteriorOrder(TrackedOrder):
+class PosteriorOrder(SuccessRateOrder):
     """Thompson sampling: a success rate is drawn from each task's Beta posterior, and the tasks nearest to the target
     come."""
 
@@ -104,12 +104,12 @@ class PosteriorOrder(TrackedOrder):
     """The success rate that teaches most; rewards of 0 and 1 vary most at 0.5."""
 
 
-class UsersOrder(TrackedOrder):
+class CustomOrder(SuccessRateOrder):
     """An order registered by `@rollmill.order`; its other keys are the function's options."""
 
 
 OrderUnion = ShuffledOrder | SequentialOrder | EasyToHardOrder | CurriculumOrder | PrioritisedOrder | PosteriorOrder
 
 OrderConfig = Annotated[
-    SerializeAsAny[Annotated[OrderUnion, Field(discriminator="name")]], WrapValidator(Chosen("order"))
+    SerializeAsAny[Annotated[OrderUnion, Field(discriminator="name")]], WrapValidator(RegisteredUnion("order"))
 ]

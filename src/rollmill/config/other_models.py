@@ -7,12 +7,12 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Endpoint, Section
+from rollmill.config.section import Endpoint, Section
 
 _OF_ENDPOINTS = ("model", "api_key_env", "completes", "options", "max_in_flight", "tries", "try_s", "deadline_s")
 
 
-class OtherModelConfig(Section):
+class AuxiliaryModelConfig(Section):
     """A model that does not learn: give one of path, policy and endpoint."""
 
     path: Path | None = None

@@ -4,37 +4,41 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmill.config.tree import Key, Node, Origin, Problem, dotted, in_full, shortened
-from rollmill.config.yaml_file import read_value
+from rollmill.config.tree import ConfigProblem, Key, Node, Origin, expand_shorthand, format_key_path, truncate_text
+from rollmill.config.yaml_file import parse_override_value
 
 _DEEPEST = 50
 """Most keys of one override; files are no deeper."""
 
 
-def override(root: Node, assignment: str, folder: Path, problems: list[Problem]) -> Node:
+def apply_override(root: Node, assignment: str, folder: Path, problems: list[ConfigProblem]) -> Node:
     """The tree with one `section.key=value` applied; list entries are reached by index (`rewards.0.weight=2`)."""
     option = f"--set {assignment}"
     target, equals, text = assignment.partition("=")
     keys = target.strip().split(".")
     if not equals or not all(keys):
-        problems.append(Problem(option, "", "expected section.key=value, for example trainer.lr=1e-4"))
+        problems.append(ConfigProblem(option, "", "expected section.key=value, for example trainer.lr=1e-4"))
         return root
     if len(keys) > _DEEPEST:
-        problems.append(Problem(option, "", f"{len(keys)} keys inside each other; no section is that deep"))
+        problems.append(ConfigProblem(option, "", f"{len(keys)} keys inside each other; no section is that deep"))
         return root
     return _assign(root, keys, (), text, Origin(option, folder), problems)
 
 
 def _assign(
-    node: Node, keys: list[str], done: tuple[Key, ...], text: str, origin: Origin, problems: list[Problem]
+    node: Node, keys: list[str], done: tuple[Key, ...], text: str, origin: Origin, problems: list[ConfigProblem]
 ) -> Node:
     if not keys:
-        return read_value(text, origin.place, origin.folder, done, problems)
+        return parse_override_value(text, origin.place, origin.folder, done, problems)
     head, rest = keys[0], keys[1:]
-    node = in_full(done[-1], node) if done else node
+    node = expand_shorthand(done[-1], node) if done else node
     if isinstance(node.value, list):
         if not head.isdecimal() or len(head) > 9 or int(head) >= len(node.value):
-            problems.append(Problem(origin.place, dotted((*done, head)), _no_entry(dotted(done), node.value)))
+            problems.append(
+                ConfigProblem(
+                    origin.place, format_key_path((*done, head)), _no_entry(format_key_path(done), node.value)
+                )
+            )
             return node
         index = int(head)
         entries = list(node.value)
@@ -42,12 +46,12 @@ def _assign(
         return Node(entries, node.origin, node.path)
     if node.value is None and head.isdecimal():
         advice = "is not a list in the run file, so it has no entries; add them there"
-        problems.append(Problem(origin.place, dotted(done), advice))
+        problems.append(ConfigProblem(origin.place, format_key_path(done), advice))
         return node
     if node.value is not None and not isinstance(node.value, dict):
-        found = f"is `{shortened(str(node.value))}` in the run file ({node.origin.place})"
+        found = f"is `{truncate_text(str(node.value))}` in the run file ({node.origin.place})"
         advice = f"{found}, not a section; set it without `.{head}`"
-        problems.append(Problem(origin.place, dotted(done), advice))
+        problems.append(ConfigProblem(origin.place, format_key_path(done), advice))
         return node
     children = node.value or {}
     below = children.get(head, Node(None, origin, (*done, head)))

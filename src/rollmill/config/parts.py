@@ -9,11 +9,11 @@ from typing import Any, ClassVar, Literal, TypeVar, get_type_hints
 from pydantic import ValidationError, create_model
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from rollmill.config.base import Section
-from rollmill.core.errors import ConfigError
+from rollmill.config.section import Section
+from rollmill.errors import ConfigError
 
 
-class Part(Section):
+class NamedSection(Section):
     """A section chosen by its `name`; the other keys are keyword arguments of the function that the name stands for."""
 
     function: ClassVar[Callable[..., Any] | None] = (
@@ -26,12 +26,12 @@ class Part(Section):
         return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
 
 
-Kind = TypeVar("Kind", bound=Section)
+SectionT = TypeVar("SectionT", bound=Section)
 
 _registered: dict[tuple[str, str], type[Section]] = {}
 
 
-def register(kind: str, name: str, section: type[Section]) -> None:
+def register_section(kind: str, name: str, section: type[Section]) -> None:
     """Make `name` known as a part of `kind`; a later one of the same name replaces it.
 
     The kind is the key under which such a part stands: advantage, loss, algorithm, pipeline.
@@ -39,18 +39,18 @@ def register(kind: str, name: str, section: type[Section]) -> None:
     _registered[kind, name] = section
 
 
-def registered(kind: str) -> list[type[Section]]:
+def registered_sections(kind: str) -> list[type[Section]]:
     """The sections that users' files have registered."""
     return [section for (of, _), section in _registered.items() if of == kind]
 
 
-def part_of(target: Callable[..., Any], base: type[Part]) -> type[Part]:
+def section_from_signature(target: Callable[..., Any], base: type[NamedSection]) -> type[NamedSection]:
     """A section made from the keyword-only parameters of a function, or of a class's `__init__`.
 
     Raises ConfigError naming file, line and parameter: one lacks a type or a default, has a default that is not of its
     type, or the name of something that every section has.
     """
-    name, where, hints, fields = target.__name__, place_of(target), _hints(target), {}
+    name, where, hints, fields = target.__name__, source_location(target), _hints(target), {}
     for parameter in inspect.signature(target).parameters.values():
         if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
             continue
@@ -64,7 +64,7 @@ def part_of(target: Callable[..., Any], base: type[Part]) -> type[Part]:
         name, __base__=base, __doc__=inspect.getdoc(target) or f"`{name}`.", name=(Literal[name], name), **fields
     )
     section.function = staticmethod(target)
-    made: type[Part] = section
+    made: type[NamedSection] = section
     try:
         made.model_validate({key: field.default for key, field in made.model_fields.items()})
     except ValidationError as error:
@@ -73,7 +73,7 @@ def part_of(target: Callable[..., Any], base: type[Part]) -> type[Part]:
     return made
 
 
-def place_of(target: Callable[..., Any]) -> str:
+def source_location(target: Callable[..., Any]) -> str:
     """FILE:LINE of a function or a class."""
     if not inspect.isclass(target):
         code = inspect.unwrap(target).__code__
@@ -91,10 +91,12 @@ def _hints(target: Callable[..., Any]) -> dict[str, Any]:
     try:
         return get_type_hints(function)
     except NameError as error:
-        raise ConfigError(f"{place_of(target)}: {target.__name__}: a type is not known: {error}; import it") from error
+        raise ConfigError(
+            f"{source_location(target)}: {target.__name__}: a type is not known: {error}; import it"
+        ) from error
 
 
-class Chosen:
+class RegisteredUnion:
     """Annotation of a union of sections told apart by `name`: names that users registered are accepted, too."""
 
     def __init__(self, kind: str) -> None:
@@ -124,16 +126,16 @@ def _inside(name: str, details: Any) -> InitErrorDetails:
     return made
 
 
-def name_alone(value: Any) -> Any:
+def expand_name(value: Any) -> Any:
     """A name alone stands for a section without other keys."""
     return {"name": value} if isinstance(value, str) else value
 
 
-def over_default(default: Any, value: Any) -> Any:
+def merge_with_default(default: Any, value: Any) -> Any:
     """What a run file says of a part, over its default: `NAME` alone, or a section; keys that are left out keep the
     default's values as long as the part is the same.
     """
-    value = name_alone(value)
+    value = expand_name(value)
     if not isinstance(value, Mapping) or not isinstance(default, Section):
         return value
     named = getattr(default, "name", None)

@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
-def parts_in_words(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
+def format_algorithm_parts(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
     """(part, its name and values), what is off left out."""
     if not isinstance(algorithm, PolicyGradientOptions):
         values = algorithm.model_dump(mode="json", exclude={"name", "batch"}, exclude_none=True)
-        yield "loss", ", ".join(f"{key} {value_in_words(value)}" for key, value in values.items())
+        yield "loss", ", ".join(f"{key} {format_value(value)}" for key, value in values.items())
         return
     yield "advantage", _named(algorithm.advantage)
     yield "loss", _named(algorithm.loss)
@@ -39,10 +39,10 @@ def parts_in_words(algorithm: AlgorithmOptions) -> Iterator[tuple[str, str]]:
     rest = algorithm.model_dump(mode="json", exclude=named)
     shown = {key: value for key, value in rest.items() if value not in (0, 0.0, False, None)}
     if shown:
-        yield "besides", ", ".join(f"{key} {value_in_words(value)}" for key, value in shown.items())
+        yield "besides", ", ".join(f"{key} {format_value(value)}" for key, value in shown.items())
 
 
-def value_in_words(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A scalar or list as a run of words."""
     if isinstance(value, bool):
         return "yes" if value else "no"
@@ -59,4 +59,4 @@ def _named(section: Any) -> str:
 
 def _values(section: Section) -> str:
     values = section.model_dump(mode="json", exclude={"name"}, exclude_none=True)
-    return ", ".join(f"{key} {value_in_words(value)}" for key, value in values.items())
+    return ", ".join(f"{key} {format_value(value)}" for key, value in values.items())

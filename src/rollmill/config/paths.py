@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from rollmill.config.tree import Node, Problem, dotted, edit, shortened
+from rollmill.config.tree import ConfigProblem, Node, edit, format_key_path, truncate_text
 
 _HELD_OUT_SETS = [["evaluation"], ["evaluation", "sets", "*"]]
 _SECTIONS = [[*of, "taskset", *entry] for of in ([], *_HELD_OUT_SETS) for entry in ([], ["mix", "*"])]
@@ -35,7 +35,7 @@ _STAGE_CODE = [
 _SQLITE_FILE = re.compile(r"(sqlite(?:\+\w+)?:///)((?!:memory:)[^/].*)")
 
 
-def settle_paths(root: Node, problems: list[Problem], *, required: bool) -> Node:
+def resolve_paths(root: Node, problems: list[ConfigProblem], *, required: bool) -> Node:
     """The tree with absolute paths: `model.path`, `plugins`, those of tasksets, rewards, tools and models,
     `FILE.py:NAME` functions, and SQLite's file in `buffer.url`.
 
@@ -105,7 +105,7 @@ def _changed(node: Node, value: str) -> Node:
     return Node(value, node.origin, node.path)
 
 
-def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> str:
+def _lookup(node: Node, text: str, problems: list[ConfigProblem], required: bool) -> str:
     path = Path(os.path.expanduser(text))  # pathlib's raises for an unknown user
     folders = list(dict.fromkeys([Path.cwd(), node.origin.folder.absolute()]))
     for folder in folders:
@@ -114,7 +114,11 @@ def _lookup(node: Node, text: str, problems: list[Problem], required: bool) -> s
     if required:
         looked = "" if path.is_absolute() else f" (looked in {' and '.join(str(folder) for folder in folders)})"
         problems.append(
-            Problem(node.origin.place, dotted(node.path), f"{shortened(text)} does not exist{looked}; {_advice(node)}")
+            ConfigProblem(
+                node.origin.place,
+                format_key_path(node.path),
+                f"{truncate_text(text)} does not exist{looked}; {_advice(node)}",
+            )
         )
     return text
 

@@ -6,18 +6,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from rollmill.config.base import Section
 from rollmill.config.engine import EngineConfig
-from rollmill.config.parts import name_alone
+from rollmill.config.parts import expand_name
+from rollmill.config.section import Section
 
 
-class Inline(Section):
+class InlinePlacement(Section):
     """Everything in one process: the engine decodes with the trainer's own parameters."""
 
     name: Literal["inline"] = "inline"
 
 
-class ExplorerKind(Section):
+class ExplorerSpec(Section):
     """Explorers that are alike. What is left out is as `placement`, the stage or the run has it."""
 
     count: int = Field(1, ge=1)
@@ -42,10 +42,10 @@ def _number_alone(value: Any) -> Any:
     return [{"count": value}]
 
 
-ExplorerKinds = Annotated[list[ExplorerKind], BeforeValidator(_number_alone)]
+ExplorerSpecs = Annotated[list[ExplorerSpec], BeforeValidator(_number_alone)]
 
 
-class OnRay(Section):
+class RayPlacement(Section):
     """Explorers are Ray actors, each with an engine, rewards and environments of its own. Master, trainer and buffer
     are another one, and so is each further rank of the trainer; `rollmill run` watches over all. With max_staleness 1
     or more explorers roll out while it trains.
@@ -55,7 +55,7 @@ class OnRay(Section):
     address: str | None = None
     """Of a cluster: `HOST:PORT` of its head (port 6379 by default), or `auto` on one of its hosts. Without one, the run
     starts a Ray of its own on this machine."""
-    explorers: ExplorerKinds = Field(1)  # type: ignore[arg-type]  # defaults are validated
+    explorers: ExplorerSpecs = Field(1)  # type: ignore[arg-type]  # defaults are validated
     """How many; or, where they differ, one section for every kind of them."""
     cpus: float = Field(1.0, ge=0)
     """Cores that Ray reserves for each explorer."""
@@ -80,12 +80,12 @@ class OnRay(Section):
     """How often the trainer may be started again, from its newest checkpoint, before it gets further than ever."""
 
     @property
-    def every_explorer(self) -> list[ExplorerKind]:
+    def every_explorer(self) -> list[ExplorerSpec]:
         """The kind of each, by number."""
         return [kind for kind in self.explorers for _ in range(kind.count)]
 
 
 PlacementConfig = Annotated[
-    Annotated[Inline | OnRay, Field(discriminator="name")],
-    BeforeValidator(name_alone),
+    Annotated[InlinePlacement | RayPlacement, Field(discriminator="name")],
+    BeforeValidator(expand_name),
 ]

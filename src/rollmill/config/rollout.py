@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
 class RepetitionConfig(Section):

@@ -7,7 +7,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 Preset = Literal["gsm8k", "humaneval", "cmath", "cn_middle_school", "gaokao_qa", "gaokao_cloze", "mmlu"]
 

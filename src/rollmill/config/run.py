@@ -7,25 +7,25 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import FolderName, PlainName, Section
 from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.engine import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
-from rollmill.config.held_out import with_held_out
-from rollmill.config.judging import JudgingConfig
+from rollmill.config.held_out import fill_decontamination_sets
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.model import ModelConfig
+from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
-from rollmill.config.other_models import OtherModelConfig
-from rollmill.config.placement import Inline, PlacementConfig
-from rollmill.config.residency import Residency
+from rollmill.config.other_models import AuxiliaryModelConfig
+from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
-from rollmill.config.rewards.names import part_names
+from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rollout import RolloutConfig
+from rollmill.config.section import FolderName, PlainName, Section
 from rollmill.config.taskset import TasksetConfig
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trainer import TrainerConfig
-from rollmill.config.workflows import FewShot, SingleTurn, WorkflowConfig
+from rollmill.config.workflows import FewShotWorkflow, SingleTurnWorkflow, WorkflowConfig
 from rollmill.recipes import GRPO, AlgorithmConfig
 
 
@@ -83,7 +83,7 @@ class StageConfig(Section):
     """How many versions older than the trained weights a rollout may be. 0 synchronous, 1 one-step-off-policy."""
     taskset: TasksetConfig | None = None
     """What is rolled out or imitated. Needed by all stages but those that learn from `experts.sources` alone."""
-    workflow: WorkflowConfig = SingleTurn()
+    workflow: WorkflowConfig = SingleTurnWorkflow()
     """How a task is rolled out: a name, or a section."""
     environment: EnvironmentConfig | None = None
     """What the workflow acts in, if it acts in something: a name, or a section."""
@@ -93,8 +93,8 @@ class StageConfig(Section):
     engine: EngineConfig = NativeEngineConfig()
     """What generates completions: a name, or a section."""
     rewards: list[RewardConfig] = []
-    judging: JudgingConfig = JudgingConfig()
-    models: dict[PlainName, OtherModelConfig] = {}
+    judging: RewardManagerConfig = RewardManagerConfig()
+    models: dict[PlainName, AuxiliaryModelConfig] = {}
     """Models besides the policy, such as an opponent or a judge; a workflow gets each as the part of its name."""
     pipeline: list[OperatorConfig] = []
     """Operators that verify, drop, change or make experiences before they are learned from, in order."""
@@ -102,7 +102,7 @@ class StageConfig(Section):
     experts: ExpertsConfig = ExpertsConfig()
     algorithm: AlgorithmConfig = GRPO()
     trainer: TrainerConfig = TrainerConfig()
-    residency: Residency = None
+    residency: OptionalOffloadConfig = None
     """What leaves the device in phases that do not need it: `none`, `auto` (what has no room), or a section."""
     evaluation: EvaluationConfig | None = None
     early_stop: EarlyStopConfig | None = None
@@ -110,15 +110,15 @@ class StageConfig(Section):
     @model_validator(mode="after")
     def _held_out_tasks_are_known(self) -> Self:
         if self.evaluation is not None and self.taskset is not None:
-            self.taskset = with_held_out(self.taskset, self.evaluation.tasksets())
+            self.taskset = fill_decontamination_sets(self.taskset, self.evaluation.tasksets())
         return self
 
-    def examined(self, by: EvaluationSet) -> StageConfig:
+    def for_evaluation(self, by: EvaluationSet) -> StageConfig:
         """This stage with the workflow, environment, rewards and sampling that a set of held-out tasks asks for."""
         own = {key: value for key in ("workflow", "environment", "rewards") if (value := getattr(by, key)) is not None}
         return self.model_copy(update=own | {"rollout": by.sampling.over(self.rollout)})
 
-    def generated_by(self, engine: EngineConfig | None) -> StageConfig:
+    def with_engine(self, engine: EngineConfig | None) -> StageConfig:
         """This stage with another engine; None: with its own."""
         return self if engine is None else self.model_copy(update={"engine": engine})
 
@@ -129,10 +129,11 @@ class StageConfig(Section):
         return [self.workflow, *(each.workflow for each in sets if each.workflow is not None)]
 
     @property
-    def shows_examples(self) -> bool:
+    def uses_task_examples(self) -> bool:
         """Whether a workflow is given worked examples of the training tasks."""
         return any(
-            each.takes("examples") or (isinstance(each, FewShot) and not each.examples) for each in self.workflows
+            each.takes("examples") or (isinstance(each, FewShotWorkflow) and not each.examples)
+            for each in self.workflows
         )
 
     @property
@@ -145,31 +146,31 @@ class StageConfig(Section):
     @property
     def persistent(self) -> bool:
         """Whether it is asynchronous, learns from groups again, or makes experiences for later use."""
-        made = any(operator.makes_experiences for operator in self.pipeline)
+        made = any(operator.creates_experiences for operator in self.pipeline)
         return self.max_staleness > 0 or self.buffer.replay is not None or made
 
     @property
-    def evaluates_alone(self) -> bool:
+    def evaluates_exclusively(self) -> bool:
         """Whether nothing is rolled out beside an evaluation: it decides what comes next, or rollouts are cut short."""
         return self.early_stop is not None or self.rollout.token_budget is not None or self.rollout.oversample > 0
 
     @property
-    def tasks_from(self) -> TasksetConfig:
+    def required_taskset(self) -> TasksetConfig:
         """The taskset of a stage that needs one."""
         assert self.taskset is not None
         return self.taskset
 
     @model_validator(mode="after")
     def _endpoints_fail_in_time(self) -> Self:
-        inside = [reward for operator in self.pipeline for _, rewards in operator.judges_by for reward in rewards]
+        inside = [reward for operator in self.pipeline for _, rewards in operator.reward_lists for reward in rewards]
         for reward in (*self.rewards, *inside):
             if isinstance(reward, JudgeSection) and reward.endpoint is not None:
                 longest, deadline = reward.deadline_s + reward.try_s, self.judging.deadline_s
                 if longest >= deadline:
                     raise ValueError(
                         f"judging.deadline_s ({deadline:g}) is not above deadline_s + try_s ({longest:g}) of the "
-                        f"reward `{part_names([reward])[0]}`, so an endpoint that is down would pass for a slow one; "
-                        "raise judging.deadline_s"
+                        f"reward `{reward_part_names([reward])[0]}`, so an endpoint that is down would pass for a slow "
+                        "one; raise judging.deadline_s"
                     )
         return self
 
@@ -185,7 +186,7 @@ class RunConfig(StageConfig):
     threads: Annotated[int, Field(ge=1, le=2**12)] | Literal["auto"] = 1
     """CPU threads of this process; auto measures. Two threads are often slower than one for small models."""
     model: ModelConfig = ModelConfig()
-    placement: PlacementConfig = Inline()
+    placement: PlacementConfig = InlinePlacement()
     """In which processes components live: a name, or a section."""
     mode: Literal["both", "explore", "train", "bench", "serve"] = "both"
     """What `rollmill run` does. `both`: explore and train in one process. `train`: train on what others put into the

@@ -8,13 +8,13 @@ from typing import Annotated, Literal, Self
 import regex
 from pydantic import Field, SerializeAsAny, WrapValidator, model_validator
 
-from rollmill.config.parts import Chosen, Part
+from rollmill.config.parts import NamedSection, RegisteredUnion
 from rollmill.config.rows import RowsSection
 
-Text = Literal["prompt", "answer", "response", "rejected"]
+TextField = Literal["prompt", "answer", "response", "rejected"]
 
 
-class TaskOperatorSection(Part):
+class TaskOperatorSection(NamedSection):
     """An operator chosen by name; its other keys are its options."""
 
 
@@ -22,7 +22,7 @@ class CleanTasks(TaskOperatorSection):
     """Writes texts in one way. A task whose prompt is empty afterwards is dropped."""
 
     name: Literal["clean"] = "clean"
-    fields: list[Text] = Field(["prompt", "answer", "response", "rejected"], min_length=1)
+    fields: list[TextField] = Field(["prompt", "answer", "response", "rejected"], min_length=1)
     """Which texts; answers that are no text are left alone."""
     unicode: Literal["NFC", "NFKC"] | None = "NFC"
     """Unicode normal form. NFKC also replaces full-width letters, ligatures and superscripts (x² becomes x2)."""
@@ -110,7 +110,7 @@ class DecontaminateTasks(TaskOperatorSection):
     template, and do not count."""
 
 
-class DifficultyOfTasks(TaskOperatorSection):
+class RateTaskDifficulty(TaskOperatorSection):
     """Gives each task a number in the column `difficulty`: what orders, filters and `sort` go by."""
 
     name: Literal["difficulty"] = "difficulty"
@@ -156,9 +156,10 @@ class SampleTasks(TaskOperatorSection):
 
 
 TaskOperatorUnion = (
-    CleanTasks | FilterTasks | DeduplicateTasks | DecontaminateTasks | DifficultyOfTasks | SortTasks | SampleTasks
+    CleanTasks | FilterTasks | DeduplicateTasks | DecontaminateTasks | RateTaskDifficulty | SortTasks | SampleTasks
 )
 
 TaskOperatorConfig = Annotated[
-    SerializeAsAny[Annotated[TaskOperatorUnion, Field(discriminator="name")]], WrapValidator(Chosen("task_operator"))
+    SerializeAsAny[Annotated[TaskOperatorUnion, Field(discriminator="name")]],
+    WrapValidator(RegisteredUnion("task_operator")),
 ]

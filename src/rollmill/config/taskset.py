@@ -6,10 +6,10 @@ from typing import Any, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.base import PlainName
 from rollmill.config.order import OrderConfig, ShuffledOrder
-from rollmill.config.parts import over_default
+from rollmill.config.parts import merge_with_default
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
+from rollmill.config.section import PlainName
 from rollmill.config.task_operators import TaskOperatorConfig
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
@@ -29,7 +29,7 @@ class TasksetSection(RowsSection):
     @field_validator("order", mode="before")
     @classmethod
     def _order_in_full(cls, value: Any) -> Any:
-        return over_default(cls.model_fields["order"].default, value)
+        return merge_with_default(cls.model_fields["order"].default, value)
 
     @field_validator("pipeline", mode="before")
     @classmethod

@@ -7,10 +7,10 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen, Part, name_alone
+from rollmill.config.parts import NamedSection, RegisteredUnion, expand_name
 
 
-class ToolSection(Part):
+class ToolSection(NamedSection):
     """A tool chosen by name; its other keys are its options."""
 
     called: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
@@ -23,7 +23,7 @@ class ToolSection(Part):
     """Longest result in characters; the middle of a longer one is left out."""
 
     @property
-    def known_as(self) -> str:
+    def policy_name(self) -> str:
         """What the policy calls it by."""
         return self.called or self.name
 
@@ -33,7 +33,7 @@ class ToolSection(Part):
         return {key: value for key, value in super().arguments().items() if key not in common}
 
 
-class Calculator(ToolSection):
+class CalculatorTool(ToolSection):
     """Exact arithmetic with rational numbers."""
 
     name: Literal["calculator"] = "calculator"
@@ -57,7 +57,7 @@ class PythonTool(ToolSection):
     """How programs are isolated; `auto` is the first that works on this machine. `plain` isolates nothing."""
 
 
-class Search(ToolSection):
+class SearchTool(ToolSection):
     """Search for passages of local documents by their words (BM25; extra `search`)."""
 
     name: Literal["search"] = "search"
@@ -70,7 +70,7 @@ class Search(ToolSection):
 
 
 ToolConfig = Annotated[
-    SerializeAsAny[Annotated[Calculator | PythonTool | Search, Field(discriminator="name")]],
-    WrapValidator(Chosen("tool")),
-    BeforeValidator(name_alone),
+    SerializeAsAny[Annotated[CalculatorTool | PythonTool | SearchTool, Field(discriminator="name")]],
+    WrapValidator(RegisteredUnion("tool")),
+    BeforeValidator(expand_name),
 ]

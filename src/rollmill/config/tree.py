@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 Key = str | int
 KeyPath = tuple[Key, ...]
@@ -42,7 +42,7 @@ class Node:
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class ConfigProblem:
     """One thing that is wrong: printed as `PLACE: KEY: TEXT`."""
 
     place: str
@@ -50,36 +50,36 @@ class Problem:
     text: str
 
     def __str__(self) -> str:
-        parts = (shortened(self.place, _LONG), shortened(self.key, _LONG), self.text)
+        parts = (truncate_text(self.place, _LONG), truncate_text(self.key, _LONG), self.text)
         return ": ".join(part for part in parts if part)
 
 
-def refuse(problems: Sequence[Problem]) -> None:
+def raise_problems(problems: Sequence[ConfigProblem]) -> None:
     """Raise one ConfigError that lists every distinct problem; return when there is none."""
     if problems:
         raise ConfigError("\n".join(dict.fromkeys(str(problem) for problem in problems)))
 
 
-def shortened(text: str, longest: int = 100) -> str:
+def truncate_text(text: str, longest: int = 100) -> str:
     """A text for a message: of a long one the beginning, and how long it is."""
     return text if len(text) <= longest else f"{text[:longest]}... ({len(text)} characters)"
 
 
-def dotted(path: KeyPath) -> str:
+def format_key_path(path: KeyPath) -> str:
     """`("rewards", 0, "weight")` as `rewards.0.weight`."""
     return ".".join(str(key) for key in path)
 
 
-def plain(node: Node) -> Any:
+def to_plain_data(node: Node) -> Any:
     """The tree as ordinary dicts, lists and scalars."""
     if isinstance(node.value, dict):
-        return {key: plain(child) for key, child in node.value.items()}
+        return {key: to_plain_data(child) for key, child in node.value.items()}
     if isinstance(node.value, list):
-        return [plain(child) for child in node.value]
+        return [to_plain_data(child) for child in node.value]
     return node.value
 
 
-def child(node: Node, key: Key) -> Node | None:
+def child_node(node: Node, key: Key) -> Node | None:
     """The node under `key`, or None."""
     if isinstance(node.value, dict):
         return node.value.get(key)
@@ -92,26 +92,26 @@ def find(node: Node, path: KeyPath) -> Node | None:
     """The node at `path`, or None; an explicit null counts as absent."""
     current: Node | None = node
     for key in path:
-        current = child(current, key) if current is not None else None
+        current = child_node(current, key) if current is not None else None
     return None if current is None or current.value is None else current
 
 
-def locate(node: Node, path: KeyPath) -> tuple[str, str]:
+def locate_key(node: Node, path: KeyPath) -> tuple[str, str]:
     """Place and written key of `path`: of the deepest node that exists on the way there."""
     for depth, key in enumerate(path):
-        below = child(node, key)
+        below = child_node(node, key)
         if below is None:
-            return node.origin.place, dotted(node.path + path[depth:])
+            return node.origin.place, format_key_path(node.path + path[depth:])
         node = below
-    return node.origin.place, dotted(node.path)
+    return node.origin.place, format_key_path(node.path)
 
 
-def leaves(node: Node) -> Iterator[Node]:
+def iter_leaves(node: Node) -> Iterator[Node]:
     """Every node without children."""
     children = node.value.values() if isinstance(node.value, dict) else node.value
     if isinstance(node.value, dict | list) and node.value:
         for below in children:
-            yield from leaves(below)
+            yield from iter_leaves(below)
     else:
         yield node
 
@@ -130,7 +130,7 @@ def edit(node: Node, pattern: Sequence[str], change: Callable[[Node], Node]) -> 
     return node
 
 
-def overlay(base: Node, top: Node, key: str = "") -> Node:
+def merge_trees(base: Node, top: Node, key: str = "") -> Node:
     """`top` over `base`: mappings merge, everything else replaces.
 
     A mapping that names another component replaces as a whole, because the other one's keys mean nothing to it: an
@@ -138,16 +138,16 @@ def overlay(base: Node, top: Node, key: str = "") -> Node:
     number that stands for a section (`loss: gspo`, `kl: 0.1`) merges as that section.
     """
     if isinstance(base.value, dict) or isinstance(top.value, dict):
-        base, top = in_full(key, base), in_full(key, top)
+        base, top = expand_shorthand(key, base), expand_shorthand(key, top)
     if not isinstance(base.value, dict) or not isinstance(top.value, dict) or _another(key, base, top):
         return top
     merged = dict(base.value)
     for name, node in top.value.items():
-        merged[name] = overlay(merged[name], node, name) if name in merged else node
+        merged[name] = merge_trees(merged[name], node, name) if name in merged else node
     return Node(merged, top.origin, top.path)
 
 
-def in_full(key: Key, node: Node) -> Node:
+def expand_shorthand(key: Key, node: Node) -> Node:
     """A name or number that stands for a section, as that section; every other node as it is."""
     short = _SHORT.get(str(key))
     if short is None or not isinstance(node.value, short[1]) or isinstance(node.value, bool):

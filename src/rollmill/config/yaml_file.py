@@ -11,9 +11,18 @@ from typing import Any
 
 import yaml
 
-from rollmill.config.tree import KeyPath, Node, Origin, Problem, dotted, plain, refuse, shortened
-from rollmill.core.errors import ConfigError
-from rollmill.core.user_files import YAML_BYTES, not_a_file, read_text, size_of
+from rollmill.config.tree import (
+    ConfigProblem,
+    KeyPath,
+    Node,
+    Origin,
+    format_key_path,
+    raise_problems,
+    to_plain_data,
+    truncate_text,
+)
+from rollmill.errors import ConfigError
+from rollmill.strict_files import MAX_YAML_BYTES, describe_non_file, format_size, read_text
 
 _ENV = re.compile(r"\$\{env:(?:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^}]*))?\}|(?P<malformed>))")
 _TAG = "tag:yaml.org,2002:"
@@ -72,7 +81,7 @@ class _Reader:
 
     place: str
     folder: Path
-    problems: list[Problem]
+    problems: list[ConfigProblem]
     included: bool = False
     line_place: bool = True
     _open: set[int] = field(default_factory=set)
@@ -90,7 +99,7 @@ class _Reader:
         self._values += 1
         if self._values > _MOST_VALUES:
             text = f"more than {_MOST_VALUES} values, with what anchors (`&`, `*`) repeat; write less"
-            raise ConfigError(str(Problem(origin.place, dotted(path), text)))
+            raise ConfigError(str(ConfigProblem(origin.place, format_key_path(path), text)))
         self._open.add(id(raw))
         try:
             if isinstance(raw, yaml.MappingNode):
@@ -140,7 +149,7 @@ class _Reader:
             case "float":
                 number = float(text.lower().replace(".inf", "inf").replace(".nan", "nan"))
                 if math.isinf(number) and "inf" not in text.lower():
-                    self.problem(origin, path, f"the number {shortened(text)} is too large")
+                    self.problem(origin, path, f"the number {truncate_text(text)} is too large")
                     return 0.0
                 return number
             case "str" | "merge":
@@ -151,7 +160,9 @@ class _Reader:
     def integer(self, text: str, origin: Origin, path: KeyPath) -> int:
         number = int(text, 0) if len(text) <= _DIGITS else _LARGEST + 1
         if abs(number) > _LARGEST:
-            self.problem(origin, path, f"the number {shortened(text)} is too large; whole numbers end at {_LARGEST}")
+            self.problem(
+                origin, path, f"the number {truncate_text(text)} is too large; whole numbers end at {_LARGEST}"
+            )
             return 0
         return number
 
@@ -166,11 +177,11 @@ class _Reader:
                 self.problem(origin, path, f"environment variable {name} is not set; {advice}")
             found = os.environ.get(name, default or "")
             self._characters += len(found)
-            return found if self._characters <= YAML_BYTES else ""
+            return found if self._characters <= MAX_YAML_BYTES else ""
 
         found = _ENV.sub(value, text)
-        if self._characters > YAML_BYTES:
-            text = f"the file's environment variables have more than {size_of(YAML_BYTES)} together; write less"
+        if self._characters > MAX_YAML_BYTES:
+            text = f"the file's environment variables have more than {format_size(MAX_YAML_BYTES)} together; write less"
             self.problem(origin, path, text)
             self._characters = 0
         try:
@@ -181,17 +192,17 @@ class _Reader:
         return found
 
     def problem(self, origin: Origin, path: KeyPath, text: str) -> None:
-        self.problems.append(Problem(origin.place, dotted(path), text))
+        self.problems.append(ConfigProblem(origin.place, format_key_path(path), text))
 
 
-def read_yaml(path: Path, problems: list[Problem], *, included: bool = False) -> Node:
+def read_yaml(path: Path, problems: list[ConfigProblem], *, included: bool = False) -> Node:
     """The tree of one YAML file. Duplicate keys and missing variables go to `problems`.
 
     Raises ConfigError when the file cannot be read, is not YAML or holds no mapping.
     """
-    if not_a_file(path) == "no such file":
+    if describe_non_file(path) == "no such file":
         raise ConfigError(f"{path}: no such file; `rollmill init {path}` writes a first one")
-    text = read_text(path, YAML_BYTES)
+    text = read_text(path, MAX_YAML_BYTES)
     raw = _compose(text, str(path))
     if not isinstance(raw, yaml.MappingNode):
         found = "is empty" if raw is None else "does not hold `key: value` lines"
@@ -200,11 +211,11 @@ def read_yaml(path: Path, problems: list[Problem], *, included: bool = False) ->
     return reader.node(raw, Origin(str(path), path.parent, included), ())
 
 
-def read_plain(path: Path) -> dict[str, Any]:
+def read_plain_yaml(path: Path) -> dict[str, Any]:
     """The mapping in a YAML file that rollmill wrote, as ordinary dicts, lists and scalars. Raises ConfigError."""
-    problems: list[Problem] = []
-    found = plain(read_yaml(path, problems))
-    refuse(problems)
+    problems: list[ConfigProblem] = []
+    found = to_plain_data(read_yaml(path, problems))
+    raise_problems(problems)
     assert isinstance(found, dict)
     return found
 
@@ -215,7 +226,7 @@ def write_yaml(data: dict[str, Any]) -> str:
     return text
 
 
-def read_value(text: str, option: str, folder: Path, path: KeyPath, problems: list[Problem]) -> Node:
+def parse_override_value(text: str, option: str, folder: Path, path: KeyPath, problems: list[ConfigProblem]) -> Node:
     """The value of a command-line override.
 
     Text that starts with a bracket, a brace or a quote is YAML; anything else is one plain scalar, taken whole, so
@@ -236,7 +247,7 @@ def _compose(text: str, place: str, lines: bool = True) -> yaml.Node | None:
         return _Loader(text).get_single_node()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        where = f"{place}:{mark.line + 1}" if lines and mark else shortened(place, 300)
+        where = f"{place}:{mark.line + 1}" if lines and mark else truncate_text(place, 300)
         column = f" at column {mark.column + 1}" if mark else ""
         what = error.problem or error.context or "syntax error"
         advice = "quote text that holds `: `, ` #`, brackets or braces"

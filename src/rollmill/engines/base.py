@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.types import Completion, FloatArray, IntArray, RoutingArray
+from rollmill.types import Completion, FloatArray, IntArray, RoutingArray
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Begun:
+class CompletionPrefix:
     """What a completion begins with: tokens that were sampled earlier, perhaps with older weights. [T] each.
 
     `top_ids` and `top_probs` [T, K] are those of the Completion they come from, where it recorded them.
@@ -53,7 +53,7 @@ class SampledToken:
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class GenerationRequest:
     """Ask for `n` completions of one prompt.
 
     A completion depends on the weights, the prompt, `seed`, its index and what it is begun with only, not on what
@@ -65,7 +65,7 @@ class Request:
     n: int = 1
     seed: int = 0
     id: str = "request"
-    begun: Sequence[Begun | None] = ()  #: by index; the completion returned has these tokens, too
+    begun: Sequence[CompletionPrefix | None] = ()  #: by index; the completion returned has these tokens, too
     drafts: Sequence[Draft | None] = ()  #: by index
     on_token: Callable[[SampledToken], None] | None = None
     """Told of every token as it is sampled, so that drafts are not used; the completion says which ones count."""
@@ -81,11 +81,11 @@ class RolloutEngine(Protocol):
     tokens_generated: int
     """Since it was made."""
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
         """All n completions, ordered by index. Cancelling the call aborts the request."""
         ...
 
-    def stream(self, request: Request) -> AsyncIterator[Completion]:
+    def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """The n completions one by one, as they end."""
         ...
 

@@ -1,8 +1,8 @@
 """Feedback of people and programs about a run: acts become experiences in its store. No web library is needed here."""
 
-from rollmill.feedback.desk import Desk, Done, Order
-from rollmill.feedback.refused import RefusedError
-from rollmill.feedback.requests import parse
-from rollmill.feedback.serve import open_desk
+from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.requests import parse_request
+from rollmill.feedback.serve import open_feedback
+from rollmill.feedback.service import FeedbackService, SubmitResult, SubmittedRequest
 
-__all__ = ["Desk", "Done", "Order", "RefusedError", "open_desk", "parse"]
+__all__ = ["FeedbackError", "FeedbackService", "SubmitResult", "SubmittedRequest", "open_feedback", "parse_request"]

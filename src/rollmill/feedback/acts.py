@@ -10,21 +10,21 @@ from typing import Any
 
 from sqlalchemy import ColumnElement, Connection, func, select
 
-from rollmill.buffer import Group, Shelf
+from rollmill.buffer import ExperienceKind, Group
 from rollmill.buffer.base import FEEDBACK
 from rollmill.buffer.schema import groups as table
 from rollmill.buffer.sql import SqlStore
-from rollmill.feedback.requests import Kind
+from rollmill.feedback.requests import FeedbackKind
 
-SHELVES = (Shelf.RATED, Shelf.EXPERT, Shelf.PREFERENCE)
+FEEDBACK_SHELVES = (ExperienceKind.RATED, ExperienceKind.EXPERT, ExperienceKind.PREFERENCE)
 
 
 @dataclass(frozen=True, slots=True)
-class Act:
+class FeedbackRecord:
     """What somebody said, without tokens."""
 
     id: str  #: the group's
-    kind: Kind
+    kind: FeedbackKind
     author: str
     at: float  #: seconds since the epoch
     of: list[str] = field(default_factory=list)  #: ids of stored completions; of a comparison the better one first
@@ -47,20 +47,20 @@ class Act:
         return shown | {"undone_by": self.undone_by}
 
 
-class Acts:
+class FeedbackLog:
     """What has been said about a run, by whoever writes to its store. May be used from several threads."""
 
     def __init__(self, store: SqlStore) -> None:
         self._store = store
-        self._acts: dict[str, Act] = {}
+        self._acts: dict[str, FeedbackRecord] = {}
         self._state: tuple[Any, ...] | None = None
         self._lock = threading.Lock()
 
-    def all(self) -> list[Act]:
+    def all(self) -> list[FeedbackRecord]:
         """In the order they came, with those that were undone."""
         return list(self._read().values())
 
-    def get(self, id: str) -> Act | None:
+    def get(self, id: str) -> FeedbackRecord | None:
         """The act of this id."""
         return self._read().get(id)
 
@@ -78,7 +78,7 @@ class Acts:
         if ids:
             self._store.restore(ids)
 
-    def _read(self) -> dict[str, Act]:
+    def _read(self) -> dict[str, FeedbackRecord]:
         """Acts by id. They are read again only if the table has changed: tokens stay where they are."""
         with self._lock:
             state, acts = self._store.database.read(self._changed)
@@ -86,7 +86,7 @@ class Acts:
                 self._state, self._acts = state, acts
             return self._acts
 
-    def _changed(self, connection: Connection) -> tuple[tuple[Any, ...], dict[str, Act] | None]:
+    def _changed(self, connection: Connection) -> tuple[tuple[Any, ...], dict[str, FeedbackRecord] | None]:
         mine = self._mine()
         c = table.c
         counts = select(func.count(), func.max(c.number), func.count(c.removed_at), func.max(c.removed_at)).where(mine)
@@ -98,18 +98,20 @@ class Acts:
         return state, {act.id: act for act in acts if act is not None}
 
     def _mine(self) -> ColumnElement[bool]:
-        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(shelf) for shelf in SHELVES])
+        here = (table.c.run == self._store.run) & table.c.shelf.in_([str(shelf) for shelf in FEEDBACK_SHELVES])
         return here & (table.c.writer == FEEDBACK)
 
 
-def _act(row: Any) -> Act | None:
+def _act(row: Any) -> FeedbackRecord | None:
     """None for what others put there that this module did not make."""
     body = json.loads(row.body)
     info = body["info"]
-    if info.get("act") not in list(Kind):
+    if info.get("act") not in list(FeedbackKind):
         return None
     known = {name: info[name] for name in _IN_INFO if name in info}
-    return Act(row.id, Kind(info["act"]), body["author"], row.created_at, undone_by=row.removed_by, **known)
+    return FeedbackRecord(
+        row.id, FeedbackKind(info["act"]), body["author"], row.created_at, undone_by=row.removed_by, **known
+    )
 
 
 _IN_INFO = ("of", "step", "group", "task", "rating", "texts", "slot", "replaces", "late", "digest")

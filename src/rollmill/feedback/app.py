@@ -12,22 +12,22 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
-from rollmill.core.errors import RollmillError
-from rollmill.feedback.desk import Desk
-from rollmill.feedback.guard import TOKEN_COOKIE, Guard, add_headers, read_body
-from rollmill.feedback.pages import Pages
-from rollmill.feedback.refused import RefusedError
-from rollmill.feedback.requests import Request as Feedback
-from rollmill.feedback.requests import author_of, parse
-from rollmill.monitor.files import plain
+from rollmill.errors import RollmillError
+from rollmill.feedback.guard import TOKEN_COOKIE, RequestGuard, add_headers, read_body
+from rollmill.feedback.pages import FeedbackPages
+from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.requests import FeedbackRequest as Feedback
+from rollmill.feedback.requests import parse_author, parse_request
+from rollmill.feedback.service import FeedbackService
+from rollmill.files import to_jsonable
 
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
 
-def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
+def make_app(desk: FeedbackService, guard: RequestGuard, author: str) -> FastAPI:
     """The application for one run. `author` is who uses the page, until somebody gives another name there."""
     app = FastAPI(title="rollmill feedback", openapi_url=None)
-    pages = Pages(desk, guard, author)
+    pages = FeedbackPages(desk, guard, author)
 
     @app.middleware("http")
     async def guarded(request: Request, call_next: Callable[[Request], Awaitable[Response]]) -> Response:
@@ -39,7 +39,7 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
             else:
                 guard.check(request)
                 response = await call_next(request)
-        except RefusedError as error:  # a page would hold the secret of its forms
+        except FeedbackError as error:  # a page would hold the secret of its forms
             text = str(error)
             response = (
                 JSONResponse({"error": text}, error.status)
@@ -55,7 +55,7 @@ def make_app(desk: Desk, guard: Guard, author: str) -> FastAPI:
     return app
 
 
-def _add_errors(app: FastAPI, pages: Pages) -> None:
+def _add_errors(app: FastAPI, pages: FeedbackPages) -> None:
     """What is answered where a request fails: JSON to programs, a page to people."""
 
     def _refusal(request: Request, status: int, message: str) -> Response:
@@ -65,7 +65,7 @@ def _add_errors(app: FastAPI, pages: Pages) -> None:
 
     @app.exception_handler(RollmillError)
     async def failed(request: Request, error: RollmillError) -> Response:
-        return _refusal(request, error.status if isinstance(error, RefusedError) else 500, str(error))
+        return _refusal(request, error.status if isinstance(error, FeedbackError) else 500, str(error))
 
     @app.exception_handler(HTTPException)
     async def not_found(request: Request, error: HTTPException) -> Response:
@@ -78,7 +78,7 @@ def _add_errors(app: FastAPI, pages: Pages) -> None:
         return _refusal(request, 422, "; ".join(wrong))
 
 
-def _add_api(app: FastAPI, desk: Desk) -> None:
+def _add_api(app: FastAPI, desk: FeedbackService) -> None:
     """Feedback by programs."""
 
     @app.get("/health")
@@ -91,26 +91,26 @@ def _add_api(app: FastAPI, desk: Desk) -> None:
     async def post(request: Request) -> dict[str, Any]:
         """Take feedback: one JSON object, or a list that is done as a whole."""
         if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-            raise RefusedError("send Content-Type: application/json", status=415)
+            raise FeedbackError("send Content-Type: application/json", status=415)
         body, key = await read_body(request), request.headers.get("idempotency-key")
-        done = await run_in_threadpool(lambda: desk.perform(_requests(body, key)))
+        done = await run_in_threadpool(lambda: desk.submit(_requests(body, key)))
         return {"ids": done.ids, "new": done.new}
 
     @app.get("/feedback")
     def listed(offset: int = 0, limit: int = 100, author: str | None = None) -> JSONResponse:
         """What has been said, oldest first; `next` is the offset of the next page, or null."""
         if offset < 0 or not 1 <= limit <= _MOST_LISTED:
-            raise RefusedError(f"offset is 0 or more, limit 1 to {_MOST_LISTED}")
+            raise FeedbackError(f"offset is 0 or more, limit 1 to {_MOST_LISTED}")
         acts = [act for act in desk.acts.all() if author in (None, act.author)]
         page = [act.as_json() for act in acts[offset : offset + limit]]
         more = offset + limit if offset + limit < len(acts) else None
-        return JSONResponse({"acts": plain(page), "next": more, "total": len(acts)})
+        return JSONResponse({"acts": to_jsonable(page), "next": more, "total": len(acts)})
 
     @app.delete("/feedback/{id}")
     def undo(id: str, author: str) -> dict[str, Any]:
         """Take an act back; `author` is who does."""
-        if not desk.undo(id, author_of(author)):
-            raise RefusedError(f"{id} was undone before", status=409)
+        if not desk.undo(id, parse_author(author)):
+            raise FeedbackError(f"{id} was undone before", status=409)
         return {"id": id, "undone_by": author}
 
 
@@ -122,14 +122,14 @@ def _requests(body: bytes, key: str | None) -> list[Feedback]:
     try:
         rows = json.loads(body)
     except (ValueError, RecursionError) as error:
-        raise RefusedError(f"the body is no JSON: {error}") from error
+        raise FeedbackError(f"the body is no JSON: {error}") from error
     many = isinstance(rows, list)
     rows = rows if many else [rows]
     if not 1 <= len(rows) <= _MOST_AT_ONCE:
-        raise RefusedError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
+        raise FeedbackError(f"a list of 1 to {_MOST_AT_ONCE} requests is taken, found {len(rows)}")
     requests = []
     for number, row in enumerate(rows):
         if key is not None and isinstance(row, dict):
             row = {"key": f"{key} {number}" if many else key} | row
-        requests.append(parse(row, f"request {number + 1} of {len(rows)}: " if many else ""))
+        requests.append(parse_request(row, f"request {number + 1} of {len(rows)}: " if many else ""))
     return requests

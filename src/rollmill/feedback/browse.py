@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from rollmill.feedback.desk import Desk
-from rollmill.feedback.refused import RefusedError
-from rollmill.feedback.stored import Stored, StoredGroup
+from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.rollout_index import RolloutIndex, StoredGroup
+from rollmill.feedback.service import FeedbackService
 
-ORDERS = {
+SORT_ORDERS = {
     "stored": "as they were learned from",
     "unrated": "without feedback first",
     "disagreement": "greatest difference of rewards first",
@@ -21,7 +21,7 @@ _ENOUGH_GROUPS, _MOST_STEPS = 50, 100
 
 
 @dataclass(frozen=True)
-class Filters:
+class GroupFilters:
     """What is asked for; None is anything. A group passes if one of its rewards lies within the bounds."""
 
     step: int | None = None
@@ -32,17 +32,17 @@ class Filters:
     before: int | None = None  #: only earlier steps
 
     @classmethod
-    def of(cls, query: Mapping[str, str]) -> Filters:
-        """Raises RefusedError for a value that makes no sense."""
+    def of(cls, query: Mapping[str, str]) -> GroupFilters:
+        """Raises FeedbackError for a value that makes no sense."""
         given: dict[str, Any] = {name: query[name].strip() for name in cls.__dataclass_fields__ if query.get(name)}
         for name, convert in (("step", int), ("before", int), ("at_least", float), ("at_most", float)):
             if name in given:
                 try:
                     given[name] = convert(given[name])
                 except ValueError as error:
-                    raise RefusedError(f"{name} is a number, not {given[name][:50]!r}") from error
-        if given.get("order", "stored") not in ORDERS:
-            raise RefusedError(f"order is {', '.join(ORDERS)}, not {given['order'][:50]!r}")
+                    raise FeedbackError(f"{name} is a number, not {given[name][:50]!r}") from error
+        if given.get("order", "stored") not in SORT_ORDERS:
+            raise FeedbackError(f"order is {', '.join(SORT_ORDERS)}, not {given['order'][:50]!r}")
         return cls(**given)
 
     def query(self) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Filters:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class GroupRow:
     """A group in the list."""
 
     group: StoredGroup
@@ -70,15 +70,15 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class GroupPage:
     """A page of the list. `older` is what to give as `before` for the next one; None where nothing is left."""
 
-    rows: list[Row]
+    rows: list[GroupRow]
     steps: list[int]  #: those looked at
     older: int | None
 
 
-def browse(desk: Desk, filters: Filters) -> Found:
+def list_groups(desk: FeedbackService, filters: GroupFilters) -> GroupPage:
     """Groups of the newest steps, whole steps at a time, until there are about 50 or 100 steps were looked at."""
     said: dict[tuple[int | None, str], int] = {}
     for act in desk.acts.all():
@@ -89,29 +89,29 @@ def browse(desk: Desk, filters: Filters) -> Found:
         for step in reversed(desk.stored.steps())
         if filters.step in (None, step) and (filters.before is None or step < filters.before)
     ]
-    rows: list[Row] = []
+    rows: list[GroupRow] = []
     looked: list[int] = []
     for step in wanted[:_MOST_STEPS]:
         looked.append(step)
         for group in desk.stored.groups(step):
             if filters.passes(group):
                 mean = statistics.fmean(group.rewards) if group.rewards else None
-                rows.append(Row(group, mean, said.get((step, group.name), 0)))
+                rows.append(GroupRow(group, mean, said.get((step, group.name), 0)))
         if len(rows) >= _ENOUGH_GROUPS:
             break
     if filters.order == "unrated":
         rows.sort(key=lambda row: row.said > 0)
     elif filters.order == "disagreement":
         rows.sort(key=lambda row: -row.group.spread)
-    return Found(rows, looked, looked[-1] if len(looked) < len(wanted) else None)
+    return GroupPage(rows, looked, looked[-1] if len(looked) < len(wanted) else None)
 
 
-def neighbours(stored: Stored, step: int, name: str) -> tuple[StoredGroup | None, StoredGroup | None]:
-    """The groups before and after one, across steps. Raises RefusedError where there is none of this name."""
+def find_neighbours(stored: RolloutIndex, step: int, name: str) -> tuple[StoredGroup | None, StoredGroup | None]:
+    """The groups before and after one, across steps. Raises FeedbackError where there is none of this name."""
     here = stored.groups(step)
     place = next((index for index, group in enumerate(here) if group.name == name), None)
     if place is None:
-        raise RefusedError(f"step {step} has no group {name!r}", status=404)
+        raise FeedbackError(f"step {step} has no group {name!r}", status=404)
     steps = stored.steps()
     earlier = [other for other in steps if other < step]
     later = [other for other in steps if other > step]
@@ -120,6 +120,6 @@ def neighbours(stored: Stored, step: int, name: str) -> tuple[StoredGroup | None
     return before, after
 
 
-def _end(stored: Stored, steps: list[int], index: int) -> StoredGroup | None:
+def _end(stored: RolloutIndex, steps: list[int], index: int) -> StoredGroup | None:
     groups = stored.groups(steps[0]) if steps else []
     return groups[index] if groups else None

@@ -13,15 +13,15 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollmill.feedback.refused import RefusedError
-from rollmill.web.hosts import is_here
+from rollmill.feedback.refused import FeedbackError
+from rollmill.web.hosts import is_own_host
 
 if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.responses import Response
 
 MAX_BODY = 8 * 2**20
-BODY_S = 60.0
+BODY_TIMEOUT_S = 60.0
 TOKEN_COOKIE = "rollmill-token"
 _HEADERS = {
     "content-security-policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
@@ -36,7 +36,7 @@ _HEADERS = {
 
 
 @dataclass(frozen=True)
-class Guard:
+class RequestGuard:
     """The rules of one server."""
 
     host: str = "127.0.0.1"  #: the address it listens on
@@ -44,26 +44,26 @@ class Guard:
     form_secret: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
 
     def check(self, request: Request) -> None:
-        """Raises RefusedError for a request that must not be answered."""
+        """Raises FeedbackError for a request that must not be answered."""
         host = request.headers.get("host", "")
-        if not is_here(host, self.host):
-            raise RefusedError(f"the request is for the host {host[:100]!r}, which is not this server", status=403)
+        if not is_own_host(host, self.host):
+            raise FeedbackError(f"the request is for the host {host[:100]!r}, which is not this server", status=403)
         site, mode = request.headers.get("sec-fetch-site"), request.headers.get("sec-fetch-mode")
         reads = request.method in ("GET", "HEAD")
         navigates = reads and mode == "navigate"
         if site not in (None, "same-origin", "none") and not navigates:
-            raise RefusedError("requests from other sites are refused", status=403)
+            raise FeedbackError("requests from other sites are refused", status=403)
         origin = request.headers.get("origin")
         if not reads and origin is not None and origin.partition("://")[2] != host:
-            raise RefusedError(f"requests from other sites ({origin[:100]!r}) are refused", status=403)
+            raise FeedbackError(f"requests from other sites ({origin[:100]!r}) are refused", status=403)
         self._check_token(request)
         if request.method == "POST":
             _check_size(request)
 
     def check_form(self, form: dict[str, str]) -> None:
-        """Raises RefusedError unless the form comes from a page of this server."""
+        """Raises FeedbackError unless the form comes from a page of this server."""
         if not secrets.compare_digest(form.get("secret", "").encode(), self.form_secret.encode()):
-            raise RefusedError("the form is of another server or an earlier start of it: reload the page", status=403)
+            raise FeedbackError("the form is of another server or an earlier start of it: reload the page", status=403)
 
     def is_token(self, shown: str) -> bool:
         """Whether `shown` is the server's token."""
@@ -75,7 +75,7 @@ class Guard:
         scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
         shown = bearer if scheme.lower() == "bearer" else request.cookies.get(TOKEN_COOKIE, "")
         if not self.is_token(shown):
-            raise RefusedError("open the address that was printed, or send `Authorization: Bearer TOKEN`", status=401)
+            raise FeedbackError("open the address that was printed, or send `Authorization: Bearer TOKEN`", status=401)
 
 
 def add_headers(response: Response) -> None:
@@ -85,17 +85,17 @@ def add_headers(response: Response) -> None:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body. Raises RefusedError where it has not come after BODY_S."""
+    """The body. Raises FeedbackError where it has not come after BODY_TIMEOUT_S."""
     try:
-        async with asyncio.timeout(BODY_S):
+        async with asyncio.timeout(BODY_TIMEOUT_S):
             return await request.body()
     except TimeoutError as error:
-        raise RefusedError(f"the body had not come after {BODY_S:.0f} s; send it again", status=408) from error
+        raise FeedbackError(f"the body had not come after {BODY_TIMEOUT_S:.0f} s; send it again", status=408) from error
 
 
 def _check_size(request: Request) -> None:
     length = request.headers.get("content-length", "")
     if not length.isdecimal() or "transfer-encoding" in request.headers:
-        raise RefusedError("send Content-Length", status=411)
+        raise FeedbackError("send Content-Length", status=411)
     if int(length) > MAX_BODY:
-        raise RefusedError(f"the body has {length} bytes, at most {MAX_BODY} are taken; send less", status=413)
+        raise FeedbackError(f"the body has {length} bytes, at most {MAX_BODY} are taken; send less", status=413)

@@ -15,20 +15,20 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Experience
-from rollmill.core.user_files import json_problem, read_text, strict_json
-from rollmill.feedback.desk import Desk, Order
-from rollmill.feedback.refused import RefusedError
-from rollmill.feedback.requests import parse
-from rollmill.feedback.stored import Stored
-from rollmill.monitor.files import atomic_write
+from rollmill.errors import ConfigError
+from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.requests import parse_request
+from rollmill.feedback.rollout_index import RolloutIndex
+from rollmill.feedback.service import FeedbackService, SubmittedRequest
+from rollmill.files import atomic_write
+from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
+from rollmill.types import Experience
 
 STARS = 5
 COMPLETIONS, PAIRS = "label-studio.xml", "label-studio-pairs.xml"
 
 
-def export_tasks(stored: Stored, path: Path, *, steps: Sequence[int] = (), pairs: bool = False) -> int:
+def export_tasks(stored: RolloutIndex, path: Path, *, steps: Sequence[int] = (), pairs: bool = False) -> int:
     """Write `path` to be imported into a project of Label Studio, and the project's labelling configuration to
     `path` with the ending .xml.
 
@@ -36,11 +36,11 @@ def export_tasks(stored: Stored, path: Path, *, steps: Sequence[int] = (), pairs
         steps: whose completions; default: the newest stored step.
         pairs: a task shows two completions of a group (the first two, the next two, ...) instead of one.
 
-    Returns how many tasks. Raises RefusedError where a step is not stored.
+    Returns how many tasks. Raises FeedbackError where a step is not stored.
     """
     chosen = steps or stored.steps()[-1:]
     if not chosen:
-        raise RefusedError(f"{stored.run_dir} stores no completions yet", status=404)
+        raise FeedbackError(f"{stored.run_dir} stores no completions yet", status=404)
     tasks = [task for step in chosen for task in _tasks(stored, step, pairs)]
     atomic_write(path, json.dumps(tasks, indent=1).encode())
     layout = files("rollmill.feedback").joinpath("static", PAIRS if pairs else COMPLETIONS).read_bytes()
@@ -49,7 +49,7 @@ def export_tasks(stored: Stored, path: Path, *, steps: Sequence[int] = (), pairs
 
 
 @dataclass(frozen=True, slots=True)
-class Imported:
+class ImportResult:
     """What an import came to."""
 
     new: int
@@ -57,31 +57,31 @@ class Imported:
     skipped: int  #: annotations that were cancelled, or say nothing
 
 
-def import_annotations(desk: Desk, path: Path) -> Imported:
+def import_annotations(desk: FeedbackService, path: Path) -> ImportResult:
     """Take the annotations of an export, all or none, with annotators as authors. The same ones are taken once; of one
     that was changed since, the newer state counts.
 
     Raises:
         ConfigError: the file cannot be read or is no export of the kind JSON.
-        RefusedError: a task is not of this run, or an annotation is not of our labelling configurations.
+        FeedbackError: a task is not of this run, or an annotation is not of our labelling configurations.
     """
-    orders: list[Order] = []
+    orders: list[SubmittedRequest] = []
     skipped = 0
     for number, task in enumerate(_read(path), start=1):
         for annotation in task["annotations"]:
             try:
-                made = list(_orders(desk.stored, task, annotation))
+                made = list(_annotation_requests(desk.stored, task, annotation))
             except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-                raise RefusedError(f"{path}: task {number}: no annotation of our configuration ({error!r})") from error
-            except RefusedError as error:
-                raise RefusedError(f"{path}: task {number}: {error}", error.status) from error
+                raise FeedbackError(f"{path}: task {number}: no annotation of our configuration ({error!r})") from error
+            except FeedbackError as error:
+                raise FeedbackError(f"{path}: task {number}: {error}", error.status) from error
             orders += made
             skipped += not made
-    done = desk.carry_out(sorted(orders, key=lambda order: order.at or 0.0))
-    return Imported(done.new, len(orders) - done.new, skipped)
+    done = desk.submit_all(sorted(orders, key=lambda order: order.at or 0.0))
+    return ImportResult(done.new, len(orders) - done.new, skipped)
 
 
-def _tasks(stored: Stored, step: int, pairs: bool) -> Iterator[dict[str, Any]]:
+def _tasks(stored: RolloutIndex, step: int, pairs: bool) -> Iterator[dict[str, Any]]:
     for group in stored.groups(step):
         experiences = stored.group(step, group.name)
         if pairs:
@@ -105,11 +105,11 @@ def _mark(experience: Experience) -> dict[str, str]:
 
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
-        tasks = strict_json(read_text(path))
+        tasks = parse_strict_json(read_text(path))
     except ConfigError:
         raise
     except ValueError as error:
-        raise ConfigError(f"{path} cannot be read: {json_problem(error)}") from error
+        raise ConfigError(f"{path} cannot be read: {describe_json_error(error)}") from error
     whole = isinstance(tasks, list) and all(
         isinstance(task, dict)
         and isinstance(task.get("annotations"), list)
@@ -125,7 +125,9 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return list(tasks)
 
 
-def _orders(stored: Stored, task: dict[str, Any], annotation: dict[str, Any]) -> Iterator[Order]:
+def _annotation_requests(
+    stored: RolloutIndex, task: dict[str, Any], annotation: dict[str, Any]
+) -> Iterator[SubmittedRequest]:
     """What an annotation asks for; nothing if it was cancelled."""
     if annotation.get("was_cancelled"):
         return
@@ -138,19 +140,19 @@ def _orders(stored: Stored, task: dict[str, Any], annotation: dict[str, Any]) ->
         if row is None:
             continue
         said = sha256(json.dumps([about, row], sort_keys=True).encode()).hexdigest()[:16]
-        request = parse(row | {"author": author, "key": f"{origin} {result['from_name']} {said}"})
-        yield Order(request, at, f"{origin} edit" if "text" in row else "")
+        request = parse_request(row | {"author": author, "key": f"{origin} {result['from_name']} {said}"})
+        yield SubmittedRequest(request, at, f"{origin} edit" if "text" in row else "")
 
 
 def _request(
-    stored: Stored, about: dict[str, Any], result: dict[str, Any], data: dict[str, Any]
+    stored: RolloutIndex, about: dict[str, Any], result: dict[str, Any], data: dict[str, Any]
 ) -> dict[str, Any] | None:
     step, value = int(about["step"]), result["value"]
     match result["type"]:
         case "rating":
             stars = value["rating"]
             if stars not in range(1, STARS + 1):
-                raise RefusedError(f"the rating {stars!r} is not one of 1 to {STARS} stars")
+                raise FeedbackError(f"the rating {stars!r} is not one of 1 to {STARS} stars")
             completion = _same(stored, step, about["completion"])
             return {"completion": completion, "step": step, "rating": (stars - 1) / (STARS - 1)}
         case "textarea":
@@ -163,14 +165,14 @@ def _request(
             better, worse = (_same(stored, step, about[side]) for side in sides)
             return {"better": better, "worse": worse, "step": step}
         case other:
-            raise RefusedError(f"results of the type {other!r} are not taken: rating, textarea, pairwise")
+            raise FeedbackError(f"results of the type {other!r} are not taken: rating, textarea, pairwise")
 
 
-def _same(stored: Stored, step: int, mark: dict[str, str]) -> str:
-    """The id of a completion. Raises RefusedError where this run has another one of that id."""
+def _same(stored: RolloutIndex, step: int, mark: dict[str, str]) -> str:
+    """The id of a completion. Raises FeedbackError where this run has another one of that id."""
     _, experience = stored.find(mark["id"], step)
     if _mark(experience) != mark:
-        raise RefusedError(
+        raise FeedbackError(
             f"{mark['id']} of step {step} has other tokens in {stored.run_dir}: the tasks were exported from another "
             "run, or the run was resumed before that step"
         )

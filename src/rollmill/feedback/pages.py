@@ -14,23 +14,23 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import RedirectResponse, Response
 
-from rollmill.core.errors import RollmillError
-from rollmill.feedback.browse import Filters, browse, neighbours
-from rollmill.feedback.desk import Desk
-from rollmill.feedback.guard import Guard, read_body
-from rollmill.feedback.refused import RefusedError
-from rollmill.feedback.requests import author_of, parse
-from rollmill.feedback.shown import Card, cards, plainly
+from rollmill.errors import RollmillError
+from rollmill.feedback.browse import GroupFilters, find_neighbours, list_groups
+from rollmill.feedback.guard import RequestGuard, read_body
+from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.rendering import CompletionCard, cards, escape_text
+from rollmill.feedback.requests import parse_author, parse_request
+from rollmill.feedback.service import FeedbackService
 
 AUTHOR_COOKIE = "rollmill-author"
 _STATIC = {"page.css": "text/css", "page.js": "text/javascript", "icon.svg": "image/svg+xml"}
 _MOST_FIELDS, _HISTORY = 50, 100
 
 
-class Pages:
+class FeedbackPages:
     """The pages of one server. `author` is who uses them until somebody gives another name."""
 
-    def __init__(self, desk: Desk, guard: Guard, author: str) -> None:
+    def __init__(self, desk: FeedbackService, guard: RequestGuard, author: str) -> None:
         self._desk, self._guard, self._author = desk, guard, author
         self._environment = Environment(
             loader=PackageLoader("rollmill.feedback"),
@@ -39,7 +39,7 @@ class Pages:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        self._environment.filters |= {"shown": plainly, "number": _number, "when": _when}
+        self._environment.filters |= {"shown": escape_text, "number": _number, "when": _when}
         self._environment.globals |= {"group_link": group_link, "form_secret": guard.form_secret}
 
     def add_to(self, app: FastAPI) -> None:
@@ -63,8 +63,8 @@ class Pages:
 
     def index(self, request: Request) -> Response:
         """Groups, filtered."""
-        filters = Filters.of(request.query_params)
-        found = browse(self._desk, filters)
+        filters = GroupFilters.of(request.query_params)
+        found = list_groups(self._desk, filters)
         older = urlencode(filters.query() | {"before": found.older}) if found.older is not None else None
         steps = self._desk.stored.steps()
         return self._render("list.html.j2", request, filters=filters, found=found, older=older, steps=steps)
@@ -74,9 +74,9 @@ class Pages:
         step, name = _whole(request.query_params.get("step", ""), "step"), request.query_params.get("group", "")
         experiences = self._desk.stored.group(step, name)
         author = self._name(request)
-        shown: list[Card] = cards(experiences, self._desk.acts.all(), author)
+        shown: list[CompletionCard] = cards(experiences, self._desk.acts.all(), author)
         said = self._desk.acts.get(request.query_params.get("said", ""))
-        before, after = neighbours(self._desk.stored, step, name)
+        before, after = find_neighbours(self._desk.stored, step, name)
         return self._render(
             "group.html.j2",
             request,
@@ -115,7 +115,7 @@ class Pages:
                 self._guard.check_form(form)
                 return act(request, form)
             except RollmillError as error:
-                status = error.status if isinstance(error, RefusedError) else 500
+                status = error.status if isinstance(error, FeedbackError) else 500
                 return self.error(request, str(error), status, form.get("text"))
 
         return handle
@@ -125,11 +125,11 @@ class Pages:
             row: dict[str, Any] = {name: form[name] for name in (*names, "key") if name in form}
             missing = [name for name in names if name not in row]
             if missing:
-                raise RefusedError(f"the form lacks `{missing[0]}`: choose one")
+                raise FeedbackError(f"the form lacks `{missing[0]}`: choose one")
             row["step"] = _whole(row["step"], "step")
             if "rating" in row:
                 row["rating"] = _rating(row["rating"])
-            done = self._desk.perform([parse(row | {"author": self._name(request)})])
+            done = self._desk.submit([parse_request(row | {"author": self._name(request)})])
             return _to_group(row["step"], form.get("group", ""), done.ids[0], form.get("at", ""))
 
         return act
@@ -147,7 +147,7 @@ class Pages:
 
     def _name_form(self, request: Request, form: dict[str, str]) -> Response:
         response = RedirectResponse(_local(form.get("back", "/")), status_code=303)
-        name = quote(author_of(form.get("author", "")))
+        name = quote(parse_author(form.get("author", "")))
         response.set_cookie(AUTHOR_COOKIE, name, httponly=True, samesite="strict", max_age=365 * 86400)
         return response
 
@@ -185,11 +185,11 @@ def _local(path: str) -> str:
 
 def _fields(request: Request, body: bytes) -> dict[str, str]:
     if request.headers.get("content-type", "").partition(";")[0] != "application/x-www-form-urlencoded":
-        raise RefusedError("send a form", status=415)
+        raise FeedbackError("send a form", status=415)
     try:
         pairs = parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MOST_FIELDS, errors="strict")
     except ValueError as error:
-        raise RefusedError(f"the form cannot be read: {error}") from error
+        raise FeedbackError(f"the form cannot be read: {error}") from error
     return {name: value.replace("\r\n", "\n") for name, value in pairs}  # browsers send line breaks as CR LF
 
 
@@ -204,7 +204,7 @@ def _file(name: str, kind: str) -> Callable[[], Response]:
 
 def _whole(text: str, name: str) -> int:
     if not (text.isascii() and text.isdigit() and len(text) < 10):
-        raise RefusedError(f"{name} is a whole number, not {text[:50]!r}")
+        raise FeedbackError(f"{name} is a whole number, not {text[:50]!r}")
     return int(text)
 
 
@@ -212,7 +212,7 @@ def _rating(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise RefusedError(f"rating is a number from 0 to 1, not {text[:50]!r}") from error
+        raise FeedbackError(f"rating is a number from 0 to 1, not {text[:50]!r}") from error
 
 
 def _number(value: float | None) -> str:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from rollmill.core.errors import RollmillError
+from rollmill.errors import RollmillError
 
 
-class RefusedError(RollmillError):
+class FeedbackError(RollmillError):
     """An act that cannot be done; the message says why. `status` is what HTTP answers with: 404, 409 or 422."""
 
     def __init__(self, message: str, status: int = 422) -> None:

@@ -10,11 +10,11 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rollmill.feedback.refused import RefusedError
-from rollmill.monitor.printable import printable
+from rollmill.feedback.refused import FeedbackError
+from rollmill.trackers.printable import printable
 
 
-class Kind(StrEnum):
+class FeedbackKind(StrEnum):
     """What an act is."""
 
     RATE = "rate"  #: a stored completion gets a number
@@ -32,7 +32,7 @@ def _name(value: str) -> str:
 
 
 Author = Annotated[str, Field(min_length=1, max_length=100), AfterValidator(_name)]
-Written = Annotated[str, Field(min_length=1)]
+NonEmptyText = Annotated[str, Field(min_length=1)]
 Rating = Annotated[float, Field(ge=0, le=1, strict=True, allow_inf_nan=False)]
 
 
@@ -40,18 +40,18 @@ class ChatMessage(BaseModel):
     """One message of a chat."""
 
     model_config = ConfigDict(extra="forbid")
-    role: Written
+    role: NonEmptyText
     content: str
 
 
-Prompt = Written | Annotated[list[ChatMessage], Field(min_length=1)]
+Prompt = NonEmptyText | Annotated[list[ChatMessage], Field(min_length=1)]
 
 
-class Request(BaseModel):
+class FeedbackRequest(BaseModel):
     """What every request has."""
 
     model_config = ConfigDict(extra="forbid")
-    kind: ClassVar[Kind]
+    kind: ClassVar[FeedbackKind]
     author: Author  #: the person or application
     key: str | None = Field(None, min_length=1, max_length=200)
     """A request that is repeated with the same author and key is done once."""
@@ -62,69 +62,69 @@ class Request(BaseModel):
         return sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:16]
 
 
-class Rate(Request):
+class RateRequest(FeedbackRequest):
     """How good a stored completion is, from 0 to 1."""
 
-    kind = Kind.RATE
+    kind = FeedbackKind.RATE
     completion: str
     step: int | None = None  #: where it is stored; without it, all steps are searched
     rating: Rating
 
 
-class Edit(Request):
+class EditRequest(FeedbackRequest):
     """What a stored completion should have been."""
 
-    kind = Kind.EDIT
+    kind = FeedbackKind.EDIT
     completion: str
     step: int | None = None
-    text: Written
+    text: NonEmptyText
 
 
-class Compare(Request):
+class CompareRequest(FeedbackRequest):
     """Which of two stored completions of one prompt is better."""
 
-    kind = Kind.COMPARE
+    kind = FeedbackKind.COMPARE
     better: str
     worse: str
     step: int | None = None
 
 
-class Demonstrate(Request):
+class DemonstrateRequest(FeedbackRequest):
     """An answer to imitate."""
 
-    kind = Kind.DEMONSTRATE
+    kind = FeedbackKind.DEMONSTRATE
     prompt: Prompt
-    response: Written
+    response: NonEmptyText
     task: str = ""
 
 
-class Prefer(Request):
+class PreferRequest(FeedbackRequest):
     """Which of two answers is better."""
 
-    kind = Kind.PREFER
+    kind = FeedbackKind.PREFER
     prompt: Prompt
-    chosen: Written
-    rejected: Written
+    chosen: NonEmptyText
+    rejected: NonEmptyText
     task: str = ""
 
 
-class Grade(Request):
+class GradeRequest(FeedbackRequest):
     """How good an answer is, from 0 to 1."""
 
-    kind = Kind.GRADE
+    kind = FeedbackKind.GRADE
     prompt: Prompt
-    response: Written
+    response: NonEmptyText
     rating: Rating
     task: str = ""
 
 
-_SHAPES: list[tuple[set[str], type[Request]]] = [
-    ({"completion", "rating"}, Rate),
-    ({"completion", "text"}, Edit),
-    ({"better", "worse"}, Compare),
-    ({"chosen", "rejected"}, Prefer),
-    ({"response", "rating"}, Grade),
-    ({"response"}, Demonstrate),
+_SHAPES: list[tuple[set[str], type[FeedbackRequest]]] = [
+    ({"completion", "rating"}, RateRequest),
+    ({"completion", "text"}, EditRequest),
+    ({"better", "worse"}, CompareRequest),
+    ({"chosen", "rejected"}, PreferRequest),
+    ({"response", "rating"}, GradeRequest),
+    ({"response"}, DemonstrateRequest),
 ]
 _MOST_NAMED = 10
 _KNOWN = (
@@ -133,23 +133,23 @@ _KNOWN = (
 )
 
 
-def parse(row: Any, where: str = "") -> Request:
+def parse_request(row: Any, where: str = "") -> FeedbackRequest:
     """The request that a JSON object makes; `messages` is another name of `prompt`.
 
-    Raises RefusedError naming the keys that are wrong, with `where` in front.
+    Raises FeedbackError naming the keys that are wrong, with `where` in front.
     """
     if not isinstance(row, dict):
-        raise RefusedError(f"{where}expected a JSON object, found {type(row).__name__}")
+        raise FeedbackError(f"{where}expected a JSON object, found {type(row).__name__}")
     if "messages" in row and "prompt" not in row:
         row = {("prompt" if key == "messages" else key): value for key, value in row.items()}
     model = next((model for keys, model in _SHAPES if keys <= row.keys()), None)
     if model is None:
         found = ", ".join(islice(map(str, row), 20)) or "none"
-        raise RefusedError(f"{where}no feedback has these keys ({printable(found)[:200]}); expected {_KNOWN}")
+        raise FeedbackError(f"{where}no feedback has these keys ({printable(found)[:200]}); expected {_KNOWN}")
     try:
         return model.model_validate(row)
     except ValidationError as error:
-        raise RefusedError(f"{where}{model.kind}: {_in_words(error)}") from error
+        raise FeedbackError(f"{where}{model.kind}: {_in_words(error)}") from error
 
 
 def _in_words(error: ValidationError) -> str:
@@ -161,12 +161,12 @@ def _in_words(error: ValidationError) -> str:
     return "; ".join(wrong) + (f"; and {more} more" if more > 0 else "")
 
 
-def author_of(name: str) -> str:
-    """`name` as it is stored. Raises RefusedError where it is no name."""
+def parse_author(name: str) -> str:
+    """`name` as it is stored. Raises FeedbackError where it is no name."""
     try:
         return _AUTHOR.validate_python(name)
     except ValidationError as error:
-        raise RefusedError(f"author: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
+        raise FeedbackError(f"author: {error.errors()[0]['msg'].removeprefix('Value error, ')}") from error
 
 
 _AUTHOR: TypeAdapter[str] = TypeAdapter(Author)

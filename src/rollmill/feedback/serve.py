@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollmill.buffer.build import run_store
-from rollmill.core.errors import ConfigError
-from rollmill.feedback.desk import Desk
-from rollmill.feedback.guard import Guard
-from rollmill.monitor.rollouts import check_run_dir
+from rollmill.buffer.build import create_run_store
+from rollmill.errors import ConfigError
+from rollmill.feedback.guard import RequestGuard
+from rollmill.feedback.service import FeedbackService
+from rollmill.trackers.rollout_log import check_run_dir
 
 if TYPE_CHECKING:
     import uvicorn
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _LAST_ANSWERS_S = 5
 
 
-def open_desk(run_dir: Path) -> Desk:
+def open_feedback(run_dir: Path) -> FeedbackService:
     """The desk of a run; its database is made if the run has none (one whose buffer is in memory reads feedback there).
 
     Raises:
@@ -25,10 +25,10 @@ def open_desk(run_dir: Path) -> Desk:
         ModelError: the run has stored no tokenizer.
         StoreError: the database cannot be opened.
     """
-    return Desk(run_dir, run_store(check_run_dir(run_dir)))
+    return FeedbackService(run_dir, create_run_store(check_run_dir(run_dir)))
 
 
-def make_server(desk: Desk, guard: Guard, author: str) -> uvicorn.Server:
+def build_server(desk: FeedbackService, guard: RequestGuard, author: str) -> uvicorn.Server:
     """What answers requests, with `run(sockets=[...])` until SIGINT or SIGTERM.
 
     Raises ConfigError where the web libraries are missing.

@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from rollmill.core.errors import ModelError
-from rollmill.models.recurrent import RecurrentCall, recurring
+from rollmill.errors import ModelError
+from rollmill.models.recurrent import RecurrentCall, use_recurrent_handler
 
-IMPLEMENTATION = "rollmill"
+ATTENTION_IMPLEMENTATION = "rollmill"
 
 _IGNORED = {
     # Positions are in the queries and keys already, and what attends to what is the context's to say.
@@ -48,7 +48,7 @@ _IGNORED = {
 """Arguments that transformers' layers hand to the attention interface and that do not change its result here."""
 
 
-Reach = tuple[int | None, int | None]
+AttentionWindow = tuple[int | None, int | None]
 """Window and chunk: what limits how far back a token sees."""
 
 
@@ -64,7 +64,7 @@ class AttentionOptions:
     """[H]: a score per head that takes part in the softmax and has no value (gpt-oss)."""
 
     @property
-    def reach(self) -> Reach:
+    def window(self) -> AttentionWindow:
         """Window and chunk."""
         return self.sliding_window, self.chunk
 
@@ -93,7 +93,7 @@ class AttentionContext(Protocol):
         ...
 
 
-def out_of_reach(at_query: Tensor, at_key: Tensor, reach: Reach) -> Tensor | None:
+def window_mask(at_query: Tensor, at_key: Tensor, reach: AttentionWindow) -> Tensor | None:
     """Mark the keys that a window or a chunk hides from a query; the two position tensors are broadcast.
 
     Returns:
@@ -109,12 +109,12 @@ def out_of_reach(at_query: Tensor, at_key: Tensor, reach: Reach) -> Tensor | Non
     return hidden
 
 
-def within_reach(length: int, reach: Reach) -> bool:
+def fits_window(length: int, reach: AttentionWindow) -> bool:
     """Whether sequences of this length are too short for the window and the chunk to hide anything."""
     return all(limit is None or length <= limit for limit in reach)
 
 
-def with_sinks(
+def append_sinks(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Turn sinks into one more key, so that any attention kernel takes account of them.
@@ -167,7 +167,7 @@ def _attention(
             f"{type(module).__name__} hands {', '.join(unknown)} to its attention, which rollmill's attention does not "
             "know; leaving it out would compute another model. Choose a model of another architecture"
         )
-    window, chunk = _reach(module, sliding_window)
+    window, chunk = _attention_window(module, sliding_window)
     options = AttentionOptions(
         scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
         sliding_window=window,
@@ -178,7 +178,7 @@ def _attention(
     return context.attend(query, key, value, options).contiguous(), None
 
 
-def _reach(module: torch.nn.Module, window: int | None) -> Reach:
+def _attention_window(module: torch.nn.Module, window: int | None) -> AttentionWindow:
     """Window and chunk of a layer. Some models have them in their masks alone, which are not made here."""
     config: Any = module.config
     kinds, layer = getattr(config, "layer_types", None), getattr(module, "layer_idx", None)
@@ -190,11 +190,11 @@ def _reach(module: torch.nn.Module, window: int | None) -> Reach:
     return window, None
 
 
-AttentionInterface.register(IMPLEMENTATION, _attention)
+AttentionInterface.register(ATTENTION_IMPLEMENTATION, _attention)
 
 
 @contextmanager
-def attending(model: torch.nn.Module, context: AttentionContext) -> Iterator[None]:
+def use_attention_context(model: torch.nn.Module, context: AttentionContext) -> Iterator[None]:
     """Route the attention and the recurrent layers of `model` through `context`.
 
     Outside, the model is an ordinary transformers model. Backward passes that recompute activations (gradient
@@ -207,9 +207,9 @@ def attending(model: torch.nn.Module, context: AttentionContext) -> Iterator[Non
     previous = {key: _active[key] for key in keys if key in _active}
     names = [(each, each._attn_implementation) for each in configs]
     _active.update(dict.fromkeys(keys, context))
-    config._attn_implementation = IMPLEMENTATION
+    config._attn_implementation = ATTENTION_IMPLEMENTATION
     try:
-        with recurring(model, context.recur):
+        with use_recurrent_handler(model, context.recur):
             yield
     finally:
         for key in keys:

@@ -10,15 +10,15 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
+from rollmill.models.from_scratch import silence_transformers
 from rollmill.models.load import read_tokenizer
-from rollmill.models.new import quiet
-from rollmill.models.storages import own_memory
+from rollmill.models.storage import ensure_own_memory
 
-REWARD_MODEL = "reward_model"  #: folder inside a checkpoint
+REWARD_MODEL_FOLDER = "reward_model"  #: folder inside a checkpoint
 
 
-def require_classifier(model: Any) -> None:
+def require_classifier_support(model: Any) -> None:
     """Raises ModelError where transformers has no sequence classifier made like `model`, with a head without bias."""
     classifier = _empty_classifier(copy.deepcopy(model.config))
     head = getattr(classifier, "score", None)
@@ -53,12 +53,12 @@ def save_classifier(
     classifier = _empty_classifier(config)
     setattr(classifier, classifier.base_model_prefix, network)
     classifier.score = head
-    with quiet():
+    with silence_transformers():
         classifier.save_pretrained(directory)
         tokenizer.save_pretrained(directory)
 
 
-def read_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
+def load_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrainedTokenizerBase]:
     """The classifier, ready to score, and its tokenizer: float32, on a GPU bfloat16.
 
     Raises:
@@ -69,7 +69,7 @@ def read_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrained
         raise ModelError(f"{where} has no config.json; give the folder of a reward model in Hugging Face format")
     options: dict[str, Any] = {"local_files_only": True}
     try:
-        with quiet(), torch.random.fork_rng(devices=[]):
+        with silence_transformers(), torch.random.fork_rng(devices=[]):
             config = AutoConfig.from_pretrained(folder, **options)
             _check(config, where)
             tokenizer = read_tokenizer(folder, options)
@@ -87,7 +87,7 @@ def read_classifier(folder: Path, device: torch.device) -> tuple[Any, PreTrained
     if info["missing_keys"]:
         some = ", ".join(sorted(info["missing_keys"])[:3])
         raise ModelError(f"{where} lacks weights of {type(model).__name__} ({some}); the folder is incomplete")
-    own_memory(model.parameters())
+    ensure_own_memory(model.parameters())
     return model.to(device).eval().requires_grad_(False), tokenizer
 
 

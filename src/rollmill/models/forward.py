@@ -15,7 +15,7 @@ from torch import Tensor, nn
 _needs: WeakKeyDictionary[nn.Module, tuple[bool, bool]] = WeakKeyDictionary()
 
 
-def body(model: Any) -> Any:
+def base_network(model: Any) -> Any:
     """The network below the output layer: what gives the last hidden states."""
     base = model.base_model
     if base is not model:
@@ -24,7 +24,7 @@ def body(model: Any) -> Any:
     return next(child for child in model.children() if any(each is embedding for each in child.modules()))
 
 
-def forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
+def build_forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
     """Arguments of a forward pass over a flat row: tokens and positions are [1, T].
 
     Args:

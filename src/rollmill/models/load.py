@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from rollmill.config.model import ModelConfig, NewModelConfig
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
+from rollmill.models.from_scratch import init_model, silence_transformers
 from rollmill.models.lora import add_lora
-from rollmill.models.new import new_model, quiet
 from rollmill.models.recurrent import recurrent_layers
-from rollmill.models.storages import own_memory
+from rollmill.models.storage import ensure_own_memory
 from rollmill.models.tokenizer import train_tokenizer
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model*", "vocab.json", "vocab.txt"
 
 
 @dataclass(frozen=True, slots=True)
-class Policy:
+class PolicyModel:
     """A model ready to be trained: fp32 weights on `device`, no dropout."""
 
     model: PreTrainedModel
@@ -55,7 +55,7 @@ class Policy:
 
 def load_policy(
     config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
-) -> Policy:
+) -> PolicyModel:
     """Read the checkpoint folder `config.path`, or make the model that `config.new` describes.
 
     Args:
@@ -73,7 +73,7 @@ def load_policy(
     else:
         new = config.new or NewModelConfig()
         tokenizer = train_tokenizer(new.tokenizer, texts() if callable(texts) else texts)
-        model, where = new_model(new, tokenizer, seed), "the new model"
+        model, where = init_model(new, tokenizer, seed), "the new model"
     eos_ids = _end_ids(model, tokenizer, where)
     pad_id = [
         *_as_ids(tokenizer.pad_token_id),
@@ -84,10 +84,10 @@ def load_policy(
     if config.lora is not None:
         add_lora(model, config.lora, seed)
     model.to(device)
-    return Policy(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
+    return PolicyModel(model.train(), tokenizer, eos_ids, pad_id, _context(model, where), device)
 
 
-def load_teacher(folder: Path, policy: Policy) -> PreTrainedModel:
+def load_teacher(folder: Path, policy: PolicyModel) -> PreTrainedModel:
     """A frozen model whose next-token distributions can be compared with the policy's.
 
     Raises:
@@ -104,15 +104,17 @@ def load_teacher(folder: Path, policy: Policy) -> PreTrainedModel:
     return frozen
 
 
-def empty_model(folder: Path) -> PreTrainedModel:
+def build_meta_model(folder: Path) -> PreTrainedModel:
     """The model of a checkpoint folder without memory for its weights, for their sizes.
 
     Raises:
         ModelError: the folder is no causal language model.
     """
     _check_files(folder, trust=False)
-    with quiet(), torch.device("meta"), torch.random.fork_rng(devices=[]):
-        config = _attempt(lambda: AutoConfig.from_pretrained(folder, local_files_only=True), folder, "config.json")
+    with silence_transformers(), torch.device("meta"), torch.random.fork_rng(devices=[]):
+        config = _read_or_model_error(
+            lambda: AutoConfig.from_pretrained(folder, local_files_only=True), folder, "config.json"
+        )
         _check_config(config, folder)
         empty: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     return empty
@@ -121,12 +123,12 @@ def empty_model(folder: Path) -> PreTrainedModel:
 def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     _check_files(folder, trust)
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust}
-    with quiet():
-        config = _attempt(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
+    with silence_transformers():
+        config = _read_or_model_error(lambda: AutoConfig.from_pretrained(folder, **options), folder, "config.json")
         _check_config(config, folder)
         _remove_dropout(config, folder)
-        tokenizer = _attempt(lambda: read_tokenizer(folder, options), folder, "the tokenizer")
-        model, info = _attempt(
+        tokenizer = _read_or_model_error(lambda: read_tokenizer(folder, options), folder, "the tokenizer")
+        model, info = _read_or_model_error(
             lambda: AutoModelForCausalLM.from_pretrained(
                 folder, config=config, dtype=torch.float32, output_loading_info=True, **options
             ),
@@ -135,7 +137,7 @@ def _read(folder: Path, trust: bool) -> tuple[PreTrainedModel, PreTrainedTokeniz
         )
     _check_weights(model, info, folder)
     _check_vocabulary(model, tokenizer, folder)
-    own_memory(model.parameters())
+    ensure_own_memory(model.parameters())
     return model, tokenizer
 
 
@@ -197,7 +199,7 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -
     missing = sorted(info["missing_keys"])
     if missing:
         raise ModelError(
-            f"model.path: {folder} lacks {len(missing)} weights of {type(model).__name__} ({_some(missing)}); "
+            f"model.path: {folder} lacks {len(missing)} weights of {type(model).__name__} ({_shorten_names(missing)}); "
             "the checkpoint is incomplete or belongs to another architecture"
         )
     unexpected = sorted(info["unexpected_keys"])
@@ -207,7 +209,7 @@ def _check_weights(model: PreTrainedModel, info: dict[str, Any], folder: Path) -
             folder,
             type(model).__name__,
             len(unexpected),
-            _some(unexpected),
+            _shorten_names(unexpected),
         )
     if not model._supports_attention_backend and not recurrent_layers(model):
         raise ModelError(
@@ -296,11 +298,11 @@ def _short_context(rope: dict[str, Any]) -> int | None:
     return min(limits, default=None)
 
 
-def _some(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
-def _attempt(read: Callable[[], Any], folder: Path, what: str) -> Any:
+def _read_or_model_error(read: Callable[[], Any], folder: Path, what: str) -> Any:
     try:
         return read()
     except Exception as error:  # transformers, tokenizers and safetensors each raise errors of their own

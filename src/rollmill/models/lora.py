@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.config.model import LoRAConfig
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
 
-ADAPTER = "adapter"  #: folder inside a checkpoint, in peft's format
+ADAPTER_FOLDER = "adapter"  #: folder inside a checkpoint, in peft's format
 _NAME = "default"
 
 
@@ -66,7 +66,7 @@ def adapted_layers(model: nn.Module) -> dict[str, Any]:
     return {name: module for name, module in model.named_modules() if hasattr(module, "get_delta_weight")}
 
 
-def plain_twin(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
+def copy_without_adapters(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
     """A copy of the model without adapters, made by deepcopy with `memo`; base layers take the adapted ones' places."""
     twin: Any = copy.deepcopy(model, memo)
     for name, layer in adapted_layers(twin).items():
@@ -91,7 +91,7 @@ def merged_model(model: nn.Module) -> nn.Module:
     memo: dict[int, Any] = {id(each): each for each in (*model.parameters(), *model.buffers())}
     for layer in adapted_layers(model).values():
         memo[id(layer.base_layer.weight)] = nn.Parameter(merged_weight(layer), requires_grad=False)
-    return plain_twin(model, memo)
+    return copy_without_adapters(model, memo)
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from rollmill.core.errors import CheckpointError, ConfigError, ModelError
-from rollmill.models.merge_sources import INDEX, VOCABULARIES, WEIGHTS, Source, check_alike, open_source
+from rollmill.errors import CheckpointError, ConfigError, ModelError
+from rollmill.models.merge_sources import INDEX, VOCABULARIES, WEIGHTS, MergeSource, check_compatible, open_merge_source
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -58,12 +58,12 @@ def merge_checkpoints(
     """
     assert len(folders) == len(shares)
     try:
-        out = _vacant(out)
+        out = _require_free_path(out)
         temporary = out.with_name(f".{out.name}.writing-{os.getpid()}")
         with ExitStack() as stack:
-            sources = [open_source(folder, stack) for folder in folders]
+            sources = [open_merge_source(folder, stack) for folder in folders]
             for other in sources[1:]:
-                check_alike(sources[0], other)
+                check_compatible(sources[0], other)
             stack.callback(shutil.rmtree, temporary, ignore_errors=True)
             out.parent.mkdir(parents=True, exist_ok=True)
             for left in out.parent.glob(f".{glob.escape(out.name)}.writing-*"):  # of merges that were killed
@@ -72,9 +72,9 @@ def merge_checkpoints(
             _copy_settings(folders[0], temporary, dtype)
             written = _write_tensors(sources, shares, method, DTYPES[dtype] if dtype else None, temporary)
             for path in [*temporary.rglob("*"), temporary]:
-                _flush(path)
+                _fsync(path)
             temporary.rename(out)
-            _flush(out.parent)
+            _fsync(out.parent)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
             f"cannot write the merged checkpoint {out}: {error}. Free some space or mend the permissions, or choose "
@@ -89,7 +89,7 @@ def merge_checkpoints(
     }
 
 
-def _vacant(out: Path) -> Path:
+def _require_free_path(out: Path) -> Path:
     """`out` without links. Raises ConfigError unless a new folder can take its name."""
     if out.exists() and not out.is_dir():
         raise ConfigError(f"{out} is a file; choose another folder with --out")
@@ -112,7 +112,7 @@ def _copy_settings(folder: Path, target: Path, dtype: str | None) -> None:
 
 
 def _write_tensors(
-    sources: list[Source], shares: Sequence[float], method: str, dtype: torch.dtype | None, target: Path
+    sources: list[MergeSource], shares: Sequence[float], method: str, dtype: torch.dtype | None, target: Path
 ) -> dict[str, Any]:
     """Write the files of the first checkpoint with averaged tensors; counts for the summary."""
     first = sources[0]
@@ -136,7 +136,7 @@ def _write_tensors(
 
 
 def _merged(
-    name: str, sources: list[Source], shares: Sequence[float], method: str, dtype: torch.dtype | None
+    name: str, sources: list[MergeSource], shares: Sequence[float], method: str, dtype: torch.dtype | None
 ) -> torch.Tensor:
     original = sources[0].tensor(name)
     if not original.is_floating_point():
@@ -151,7 +151,7 @@ def _merged(
     parts_N = [source.tensor(name).reshape(-1) for source, _ in used]
     factors = [share for _, share in used]
     if method == "slerp" and len(used) == 2:
-        factors = _arc(parts_N, factors[1])
+        factors = _slerp_factors(parts_N, factors[1])
     result = torch.empty(original.shape, dtype=dtype or original.dtype)
     for target_N, pieces_N in zip(result.view(-1).split(_PIECE), _pieces(parts_N), strict=True):
         total_N = factors[0] * pieces_N[0]
@@ -172,7 +172,7 @@ def _pieces(parts_N: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
         yield [piece_N.double() for piece_N in pieces_N]
 
 
-def _arc(parts_N: list[torch.Tensor], t: float) -> list[float]:
+def _slerp_factors(parts_N: list[torch.Tensor], t: float) -> list[float]:
     """Factors of two tensors at the fraction `t` of the arc between them: sin((1-t)a)/sin a and sin(ta)/sin a.
 
     Where the two are parallel, opposite or zero there is no arc, and the factors are those of the line.
@@ -189,7 +189,7 @@ def _arc(parts_N: list[torch.Tensor], t: float) -> list[float]:
     return [math.sin((1.0 - t) * angle) / math.sin(angle), math.sin(t * angle) / math.sin(angle)]
 
 
-def _flush(path: Path) -> None:
+def _fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -13,42 +13,42 @@ from safetensors import SafetensorError, safe_open
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 VOCABULARIES = ("tokenizer.model*", "vocab.json", "vocab.txt", "spiece.model", "*.tiktoken")
 """Files of tokenizers without tokenizer.json."""
 
-_MEANING = (
+_SEMANTIC_KEYS = (
     *("model_type", "architectures", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("hidden_act", "hidden_activation", "layer_types"),
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class MergeSource:
     """An open checkpoint. Tensors stay on disk until they are asked for."""
 
     folder: Path
     config: dict[str, Any]
     file_of: dict[str, str]  #: tensor -> file name
     files: dict[str, Any]  #: file name -> open file
-    twins: dict[str, str]  #: tensor of this checkpoint that another saves under a second name -> tensor here
+    tied_names: dict[str, str]  #: tensor of this checkpoint that another saves under a second name -> tensor here
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, mapped into memory."""
-        name = self.twins.get(name, name)
+        name = self.tied_names.get(name, name)
         tensor: torch.Tensor = self.files[self.file_of[name]].get_tensor(name)
         return tensor
 
     def shape(self, name: str) -> list[int]:
         """Its shape, without reading it."""
-        name = self.twins.get(name, name)
+        name = self.tied_names.get(name, name)
         return list(self.files[self.file_of[name]].get_slice(name).get_shape())
 
 
-def open_source(folder: Path, stack: ExitStack) -> Source:
+def open_merge_source(folder: Path, stack: ExitStack) -> MergeSource:
     """Open the weight files of a checkpoint until `stack` closes them.
 
     Raises ModelError unless the folder holds a whole, unquantised checkpoint with safetensors.
@@ -64,19 +64,23 @@ def open_source(folder: Path, stack: ExitStack) -> Source:
         names = sorted({WEIGHTS} if listed is None else set(listed.values()))
         lost = [name for name in names if Path(name).name != name or not (folder / name).is_file()]
         if lost:
-            raise ModelError(f"{folder} lacks the weight files {_some(lost)}; the download or copy is incomplete")
+            raise ModelError(
+                f"{folder} lacks the weight files {_shorten_names(lost)}; the download or copy is incomplete"
+            )
         for name in names:
             (folder / name).open("rb").close()  # Python says why it cannot be read; safetensors calls it missing
         files = {name: stack.enter_context(safe_open(folder / name, "pt")) for name in names}
         file_of = {tensor: name for name, file in files.items() for tensor in file.keys()}  # noqa: SIM118
         unsaved = sorted(set(listed or ()) - set(file_of))
         if unsaved:
-            raise ModelError(f"{folder}: {INDEX} names tensors that no file holds ({_some(unsaved)}); copy it again")
+            raise ModelError(
+                f"{folder}: {INDEX} names tensors that no file holds ({_shorten_names(unsaved)}); copy it again"
+            )
     except ModelError:
         raise
     except (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError) as error:
         raise ModelError(f"{folder} cannot be read: {error}; mend it or copy it again") from error
-    return Source(folder, config, file_of, files, {})
+    return MergeSource(folder, config, file_of, files, {})
 
 
 def _check_files(folder: Path) -> None:
@@ -96,9 +100,9 @@ def _check_files(folder: Path) -> None:
         )
 
 
-def check_alike(first: Source, other: Source) -> None:
+def check_compatible(first: MergeSource, other: MergeSource) -> None:
     """Raise ModelError unless both have the same tensors, in meaning and shape, and tokens; notes twins in `other`."""
-    ours, theirs = _meaning(first.config), _meaning(other.config)
+    ours, theirs = _weight_semantics(first.config), _weight_semantics(other.config)
     for key in sorted(ours.keys() & theirs.keys()):
         if ours[key] != theirs[key]:
             raise ModelError(
@@ -110,33 +114,33 @@ def check_alike(first: Source, other: Source) -> None:
     different = sorted(token for token in a.keys() | b.keys() if a.get(token) != b.get(token))
     if different:
         raise ModelError(
-            f"{other.folder}: the tokenizer differs from that of {first.folder} in {len(different)} tokens "
-            f"({_some([repr(token) for token in different])}); if the model was trained with the same ids, copy the "
-            "tokenizer files of the first there"
+            f"{other.folder}: the tokenizer differs from that of {first.folder} in "
+            f"{len(different)} tokens ({_shorten_names([repr(token) for token in different])}); if the model was trained "
+            "with the same ids, copy the tokenizer files of the first there"
         )
 
 
-def _meaning(config: dict[str, Any]) -> dict[str, Any]:
+def _weight_semantics(config: dict[str, Any]) -> dict[str, Any]:
     """What a checkpoint's tensors mean, as far as their names and shapes do not say it."""
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    found = {key: config.get(key) for key in _MEANING} | {
+    found = {key: config.get(key) for key in _SEMANTIC_KEYS} | {
         "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
         "rope_type": rope.get("rope_type", rope.get("type", "default")),
     }
     return {key: value for key, value in found.items() if value is not None}
 
 
-def _check_tensors(first: Source, other: Source) -> None:
+def _check_tensors(first: MergeSource, other: MergeSource) -> None:
     for name in first.file_of:
         if name not in other.file_of and (twin := _twin(first, name)) in other.file_of:
-            other.twins[name] = twin
-    missing = sorted(name for name in first.file_of if name not in other.file_of and name not in other.twins)
+            other.tied_names[name] = twin
+    missing = sorted(name for name in first.file_of if name not in other.file_of and name not in other.tied_names)
     extra = sorted(name for name in other.file_of if name not in first.file_of and not _twin(other, name))
     for here, there, names in ((other, first, missing), (first, other, extra)):
         if names:
             raise ModelError(
-                f"{here.folder} lacks {len(names)} tensors that {there.folder} has ({_some(names)}); only checkpoints "
-                "with the same tensors can be averaged"
+                f"{here.folder} lacks {len(names)} tensors that {there.folder} has ({_shorten_names(names)}); only "
+                "checkpoints with the same tensors can be averaged"
             )
     for name in first.file_of:
         if first.shape(name) != other.shape(name):
@@ -146,7 +150,7 @@ def _check_tensors(first: Source, other: Source) -> None:
             )
 
 
-def _twin(source: Source, name: str) -> str:
+def _twin(source: MergeSource, name: str) -> str:
     """Another matrix of the checkpoint that is equal bit for bit, or nothing.
 
     Some programs save tied embeddings once, others twice.
@@ -170,5 +174,5 @@ def _vocabulary(folder: Path) -> dict[str, int]:
     raise ModelError(f"{folder} has no tokenizer (tokenizer.json); copy the tokenizer files of its base model there")
 
 
-def _some(names: list[str]) -> str:
+def _shorten_names(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-Replacements = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
+NormReplacements = list[tuple[nn.Module, Callable[[Tensor], Tensor]]]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -62,14 +62,14 @@ def is_fp32_on_cpu(model: nn.Module) -> bool:
     return all(p.dtype == torch.float32 and p.device.type == "cpu" for p in model.parameters())
 
 
-def find_norms(*models: nn.Module) -> Replacements:
+def find_norms(*models: nn.Module) -> NormReplacements:
     """RMS norms that multiply by `weight` or by `1 + weight`, each with a forward that runs through `rms_norm`."""
     modules = [module for model in models for module in model.modules()]
     return [(module, forward) for module in modules if (forward := _replacement(module)) is not None]
 
 
 @contextmanager
-def replaced(replacements: Replacements) -> Iterator[None]:
+def use_fast_norms(replacements: NormReplacements) -> Iterator[None]:
     """Inside, the modules found by `find_norms` use their replacement."""
     for module, forward in replacements:
         module.forward = forward

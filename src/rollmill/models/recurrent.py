@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-State = dict[tuple[str, int], Tensor]
+RecurrentState = dict[tuple[str, int], Tensor]
 """The state of one layer after some tokens: by kind and number, each [n, ...]."""
 
 
 class RecurrentCall(Protocol):
     """Runs one recurrent layer over tokens of the row."""
 
-    def __call__(self, places: Tensor, before: State | None) -> tuple[Tensor, State]:
+    def __call__(self, places: Tensor, before: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         """Run it over the tokens at places [n, S].
 
         Args:
@@ -46,7 +46,7 @@ class RecurrentCall(Protocol):
         ...
 
 
-Recur = Callable[[Tensor, RecurrentCall], Tensor]
+RecurrentHandler = Callable[[Tensor, RecurrentCall], Tensor]
 """Runs a layer over the whole row: hidden states [1, T, d] and the call -> [1, T, d]."""
 
 _READS_STATE = {"get_conv_state", "get_recurrent_state", "get_linear_cache"}
@@ -60,9 +60,9 @@ _continues: dict[type[nn.Module], bool] = {}
 class StateCache:
     """Stands in for transformers' Cache in one call of one layer: hands out a state and takes up the next one."""
 
-    def __init__(self, before: State | None) -> None:
+    def __init__(self, before: RecurrentState | None) -> None:
         self._before = before or {}
-        self.after: State = {}
+        self.after: RecurrentState = {}
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
         """The latest inputs of a convolution, or None at the start of sequences."""
@@ -121,12 +121,12 @@ def recurrent_layers(model: nn.Module) -> list[nn.Module]:
 
 
 @contextmanager
-def recurring(model: nn.Module, recur: Recur) -> Iterator[None]:
+def use_recurrent_handler(model: nn.Module, recur: RecurrentHandler) -> Iterator[None]:
     """Give all calls of the model's recurrent layers to `recur`. May be nested: the innermost one counts."""
     layers: list[Any] = recurrent_layers(model)
     before = [layer.__dict__.get("forward") for layer in layers]
     for layer in layers:
-        layer.forward = _TakenOver(layer, recur)
+        layer.forward = _PatchedForward(layer, recur)
     try:
         yield
     finally:
@@ -137,12 +137,12 @@ def recurring(model: nn.Module, recur: Recur) -> Iterator[None]:
                 layer.forward = forward
 
 
-class _TakenOver:
+class _PatchedForward:
     """A layer's forward pass whose sequences are somebody else's to know."""
 
-    def __init__(self, layer: Any, recur: Recur) -> None:
+    def __init__(self, layer: Any, recur: RecurrentHandler) -> None:
         forward = layer.forward
-        self._own: Callable[..., Any] = forward._own if isinstance(forward, _TakenOver) else forward
+        self._own: Callable[..., Any] = forward._own if isinstance(forward, _PatchedForward) else forward
         self._layer, self._recur = layer, recur
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -151,12 +151,12 @@ class _TakenOver:
         given = {**bound.arguments, **others}
         hidden: Tensor = given.pop(next(iter(given)))
         given |= dict.fromkeys({*_CACHE, "attention_mask"} & set(bound.signature.parameters))
-        call = _Call(self._layer, self._own, hidden, given)
+        call = _LayerCall(self._layer, self._own, hidden, given)
         output = self._recur(call.hidden, call)
         return (output, *call.others) if call.others else output
 
 
-class _Call:
+class _LayerCall:
     """See RecurrentCall."""
 
     def __init__(self, layer: nn.Module, own: Callable[..., Any], hidden: Tensor, given: dict[str, Any]) -> None:
@@ -164,7 +164,7 @@ class _Call:
         self.hidden = hidden
         self.others: list[None] = []  #: what the layer returns besides its output
 
-    def __call__(self, places: Tensor, before: State | None) -> tuple[Tensor, State]:
+    def __call__(self, places: Tensor, before: RecurrentState | None) -> tuple[Tensor, RecurrentState]:
         if before is None or places.shape[1] == 1 or self.continues:
             return self._run(self.hidden, places, before)
         outputs = []
@@ -190,8 +190,8 @@ class _Call:
         return _continues[kind]
 
     def _run(
-        self, hidden: Tensor, places: Tensor, before: State | None, at: Tensor | None = None
-    ) -> tuple[Tensor, State]:
+        self, hidden: Tensor, places: Tensor, before: RecurrentState | None, at: Tensor | None = None
+    ) -> tuple[Tensor, RecurrentState]:
         """`at`: which of the hidden states are read, if not those at `places`."""
         cache = StateCache(before)
         picked = places if at is None else at.to(places.device)[None]

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.nn.functional import pad
 from torch.overrides import TorchFunctionMode
 
-from rollmill.core.errors import ModelError
+from rollmill.errors import ModelError
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MAX = (torch.max, torch.Tensor.max)
@@ -40,7 +40,7 @@ class Router(NamedTuple):
     module: nn.Module
     experts: int
     k: int  #: experts per token
-    one_by_one: bool  #: selects with `max`, k times
+    sequential: bool  #: selects with `max`, k times
 
 
 _found: WeakKeyDictionary[nn.Module, list[Router]] = WeakKeyDictionary()
@@ -61,7 +61,7 @@ def routing_shape(model: nn.Module) -> tuple[int, int] | None:
 
 
 class RecordedRouting:
-    """The experts chosen in the forward passes inside `routing_recorded`."""
+    """The experts chosen in the forward passes inside `capture_routing`."""
 
     def __init__(self, routers: list[Router]) -> None:
         self._routers = routers
@@ -92,19 +92,19 @@ class RecordedRouting:
 
 
 @contextmanager
-def routing_recorded(model: nn.Module) -> Iterator[RecordedRouting]:
+def capture_routing(model: nn.Module) -> Iterator[RecordedRouting]:
     """Note which experts are chosen in the passes inside; `take` what was noted after every pass."""
     recorded = RecordedRouting(find_routers(model))
 
     def record(number: int) -> _Selection:
         return _Recording(recorded, number)
 
-    with _taken_over(model, record):
+    with _patch_routers(model, record):
         yield recorded
 
 
 @contextmanager
-def routing_replayed(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
+def replay_routing(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
     """Make every router choose the given experts for the T tokens of the passes inside; -1: its own choice.
 
     Backward passes that recompute activations must run inside as well. May be nested: the innermost one counts.
@@ -114,7 +114,7 @@ def routing_replayed(model: nn.Module, routing_TLk: Tensor) -> Iterator[None]:
     def replay(number: int) -> _Selection:
         return _Replaying(routing_TLk[:, number].long(), own)
 
-    with _taken_over(model, replay):
+    with _patch_routers(model, replay):
         yield
 
 
@@ -162,23 +162,23 @@ class _Replaying(_Selection):
         return scores.gather(-1, indices), indices
 
 
-class _Routed:
+class _PatchedRouterForward:
     """A router's forward pass whose selecting calls are somebody else's to answer."""
 
     def __init__(self, router: Router, selection: Any) -> None:
         forward = router.module.forward
-        self._own: Any = forward._own if isinstance(forward, _Routed) else forward
+        self._own: Any = forward._own if isinstance(forward, _PatchedRouterForward) else forward
         self._router, self._selection = router, selection
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         selection: _Selection = self._selection()
-        with _Selecting(self._router, selection):
+        with _SelectionMode(self._router, selection):
             output = self._own(*args, **kwargs)
         selection.end()
         return output
 
 
-class _Selecting(TorchFunctionMode):
+class _SelectionMode(TorchFunctionMode):
     """Hands the selecting calls to a _Selection, and all others to torch."""
 
     def __init__(self, router: Router, selection: _Selection) -> None:
@@ -191,28 +191,28 @@ class _Selecting(TorchFunctionMode):
         if not k:
             return func(*args, **kwargs)
         selected = self._selection.select(lambda: func(*args, **kwargs), args[0], k)
-        return (torch.return_types.max if self._router.one_by_one else torch.return_types.topk)(selected)
+        return (torch.return_types.max if self._router.sequential else torch.return_types.topk)(selected)
 
     def _selects(self, func: Any, args: Any, kwargs: Any) -> int:
         """How many experts a call selects; 0: it selects none. (Groups of experts are fewer than experts.)"""
-        if func not in (_MAX if self._router.one_by_one else _TOPK) or not args:
+        if func not in (_MAX if self._router.sequential else _TOPK) or not args:
             return 0
         scores = args[0]
         if scores.shape[-1] < self._router.experts:
             return 0
-        if self._router.one_by_one:
+        if self._router.sequential:
             return int(kwargs.get("dim") == -1 and kwargs.get("keepdim", False))
         k = kwargs["k"] if "k" in kwargs else args[1]
         return int(k) if k == self._router.k else 0
 
 
 @contextmanager
-def _taken_over(model: nn.Module, selection: Any) -> Iterator[None]:
+def _patch_routers(model: nn.Module, selection: Any) -> Iterator[None]:
     """All routers of a model with their selecting calls answered by `selection(number)`, made anew for every pass."""
     routers = find_routers(model)
     before = [router.module.__dict__.get("forward") for router in routers]
     for number, router in enumerate(routers):
-        router.module.forward = _Routed(router, lambda number=number: selection(number))
+        router.module.forward = _PatchedRouterForward(router, lambda number=number: selection(number))
     try:
         yield
     finally:

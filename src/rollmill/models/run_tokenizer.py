@@ -13,11 +13,11 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rollmill.core.errors import DamagedFileError, ModelError
-from rollmill.core.user_files import read_mapping
-from rollmill.monitor.files import writing
+from rollmill.errors import CorruptFileError, ModelError
+from rollmill.files import explain_write_errors
+from rollmill.strict_files import read_json_object
 
-FOLDER, FILE = "tokenizer", "run.json"
+TOKENIZER_FOLDER, TOKENIZER_INFO_FILE = "tokenizer", "run.json"
 _PROBE = "Ünï 12+34=46?\n\n  def f(x): return 'a'\t<b> 你好 🙂"
 
 
@@ -29,7 +29,7 @@ class RunTokenizer(NamedTuple):
     fingerprint: str
 
 
-def fingerprint(tokenizer: Any) -> str:
+def compute_fingerprint(tokenizer: Any) -> str:
     """16 hexadecimal digits that are the same for the same tokens with the same ids, added tokens included."""
     tokens = sorted((index, str(token)) for token, index in tokenizer.get_vocab().items())
     return sha256(json.dumps(tokens).encode()).hexdigest()[:16]
@@ -40,22 +40,22 @@ def save_run_tokenizer(run_dir: Path, tokenizer: Any, end_id: int) -> None:
 
     Raises RollmillError if the folder cannot be written.
     """
-    folder, mark = run_dir / FOLDER, fingerprint(tokenizer)
+    folder, mark = run_dir / TOKENIZER_FOLDER, compute_fingerprint(tokenizer)
     about = {"end_id": end_id, "fingerprint": mark, "probe": _encoded(tokenizer)}
-    if (folder / FILE).is_file() and read_mapping(folder / FILE) == about:
+    if (folder / TOKENIZER_INFO_FILE).is_file() and read_json_object(folder / TOKENIZER_INFO_FILE) == about:
         return
-    temporary = run_dir / f".{FOLDER}.{os.getpid()}.tmp"
-    with writing(folder):
+    temporary = run_dir / f".{TOKENIZER_FOLDER}.{os.getpid()}.tmp"
+    with explain_write_errors(folder):
         try:
             tokenizer.save_pretrained(temporary)
-            (temporary / FILE).write_text(json.dumps(about))
+            (temporary / TOKENIZER_INFO_FILE).write_text(json.dumps(about))
             shutil.rmtree(folder, ignore_errors=True)
             os.replace(temporary, folder)
         finally:
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def run_fingerprint(run_dir: Path) -> str:
+def load_run_fingerprint(run_dir: Path) -> str:
     """The fingerprint of the run's tokenizer, without loading it. Raises ModelError where there is none."""
     return str(_about(run_dir)["fingerprint"])
 
@@ -66,9 +66,9 @@ def load_run_tokenizer(run_dir: Path) -> RunTokenizer:
     Raises:
         ModelError: the run has stored none, or it no longer encodes as it did.
     """
-    about, folder = _about(run_dir), run_dir / FOLDER
+    about, folder = _about(run_dir), run_dir / TOKENIZER_FOLDER
     tokenizer = _read(folder, about)
-    if fingerprint(tokenizer) != about["fingerprint"] or _encoded(tokenizer) != about["probe"]:
+    if compute_fingerprint(tokenizer) != about["fingerprint"] or _encoded(tokenizer) != about["probe"]:
         raise ModelError(
             f"{folder} does not encode text as it did when the run wrote it; its files were changed, or this version "
             "of transformers reads them differently. Restore the files, or install the version that the run used."
@@ -102,13 +102,13 @@ def _encoded(tokenizer: Any) -> list[int]:
 
 
 def _about(run_dir: Path) -> dict[str, Any]:
-    path = run_dir / FOLDER / FILE
+    path = run_dir / TOKENIZER_FOLDER / TOKENIZER_INFO_FILE
     try:
-        return read_mapping(path)
+        return read_json_object(path)
     except FileNotFoundError as error:
         raise ModelError(
-            f"{run_dir} holds no {FOLDER}/{FILE}: it has not started yet, or an older version made it; "
-            "`rollmill resume` writes the folder"
+            f"{run_dir} holds no {TOKENIZER_FOLDER}/{TOKENIZER_INFO_FILE}: it has not started yet, or an older version "
+            "made it; `rollmill resume` writes the folder"
         ) from error
-    except DamagedFileError as error:
+    except CorruptFileError as error:
         raise ModelError(f"{path} is no JSON object ({error}); remove {path.parent} and resume the run") from error

@@ -17,12 +17,12 @@ from torch.nn.attention.varlen import varlen_attn
 _NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
 
 
-def available(device: torch.device) -> bool:
+def varlen_available(device: torch.device) -> bool:
     """Whether this torch has the kernel for this device."""
     return device.type == "cuda" and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
 
 
-class Varlen:
+class VarlenAttention:
     """The same attention as one call of the GPU's variable-length kernel: keys of each segment are laid end to end."""
 
     def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:

@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmill.core.types import Experience, Source, Task
+from rollmill.types import Experience, ExperienceSource, Task
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class PipelineContext:
     """What operators may know about the run."""
 
     step: int  #: the training step that is being collected, from 1
@@ -25,7 +25,7 @@ class Context:
 
 
 @dataclass(slots=True)
-class Report:
+class OperatorReport:
     """What one operator did, in experiences; `reasons` counts dropped ones."""
 
     seen: int = 0
@@ -45,7 +45,7 @@ class Report:
         counts = {"kept": self.kept, "changed": self.changed, "dropped": self.dropped, "added": self.added}
         return counts | {why.replace(" ", "_"): count for why, count in (*self.reasons.items(), *self.changes.items())}
 
-    def add(self, other: Report) -> None:
+    def add(self, other: OperatorReport) -> None:
         """Sum up."""
         self.seen += other.seen
         self.changed += other.changed
@@ -62,9 +62,9 @@ class Batch:
     operator has in its pipeline.
     """
 
-    def __init__(self, experiences: Sequence[Experience], context: Context, operator: str = "") -> None:
+    def __init__(self, experiences: Sequence[Experience], context: PipelineContext, operator: str = "") -> None:
         self.context, self.operator = context, operator
-        self.report = Report(seen=len(experiences))
+        self.report = OperatorReport(seen=len(experiences))
         self._experiences = {experience.id: experience for experience in experiences}
         assert len(self._experiences) == len(experiences), "ids of experiences are unique"
         self._changed: set[str] = set()
@@ -75,7 +75,7 @@ class Batch:
         """Those that are still there, added ones last. A copy: dropping while looping is fine."""
         return list(self._experiences.values())
 
-    def groups(self, source: Source = Source.USUAL) -> dict[str, list[Experience]]:
+    def groups(self, source: ExperienceSource = ExperienceSource.ROLLOUT) -> dict[str, list[Experience]]:
         """The experiences of one source by group, in order."""
         found: dict[str, list[Experience]] = {}
         for experience in self._experiences.values():

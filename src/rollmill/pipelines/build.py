@@ -9,20 +9,22 @@ from dataclasses import dataclass
 from rollmill.config import operators as config
 from rollmill.config.rewards import RewardConfig
 from rollmill.pipelines import filters, shaping, signals, synthesis
+from rollmill.pipelines.custom import build_custom_operator
 from rollmill.pipelines.pipeline import Operator, Pipeline
-from rollmill.pipelines.user import made
-from rollmill.rewards import Judge
+from rollmill.rewards import RewardManager
 
 
 @dataclass(frozen=True, slots=True)
-class Resources:
+class PipelineResources:
     """What operators need that only the run can give."""
 
-    build_judge: Callable[[Sequence[RewardConfig]], Judge]  #: a judge of further rewards; the operator closes it
+    build_reward_manager: Callable[
+        [Sequence[RewardConfig]], RewardManager
+    ]  #: a judge of further rewards; the operator closes it
     seed: int
 
 
-def build_pipeline(sections: Sequence[config.OperatorSection], resources: Resources) -> Pipeline:
+def build_pipeline(sections: Sequence[config.OperatorSection], resources: PipelineResources) -> Pipeline:
     """The pipeline of a stage.
 
     Raises ConfigError where an operator needs a package that is not installed, and what building a judge raises.
@@ -38,21 +40,21 @@ def build_pipeline(sections: Sequence[config.OperatorSection], resources: Resour
     return Pipeline(operators)
 
 
-def build_operator(section: config.OperatorSection, resources: Resources) -> Operator:
+def build_operator(section: config.OperatorSection, resources: PipelineResources) -> Operator:
     """The operator that a section describes. Libraries are imported here, so that a run pays for those it uses only."""
     if type(section).function is not None:
-        operator: Operator = made(section)
+        operator: Operator = build_custom_operator(section)
         return operator
     match section:
         case config.RewardFilter():
             return filters.reward_filter(section)
         case config.LengthFilter():
             return filters.length_filter(section)
-        case config.GroupVariance():
+        case config.GroupVarianceFilter():
             return filters.group_variance(section)
-        case config.InvalidReward():
+        case config.InvalidRewardFilter():
             return filters.invalid_reward(section)
-        case config.Truncated():
+        case config.TruncationOperator():
             return filters.truncated(section)
         case config.LengthShaping():
             return shaping.length_reward(section)
@@ -60,49 +62,49 @@ def build_operator(section: config.OperatorSection, resources: Resources) -> Ope
             return shaping.overlong_penalty(section)
         case config.RepetitionPenalty():
             return shaping.repetition_penalty(section)
-        case config.Diversity():
+        case config.DiversityBonus():
             return shaping.diversity(section)
-        case config.Scale():
+        case config.RewardScaling():
             return shaping.scale(section)
-        case config.Priority():
+        case config.ReplayPriority():
             return signals.priority(section)
-        case config.SuccessRate():
+        case config.SuccessRateOperator():
             return signals.success_rate(section)
-        case config.Demonstrations():
-            return synthesis.Demonstrator(section)
-        case config.Pairs():
-            return synthesis.pairs(section)
+        case config.DemonstrationOperator():
+            return synthesis.DemonstrationMaker(section)
+        case config.PreferencePairOperator():
+            return synthesis.preference_pairs(section)
     return _costly(section, resources)
 
 
-def _costly(section: config.OperatorSection, resources: Resources) -> Operator:
+def _costly(section: config.OperatorSection, resources: PipelineResources) -> Operator:
     """Operators with judges or libraries of their own."""
     match section:
-        case config.Verify():
-            from rollmill.pipelines.checks import Verifier
+        case config.VerifyOperator():
+            from rollmill.pipelines.verification import RewardVerifier
 
-            return Verifier(section, resources.build_judge(section.rewards), resources.seed)
-        case config.Check():
-            from rollmill.pipelines.checks import Checker
+            return RewardVerifier(section, resources.build_reward_manager(section.rewards), resources.seed)
+        case config.CheckOperator():
+            from rollmill.pipelines.verification import RewardChecker
 
-            return Checker(section, resources.build_judge([section.reward]))
-        case config.Duplicates():
+            return RewardChecker(section, resources.build_reward_manager([section.reward]))
+        case config.DuplicatesOperator():
             from rollmill.pipelines.duplicates import DuplicateFilter
 
             return DuplicateFilter(section)
-        case config.NearDuplicates():
-            from rollmill.pipelines.near_duplicates import NearDuplicateFilter
+        case config.NearDuplicatesOperator():
+            from rollmill.pipelines.deduplication import NearDuplicateFilter
 
             return NearDuplicateFilter(section)
-        case config.Reflection():
+        case config.ReflectionOperator():
             from rollmill.pipelines.reflection import reflection
 
             return reflection(section)
-        case config.GeneratedTests():
-            from rollmill.pipelines.generated_tests import TestMaker
+        case config.GeneratedTestsOperator():
+            from rollmill.pipelines.generated_tests import TestGenerator
 
-            return TestMaker(section, resources.build_judge([section.code]))
-        case config.DataJuicer():
+            return TestGenerator(section, resources.build_reward_manager([section.code]))
+        case config.DataJuicerFilter():
             from rollmill.pipelines.data_juicer import DataJuicerOperators
 
             return DataJuicerOperators(section)

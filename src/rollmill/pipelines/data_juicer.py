@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.hints import did_you_mean
-from rollmill.config.operators import DataJuicer
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Experience, Turn, demonstrated_experience
+from rollmill.config.hints import suggest_match
+from rollmill.config.operators import DataJuicerFilter
+from rollmill.errors import ConfigError
+from rollmill.pipelines.accessors import is_finished, is_success, prompt_length, rollouts_of
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.reading import ended, prompt_length, succeeded, usual
+from rollmill.types import Experience, Turn, experience_from_demonstration
 
 _OWN = frozenset({"skip_op_error", "text_key"})
 """Options of all operators that are ours to set."""
@@ -28,12 +28,12 @@ class DataJuicerOperators:
     Raises ConfigError where Data-Juicer is not installed, or an operator is not known or cannot be used.
     """
 
-    def __init__(self, options: DataJuicer) -> None:
+    def __init__(self, options: DataJuicerFilter) -> None:
         self._options, self._base = options, _base()
         self._operators = [self._made(*next(iter(entry.items()))) for entry in options.process]
 
     def __call__(self, batch: Batch) -> None:
-        left = usual(batch)
+        left = rollouts_of(batch)
         texts = {each.id: self._text(each) for each in left}
         for name, operator in self._operators:
             if not left:
@@ -49,7 +49,7 @@ class DataJuicerOperators:
         options = self._options
         for experience in left if options.mapped == "expert" else []:
             changed = texts[experience.id] != experience.response
-            if changed and succeeded(experience, options.part, options.threshold):
+            if changed and is_success(experience, options.part, options.threshold):
                 self._add(batch, experience, texts[experience.id])
 
     def _apply(self, operator: Any, texts: Sequence[str]) -> list[Any]:
@@ -64,7 +64,7 @@ class DataJuicerOperators:
     def _made(self, name: str, arguments: dict[str, Any] | None) -> tuple[str, Any]:
         kinds, arguments = self._base.kinds, arguments or {}
         if name not in kinds:
-            near = did_you_mean(name, list(kinds))
+            near = suggest_match(name, list(kinds))
             raise ConfigError(f"data_juicer: process: no operator `{name}` in the Data-Juicer that is installed{near}")
         kind = kinds[name]
         if not issubclass(kind, self._base.Filter | self._base.Mapper):
@@ -85,7 +85,7 @@ class DataJuicerOperators:
         return "".join(texts.get(self._options.text, [experience.prompt, experience.response]))
 
     def _add(self, batch: Batch, experience: Experience, text: str) -> None:
-        if not ended(experience):
+        if not is_finished(experience):
             batch.note("cut off")
             return
         start, context = prompt_length(experience), batch.context
@@ -95,7 +95,7 @@ class DataJuicerOperators:
             return
         ids = np.concatenate([experience.token_ids[:start], np.array(new, np.int32)]).astype(np.int32)
         name = f"{experience.id}/{batch.operator}"
-        made = demonstrated_experience(
+        made = experience_from_demonstration(
             ids,
             start,
             id=name,

@@ -6,22 +6,22 @@ import unicodedata
 from hashlib import blake2b
 from typing import Any
 
-from rollmill.config.operators import Duplicates
-from rollmill.core.types import Experience
+from rollmill.config.operators import DuplicatesOperator
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.memory import Memory
+from rollmill.pipelines.lru import LRUCache
+from rollmill.types import Experience
 
 
 class DuplicateFilter:
     """Drops completions whose text was there before. Digests of the texts are remembered, not the texts."""
 
-    def __init__(self, options: Duplicates) -> None:
+    def __init__(self, options: DuplicatesOperator) -> None:
         self._options = options
-        self._memory: Memory[bool] = Memory(options.memory)
+        self._memory: LRUCache[bool] = LRUCache(options.memory)
 
     def __call__(self, batch: Batch) -> None:
         for group in batch.groups().values():
-            memory = Memory[bool](len(group)) if self._options.within == "group" else self._memory
+            memory = LRUCache[bool](len(group)) if self._options.within == "group" else self._memory
             for experience in group:
                 key = self._key(experience)
                 if memory.get(key):
@@ -30,7 +30,7 @@ class DuplicateFilter:
                     memory.put(key, True)
 
     def _key(self, experience: Experience) -> str:
-        text = normalised(experience.response, ignore_case=self._options.ignore_case)
+        text = normalize_whitespace(experience.response, ignore_case=self._options.ignore_case)
         task = f"{experience.task_id}\0" if self._options.within == "task" else ""
         return blake2b((task + text).encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
@@ -40,12 +40,12 @@ class DuplicateFilter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self._memory = Memory(self._options.memory)
+        self._memory = LRUCache(self._options.memory)
         for key in state["seen"]:
             self._memory.put(key, True)
 
 
-def normalised(text: str, *, ignore_case: bool = False) -> str:
+def normalize_whitespace(text: str, *, ignore_case: bool = False) -> str:
     """The text in Unicode's composed form (NFC), with single blanks for white space."""
     text = " ".join(unicodedata.normalize("NFC", text).split())
     return text.casefold() if ignore_case else text

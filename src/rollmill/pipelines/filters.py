@@ -7,12 +7,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.config.operators import GroupVariance, InvalidReward, LengthFilter, RewardFilter, Truncated
-from rollmill.core.types import Experience, StopReason, one_per_rollout
+from rollmill.config.operators import (
+    GroupVarianceFilter,
+    InvalidRewardFilter,
+    LengthFilter,
+    RewardFilter,
+    TruncationOperator,
+)
+from rollmill.pipelines.accessors import is_success, response_length, reward_value, rollouts_of
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
-from rollmill.pipelines.reading import length_of, measured, succeeded, usual
-from rollmill.pipelines.rewards import open_part, set_reward
+from rollmill.pipelines.reward_updates import init_reward_part, set_reward
+from rollmill.types import Experience, StopReason, first_per_rollout
 
 _EQUAL = 1e-9
 """Rewards that differ by less are equal: sums of parts are off by rounding."""
@@ -22,8 +28,8 @@ def reward_filter(options: RewardFilter) -> Operator:
     """Drops usual experiences whose reward lies outside the bounds; those without one are kept."""
 
     def apply(batch: Batch) -> None:
-        for experience in usual(batch):
-            value = measured(experience, options.part)
+        for experience in rollouts_of(batch):
+            value = reward_value(experience, options.part)
             if value is None:
                 continue
             if options.at_least is not None and value < options.at_least:
@@ -38,8 +44,8 @@ def length_filter(options: LengthFilter) -> Operator:
     """Drops usual experiences with too few or too many tokens of the policy."""
 
     def apply(batch: Batch) -> None:
-        for experience in usual(batch):
-            length = length_of(experience)
+        for experience in rollouts_of(batch):
+            length = response_length(experience)
             if options.at_least is not None and length < options.at_least:
                 batch.drop(experience, "too short")
             elif options.at_most is not None and length > options.at_most:
@@ -48,7 +54,7 @@ def length_filter(options: LengthFilter) -> Operator:
     return apply
 
 
-def group_variance(options: GroupVariance) -> Operator:
+def group_variance(options: GroupVarianceFilter) -> Operator:
     """Drops groups with nothing to learn from: dynamic sampling of DAPO (arXiv:2503.14476, eq. 11)."""
 
     def apply(batch: Batch) -> None:
@@ -61,9 +67,9 @@ def group_variance(options: GroupVariance) -> Operator:
     return apply
 
 
-def _unwanted(options: GroupVariance, group: Sequence[Experience]) -> str | None:
+def _unwanted(options: GroupVarianceFilter, group: Sequence[Experience]) -> str | None:
     """Why a group is dropped. The bounds on the mean come first, because they say more."""
-    values = [value for each in one_per_rollout(group) if (value := _value(options, each)) is not None]
+    values = [value for each in first_per_rollout(group) if (value := _value(options, each)) is not None]
     if not values:
         return "not judged"
     mean, deviation = float(np.mean(values)), float(np.std(values))
@@ -76,19 +82,19 @@ def _unwanted(options: GroupVariance, group: Sequence[Experience]) -> str | None
     return "too alike" if deviation <= options.std_above else None
 
 
-def _value(options: GroupVariance, experience: Experience) -> float | None:
+def _value(options: GroupVarianceFilter, experience: Experience) -> float | None:
     if options.threshold is None:
-        return measured(experience, options.part)
-    success = succeeded(experience, options.part, options.threshold)
+        return reward_value(experience, options.part)
+    success = is_success(experience, options.part, options.threshold)
     return None if success is None else float(success)
 
 
-def invalid_reward(options: InvalidReward) -> Operator:
+def invalid_reward(options: InvalidRewardFilter) -> Operator:
     """Drops usual experiences whose reward cannot be learned from."""
     unwanted = set(options.outcomes)
 
     def apply(batch: Batch) -> None:
-        for experience in usual(batch):
+        for experience in rollouts_of(batch):
             if unwanted.intersection(experience.info.get("outcomes", {}).values()):
                 batch.drop(experience, "unwanted outcome")
             elif experience.reward is None:
@@ -99,13 +105,13 @@ def invalid_reward(options: InvalidReward) -> Operator:
     return apply
 
 
-def truncated(options: Truncated) -> Operator:
+def truncated(options: TruncationOperator) -> Operator:
     """Masks, drops or re-rewards usual experiences that were cut off at the length limit."""
 
     def apply(batch: Batch) -> None:
         if options.then == "reward":
-            open_part(batch)
-        for experience in usual(batch):
+            init_reward_part(batch)
+        for experience in rollouts_of(batch):
             if experience.stop_reason is not StopReason.LENGTH:
                 continue
             if options.then == "drop":
@@ -113,13 +119,13 @@ def truncated(options: Truncated) -> Operator:
             elif options.then == "reward":
                 set_reward(batch, experience, options.reward, "cut off reward")
             else:
-                mask(experience)
+                mask_tokens(experience)
                 batch.change(experience, "masked")
 
     return apply
 
 
-def mask(experience: Experience) -> None:
+def mask_tokens(experience: Experience) -> None:
     """Take all tokens of an experience out of the loss. Its reward stays in the group's baseline.
 
     `info["masked"]` keeps the version of its oldest token.

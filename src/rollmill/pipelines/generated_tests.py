@@ -7,49 +7,49 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rollmill.config.operators import GeneratedTests
-from rollmill.core.types import Experience, Task
+from rollmill.config.operators import GeneratedTestsOperator
+from rollmill.pipelines.accessors import is_success
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.checks import judged, undecided
-from rollmill.pipelines.memory import Memory
-from rollmill.pipelines.reading import succeeded
-from rollmill.pipelines.rewards import open_part, set_reward
-from rollmill.rewards import Judge
-from rollmill.rewards.code.comparison import rules_of
-from rollmill.rewards.code.extraction import extract_code, joined
-from rollmill.rewards.code.generation import Demands, Problem, generate_tests
-from rollmill.rewards.code.reward import limits_of
+from rollmill.pipelines.lru import LRUCache
+from rollmill.pipelines.reward_updates import init_reward_part, set_reward
+from rollmill.pipelines.verification import is_undecided, score_group
+from rollmill.rewards import RewardManager
+from rollmill.rewards.code.comparison import output_match_options
+from rollmill.rewards.code.extraction import extract_code, join_prefix
+from rollmill.rewards.code.generation import CodingProblem, ValidationCriteria, generate_tests
+from rollmill.rewards.code.reward import sandbox_limits
 from rollmill.rewards.code.tests import ProgramTest, read_suite
 from rollmill.sandbox import Sandbox
+from rollmill.types import Experience, Task
 
 
 @dataclass(slots=True)
-class _Known:
+class _TaskTests:
     """Of one task: different successes so far, and the tests made of them; None: not made yet, []: none were sound."""
 
     programs: list[str] = field(default_factory=list)
     tests: list[dict[str, Any]] | None = None
 
 
-class TestMaker:
+class TestGenerator:
     """Collects successes of tasks that have a generator, makes tests once, and holds successes against them."""
 
-    def __init__(self, options: GeneratedTests, judge: Judge) -> None:
+    def __init__(self, options: GeneratedTestsOperator, judge: RewardManager) -> None:
         code = options.code
         self._options, self._judge = options, judge
         self._sandbox = Sandbox(packages=tuple(sorted(code.packages)), jobs=code.jobs, backend=code.sandbox)
-        self._demands = Demands(options.cases, options.submissions, options.agree, options.solve)
-        self._memory: Memory[_Known] = Memory(options.memory)
+        self._demands = ValidationCriteria(options.cases, options.submissions, options.agree, options.solve)
+        self._memory: LRUCache[_TaskTests] = LRUCache(options.memory)
 
     async def __call__(self, batch: Batch) -> None:
-        open_part(batch)
+        init_reward_part(batch)
         for group in batch.groups().values():
             task = batch.context.task(group[0].task_id)
             generator = task.metadata.get(self._options.generator)
-            successes = [each for each in group if succeeded(each, self._options.part, self._options.threshold)]
+            successes = [each for each in group if is_success(each, self._options.part, self._options.threshold)]
             if not isinstance(generator, str) or not successes:
                 continue
-            known = self._memory.get(task.id) or _Known()
+            known = self._memory.get(task.id) or _TaskTests()
             self._memory.put(task.id, known)
             if known.tests is None:
                 await self._collect(batch, task, generator, known, successes)
@@ -57,20 +57,20 @@ class TestMaker:
                 await self._test(batch, task, known.tests, successes)
 
     async def _collect(
-        self, batch: Batch, task: Task, generator: str, known: _Known, successes: Sequence[Experience]
+        self, batch: Batch, task: Task, generator: str, known: _TaskTests, successes: Sequence[Experience]
     ) -> None:
         """Take note of successes; make the tests once there are enough."""
         name, prefix = _asked_for(task)
         for experience in successes:
             code = extract_code(experience.response, self._options.code.extract, name)
-            source = None if code is None else joined(prefix, code, name) if prefix else code
+            source = None if code is None else join_prefix(prefix, code, name) if prefix else code
             if source is not None and source not in known.programs:
                 known.programs.append(source)
         if len(known.programs) < self._options.submissions:
             return
-        problem = Problem(generator, known.programs, name)
+        problem = CodingProblem(generator, known.programs, name)
         code_options = self._options.code
-        rules, limits = rules_of(code_options), limits_of(code_options)
+        rules, limits = output_match_options(code_options), sandbox_limits(code_options)
         known.tests, known.programs = [], []
         try:
             async with asyncio.timeout(batch.context.deadline_s / 2):  # slow programs do not end a run
@@ -87,9 +87,9 @@ class TestMaker:
         columns = {key: value for key, value in task.metadata.items() if key in ("entry_point", "prefix", "checker")}
         harder = replace(task, metadata=columns | {"tests": tests})
         for experience, judgement in zip(
-            successes, await judged(self._judge, batch, successes, task=harder), strict=True
+            successes, await score_group(self._judge, batch, successes, task=harder), strict=True
         ):
-            if judgement.reward is None or undecided(judgement, [self._options.code]):
+            if judgement.reward is None or is_undecided(judgement, [self._options.code]):
                 batch.note("not tested")
             elif judgement.reward < 1:
                 set_reward(batch, experience, self._options.reward, "failed generated tests")
@@ -107,9 +107,9 @@ class TestMaker:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self._memory = Memory(self._options.memory)
+        self._memory = LRUCache(self._options.memory)
         for task, programs, tests in state["tasks"]:
-            self._memory.put(task, _Known(list(programs), tests))
+            self._memory.put(task, _TaskTests(list(programs), tests))
 
 
 def _asked_for(task: Task) -> tuple[str | None, str]:

@@ -10,9 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from rollmill.core.errors import DeadlineError, PipelineError, RollmillError
-from rollmill.core.types import Experience
-from rollmill.pipelines.batch import Batch, Context, Report
+from rollmill.errors import DeadlineError, PipelineError, RollmillError
+from rollmill.pipelines.batch import Batch, OperatorReport, PipelineContext
+from rollmill.types import Experience
 
 Operator = Callable[[Batch], Any]
 """Changes a batch, reports to it and returns nothing, or something to await. One that remembers something is an object
@@ -27,12 +27,12 @@ class Pipeline:
         for name, operator in operators:
             count = sum(known.partition("-")[0] == name for known in self._operators)
             self._operators[f"{name}-{count + 1}" if count else name] = operator
-        self._reports = {name: Report() for name in self._operators}
+        self._reports = {name: OperatorReport() for name in self._operators}
 
     def __len__(self) -> int:
         return len(self._operators)
 
-    async def process(self, experiences: Sequence[Experience], context: Context) -> list[Experience]:
+    async def process(self, experiences: Sequence[Experience], context: PipelineContext) -> list[Experience]:
         """What comes out for whole groups. Experiences are changed in place.
 
         Raises:
@@ -61,13 +61,13 @@ class Pipeline:
             current = batch.experiences
         return current
 
-    def reports(self) -> dict[str, Report]:
+    def reports(self) -> dict[str, OperatorReport]:
         """What each operator did since `take_reports`."""
         return dict(self._reports)
 
-    def take_reports(self) -> dict[str, Report]:
+    def take_reports(self) -> dict[str, OperatorReport]:
         """What each operator did since the last call."""
-        found, self._reports = self._reports, {name: Report() for name in self._operators}
+        found, self._reports = self._reports, {name: OperatorReport() for name in self._operators}
         return found
 
     def state_dict(self) -> dict[str, Any]:

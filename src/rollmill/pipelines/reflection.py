@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.config.operators import Reflection
-from rollmill.core.types import Experience, IntArray, StopReason, Turn, demonstrated_experience
+from rollmill.config.operators import ReflectionOperator
+from rollmill.pipelines.accessors import is_finished, is_success, prompt_length, response_length
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
-from rollmill.pipelines.reading import ended, length_of, prompt_length, succeeded
+from rollmill.types import Experience, IntArray, StopReason, Turn, experience_from_demonstration
 
 
-def reflection(options: Reflection) -> Operator:
+def reflection(options: ReflectionOperator) -> Operator:
     """Adds expert experiences: prompt and attempt (masked), cue, solution.
 
     Prompt, attempt and a sibling's solution are the recorded tokens. The attempt's end-of-sequence token is left out,
@@ -22,7 +22,7 @@ def reflection(options: Reflection) -> Operator:
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            failures = [each for each in group if succeeded(each, options.part, options.threshold) is False]
+            failures = [each for each in group if is_success(each, options.part, options.threshold) is False]
             found = _solution(options, batch, group) if failures else None
             if found is None:
                 if failures:
@@ -42,13 +42,15 @@ def reflection(options: Reflection) -> Operator:
     return apply
 
 
-def _solution(options: Reflection, batch: Batch, group: Sequence[Experience]) -> tuple[IntArray, str, str] | None:
+def _solution(
+    options: ReflectionOperator, batch: Batch, group: Sequence[Experience]
+) -> tuple[IntArray, str, str] | None:
     """Tokens, text and origin of a correct solution; None where there is none."""
     if options.solution != "task":
         single = [each for each in group if sum(turn.role == "assistant" for turn in each.turns) == 1]
-        good = [each for each in single if ended(each) and succeeded(each, options.part, options.threshold)]
+        good = [each for each in single if is_finished(each) and is_success(each, options.part, options.threshold)]
         if good:
-            best = min(good, key=length_of)
+            best = min(good, key=response_length)
             return best.token_ids[prompt_length(best) :], best.response, best.id
     if options.solution != "group":
         context = batch.context
@@ -60,7 +62,7 @@ def _solution(options: Reflection, batch: Batch, group: Sequence[Experience]) ->
 
 
 def _reflected(
-    options: Reflection, batch: Batch, attempt: Experience, solution: IntArray, text: str, origin: str
+    options: ReflectionOperator, batch: Batch, attempt: Experience, solution: IntArray, text: str, origin: str
 ) -> Experience | None:
     """The demonstration; None where it is longer than what the policy may write."""
     start = prompt_length(attempt)
@@ -72,7 +74,7 @@ def _reflected(
     imitated = len(tried) + (0 if options.imitate_cue else len(cue))
     ends = [len(tried), len(tried) + len(cue), len(ids)]
     name = f"{attempt.id}/{batch.operator}"
-    return demonstrated_experience(
+    return experience_from_demonstration(
         ids,
         imitated,
         id=name,

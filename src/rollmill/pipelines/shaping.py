@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rollmill.config.operators import Diversity, LengthShaping, OverlongPenalty, RepetitionPenalty, Scale
-from rollmill.core.types import Experience
+from rollmill.config.operators import DiversityBonus, LengthShaping, OverlongPenalty, RepetitionPenalty, RewardScaling
+from rollmill.pipelines.accessors import is_success, response_ids, response_length, reward_value, rollouts_of
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.duplicates import normalised
+from rollmill.pipelines.duplicates import normalize_whitespace
 from rollmill.pipelines.pipeline import Operator
-from rollmill.pipelines.reading import length_of, measured, produced, succeeded, usual
-from rollmill.pipelines.rewards import add_reward, open_part, set_reward
-from rollmill.rewards.base import tail_after
-from rollmill.rewards.text.length import overlong, shares_by_length
-from rollmill.rewards.text.repetition import repetition
+from rollmill.pipelines.reward_updates import add_reward, init_reward_part, set_reward
+from rollmill.rewards.base import text_after
+from rollmill.rewards.text.length import kimi_length_scores, soft_overlong_penalty
+from rollmill.rewards.text.repetition import repetition_share
+from rollmill.types import Experience
 
 
 def length_reward(options: LengthShaping) -> Operator:
-    """Kimi k1.5's length reward within each group (`shares_by_length`); what was not judged is not compared."""
+    """Kimi k1.5's length reward within each group (`kimi_length_scores`); what was not judged is not compared."""
 
     def apply(batch: Batch) -> None:
         if batch.context.version < options.warmup_steps:
             batch.note("warm-up")
             return
-        open_part(batch)
+        init_reward_part(batch)
         for group in batch.groups().values():
-            known = [each for each in group if measured(each, None) is not None]
-            correct = [succeeded(each, options.part, options.threshold) for each in known]
-            shares = shares_by_length([length_of(each) for each in known], correct) if known else []
+            known = [each for each in group if reward_value(each, None) is not None]
+            correct = [is_success(each, options.part, options.threshold) for each in known]
+            shares = kimi_length_scores([response_length(each) for each in known], correct) if known else []
             for experience, share in zip(known, shares, strict=True):
                 add_reward(batch, experience, options.weight * (share or 0.0), "shaped")
 
@@ -40,9 +40,14 @@ def overlong_penalty(options: OverlongPenalty) -> Operator:
     def apply(batch: Batch) -> None:
         longest = options.longest or batch.context.max_new_tokens
         buffer = options.buffer or max(longest // 5, 1)
-        open_part(batch)
+        init_reward_part(batch)
         for experience in _judged(batch):
-            add_reward(batch, experience, options.weight * overlong(length_of(experience), longest, buffer), "shaped")
+            add_reward(
+                batch,
+                experience,
+                options.weight * soft_overlong_penalty(response_length(experience), longest, buffer),
+                "shaped",
+            )
 
     return apply
 
@@ -51,47 +56,47 @@ def repetition_penalty(options: RepetitionPenalty) -> Operator:
     """Minus the share of text that is repeated (`repetition`)."""
 
     def apply(batch: Batch) -> None:
-        open_part(batch)
+        init_reward_part(batch)
         for experience in _judged(batch):
-            penalty, _ = repetition(
-                produced(experience), options.ngram, options.free, options.loop_times, options.loop_tokens
+            penalty, _ = repetition_share(
+                response_ids(experience), options.ngram, options.free, options.loop_times, options.loop_tokens
             )
             add_reward(batch, experience, -options.weight * penalty, "shaped")
 
     return apply
 
 
-def diversity(options: Diversity) -> Operator:
+def diversity(options: DiversityBonus) -> Operator:
     """A bonus for successes by their mean distance to each other completion of the group."""
 
     def apply(batch: Batch) -> None:
-        open_part(batch)
+        init_reward_part(batch)
         for group in batch.groups().values():
             distances = _distances(options, group)
             for experience, distance in zip(group, distances, strict=True):
-                judged = measured(experience, None) is not None
-                good = judged and succeeded(experience, options.part, options.threshold)
+                judged = reward_value(experience, None) is not None
+                good = judged and is_success(experience, options.part, options.threshold)
                 add_reward(batch, experience, options.weight * distance if good else 0.0, "shaped")
 
     return apply
 
 
-def _distances(options: Diversity, group: Sequence[Experience]) -> list[float]:
+def _distances(options: DiversityBonus, group: Sequence[Experience]) -> list[float]:
     """Mean distance of each completion to the others, from 0 to 1; 0 for a group of one."""
     if len(group) < 2:
         return [0.0] * len(group)
     if options.by == "answer":
         answers = [_answer(each.response, options.after) for each in group]
         return [1 - (answers.count(own) - 1) / (len(group) - 1) for own in answers]
-    sets = [_ngrams(produced(each).tolist(), options.ngram) for each in group]
+    sets = [_ngrams(response_ids(each).tolist(), options.ngram) for each in group]
     sums = [sum(_jaccard_distance(own, other) for other in sets) for own in sets]
     return [total / (len(group) - 1) for total in sums]
 
 
 def _answer(text: str, after: str | None) -> str:
     """What counts as the answer. Completions without one are alike."""
-    found = tail_after(text, after)
-    return "" if found is None else normalised(found)
+    found = text_after(text, after)
+    return "" if found is None else normalize_whitespace(found)
 
 
 def _ngrams(ids: list[int], n: int) -> set[tuple[int, ...]]:
@@ -103,11 +108,11 @@ def _jaccard_distance(one: set[tuple[int, ...]], other: set[tuple[int, ...]]) ->
     return 1 - len(one & other) / len(one | other)
 
 
-def scale(options: Scale) -> Operator:
+def scale(options: RewardScaling) -> Operator:
     """reward * factor + offset, within bounds."""
 
     def apply(batch: Batch) -> None:
-        open_part(batch)
+        init_reward_part(batch)
         for experience in _judged(batch):
             assert experience.reward is not None
             value = experience.reward * options.factor + options.offset
@@ -119,4 +124,4 @@ def scale(options: Scale) -> Operator:
 
 
 def _judged(batch: Batch) -> list[Experience]:
-    return [experience for experience in usual(batch) if measured(experience, None) is not None]
+    return [experience for experience in rollouts_of(batch) if reward_value(experience, None) is not None]

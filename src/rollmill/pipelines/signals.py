@@ -6,14 +6,14 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from rollmill.config.operators import Priority, SuccessRate
-from rollmill.core.types import Experience, one_per_rollout
+from rollmill.config.operators import ReplayPriority, SuccessRateOperator
+from rollmill.pipelines.accessors import is_success, response_length, reward_value
 from rollmill.pipelines.batch import Batch
 from rollmill.pipelines.pipeline import Operator
-from rollmill.pipelines.reading import length_of, measured, succeeded
+from rollmill.types import Experience, first_per_rollout
 
 
-def priority(options: Priority) -> Operator:
+def priority(options: ReplayPriority) -> Operator:
     """Writes `info["priority"]` of every rollout: that of its group."""
 
     def apply(batch: Batch) -> None:
@@ -26,12 +26,12 @@ def priority(options: Priority) -> Operator:
     return apply
 
 
-def _priority(options: Priority, group: Sequence[Experience], batch: Batch) -> float:
+def _priority(options: ReplayPriority, group: Sequence[Experience], batch: Batch) -> float:
     if options.by == "length":
-        return float(np.mean([length_of(each) for each in group])) / batch.context.max_new_tokens
+        return float(np.mean([response_length(each) for each in group])) / batch.context.max_new_tokens
     if options.by == "recency":
         return float(batch.context.step)
-    rewards = [reward for each in one_per_rollout(group) if (reward := _reward(options, each)) is not None]
+    rewards = [reward for each in first_per_rollout(group) if (reward := _reward(options, each)) is not None]
     if not rewards:
         return 0.0
     mean = float(np.mean(rewards))
@@ -44,19 +44,19 @@ def _priority(options: Priority, group: Sequence[Experience], batch: Batch) -> f
     return values[options.by]
 
 
-def _reward(options: Priority, experience: Experience) -> float | None:
+def _reward(options: ReplayPriority, experience: Experience) -> float | None:
     if options.threshold is None:
-        return measured(experience, options.part)
-    success = succeeded(experience, options.part, options.threshold)
+        return reward_value(experience, options.part)
+    success = is_success(experience, options.part, options.threshold)
     return None if success is None else float(success)
 
 
-def success_rate(options: SuccessRate) -> Operator:
+def success_rate(options: SuccessRateOperator) -> Operator:
     """Tells the sampler which rollouts of a task succeeded; those that were not judged are left out."""
 
     def apply(batch: Batch) -> None:
         for group in batch.groups().values():
-            known = [succeeded(each, options.part, options.threshold) for each in one_per_rollout(group)]
+            known = [is_success(each, options.part, options.threshold) for each in first_per_rollout(group)]
             successes = [float(success) for success in known if success is not None]
             if successes:
                 batch.context.observe(group[0].task_id, successes)

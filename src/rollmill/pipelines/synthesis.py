@@ -7,33 +7,33 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.operators import Demonstrations, Pairs
-from rollmill.core.types import Experience, Source, Turn
+from rollmill.config.operators import DemonstrationOperator, PreferencePairOperator
+from rollmill.pipelines.accessors import is_finished, is_success, response_length, reward_value
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.memory import Memory
+from rollmill.pipelines.lru import LRUCache
 from rollmill.pipelines.pipeline import Operator
-from rollmill.pipelines.reading import ended, length_of, measured, succeeded
+from rollmill.types import Experience, ExperienceSource, Turn
 
 
-class Demonstrator:
+class DemonstrationMaker:
     """Makes expert experiences of a group's successes that came to an end of their own."""
 
-    def __init__(self, options: Demonstrations) -> None:
+    def __init__(self, options: DemonstrationOperator) -> None:
         self._options = options
-        self._made: Memory[int] = Memory(options.memory)
+        self._made: LRUCache[int] = LRUCache(options.memory)
 
     def __call__(self, batch: Batch) -> None:
         for group in batch.groups().values():
             for experience in self._chosen(group):
-                batch.add(imitated(experience, batch.operator), "demonstration")
+                batch.add(rollout_as_demonstration(experience, batch.operator), "demonstration")
 
     def _chosen(self, group: Sequence[Experience]) -> list[Experience]:
         options, task = self._options, group[0].task_id
         found = _successes(options.part, options.threshold, group)
         if options.choose == "shortest":
-            found.sort(key=lambda each: (length_of(each), -_measure(each, options.part)))
+            found.sort(key=lambda each: (response_length(each), -_measure(each, options.part)))
         elif options.choose == "best":
-            found.sort(key=lambda each: (-_measure(each, options.part), length_of(each)))
+            found.sort(key=lambda each: (-_measure(each, options.part), response_length(each)))
         found = found[: options.count]
         if options.per_task is not None and found:
             made = self._made.get(task) or 0
@@ -47,12 +47,12 @@ class Demonstrator:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken."""
-        self._made = Memory(self._options.memory)
+        self._made = LRUCache(self._options.memory)
         for task, made in state["made"]:
             self._made.put(task, made)
 
 
-def pairs(options: Pairs) -> Operator:
+def preference_pairs(options: PreferencePairOperator) -> Operator:
     """Makes pairs of a group's completions; the chosen one has reward 1, the rejected one 0."""
 
     def apply(batch: Batch) -> None:
@@ -61,49 +61,49 @@ def pairs(options: Pairs) -> Operator:
             for number, pair in enumerate(found[: options.count]):
                 of = f"{name}/{batch.operator}/{number}"
                 for role, reward, experience in zip(("chosen", "rejected"), (1.0, 0.0), pair, strict=True):
-                    made = _derived(experience, id=f"{of}/{role}", group=of, source=Source.PREFERENCE)
+                    made = _derived(experience, id=f"{of}/{role}", group=of, source=ExperienceSource.PREFERENCE)
                     made.reward = reward
                     batch.add(made, "pair" if reward else "rejected of a pair")
 
     return apply
 
 
-def _by_reward(options: Pairs, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
+def _by_reward(options: PreferencePairOperator, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
     """Best against worst, second best against second worst, ... as long as the rewards differ enough."""
-    known = [each for each in group if each.action_tokens and measured(each, options.part) is not None]
+    known = [each for each in group if each.action_tokens and reward_value(each, options.part) is not None]
     order = sorted(known, key=lambda each: -_measure(each, options.part))
     couples = zip(order[: len(order) // 2], reversed(order), strict=False)
     return [
         (best, worst)
         for best, worst in couples
-        if ended(best) and _measure(best, options.part) - _measure(worst, options.part) > options.margin
+        if is_finished(best) and _measure(best, options.part) - _measure(worst, options.part) > options.margin
     ]
 
 
-def _by_length(options: Pairs, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
+def _by_length(options: PreferencePairOperator, group: Sequence[Experience]) -> list[tuple[Experience, Experience]]:
     """Kimi k1.5 (arXiv:2501.12599, 2.4): the shortest success, preferred to each longer failure and to each success of
     at least `longer` times its length; the longest of them first.
     """
     successes = _successes(options.part, options.threshold, group)
     if not successes:
         return []
-    best = min(successes, key=length_of)
+    best = min(successes, key=response_length)
     rejected = []
     for each in group:
-        success = succeeded(each, options.part, options.threshold)
-        least = options.longer * length_of(best) if success else length_of(best) + 1
-        if success is not None and each is not best and each.action_tokens and length_of(each) >= least:
+        success = is_success(each, options.part, options.threshold)
+        least = options.longer * response_length(best) if success else response_length(best) + 1
+        if success is not None and each is not best and each.action_tokens and response_length(each) >= least:
             rejected.append(each)
-    return [(best, each) for each in sorted(rejected, key=length_of, reverse=True)]
+    return [(best, each) for each in sorted(rejected, key=response_length, reverse=True)]
 
 
-def imitated(experience: Experience, operator: str) -> Experience:
+def rollout_as_demonstration(experience: Experience, operator: str) -> Experience:
     """A rollout as a demonstration: the same tokens, of which those of the policy are imitated."""
     name = f"{experience.id}/{operator}"
-    return _derived(experience, id=name, group=name, source=Source.EXPERT)
+    return _derived(experience, id=name, group=name, source=ExperienceSource.EXPERT)
 
 
-def _derived(experience: Experience, *, id: str, group: str, source: Source) -> Experience:
+def _derived(experience: Experience, *, id: str, group: str, source: ExperienceSource) -> Experience:
     return Experience(
         id=id,
         task_id=experience.task_id,
@@ -123,10 +123,10 @@ def _derived(experience: Experience, *, id: str, group: str, source: Source) -> 
 
 def _successes(part: str | None, threshold: float, group: Sequence[Experience]) -> list[Experience]:
     """Those that ended by themselves, were not masked and succeeded, in order."""
-    return [each for each in group if ended(each) and each.action_tokens and succeeded(each, part, threshold)]
+    return [each for each in group if is_finished(each) and each.action_tokens and is_success(each, part, threshold)]
 
 
 def _measure(experience: Experience, part: str | None) -> float:
-    value = measured(experience, part)
+    value = reward_value(experience, part)
     assert value is not None
     return value

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rollmill.config.residency_checks import unhonoured_by_residency
+from rollmill.config.checks.offload import unused_offload_keys
 from rollmill.config.run import StageConfig
-from rollmill.planning.memory import Memory, Phases
+from rollmill.planning.memory import MemoryByPhase, PhaseMemory
 
 GB = 1e9
 
 
-def too_large(stage: StageConfig, phases: Phases, least: Phases, limit: float) -> Iterator[str]:
+def too_large(stage: StageConfig, phases: MemoryByPhase, least: MemoryByPhase, limit: float) -> Iterator[str]:
     """A sentence for each phase that takes more than `limit` bytes.
 
     Args:
@@ -28,8 +28,8 @@ def too_large(stage: StageConfig, phases: Phases, least: Phases, limit: float) -
         )
 
 
-def _ways(stage: StageConfig, phase: str, memory: Memory, least: Memory, limit: float) -> Iterator[str]:
-    honoured = ("residency",) not in unhonoured_by_residency(stage)
+def _ways(stage: StageConfig, phase: str, memory: PhaseMemory, least: PhaseMemory, limit: float) -> Iterator[str]:
+    honoured = ("residency",) not in unused_offload_keys(stage)
     if stage.residency is None and honoured and least.total <= limit:
         yield f"residency: {{budget_gb: {limit / GB:.3g}}} leaves {least.total / GB:.3g} GB"
     over = memory.total - limit
@@ -43,6 +43,6 @@ def _ways(stage: StageConfig, phase: str, memory: Memory, least: Memory, limit: 
     yield "a smaller model, or model.lora"
 
 
-def _largest(memory: Memory) -> str:
+def _largest(memory: PhaseMemory) -> str:
     parts = sorted(memory.parts.items(), key=lambda part: -part[1])[:3]
     return ", ".join(f"{name.replace('_', ' ')} {size / GB:.3g}" for name, size in parts)

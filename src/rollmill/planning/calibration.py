@@ -11,28 +11,28 @@ from typing import Any
 
 import torch
 
-from rollmill.config.algorithm import DemonstrationOptions, PolicyGradientOptions
+from rollmill.config.algorithm import OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.checks.offload import unused_offload_keys
 from rollmill.config.loader import LoadedRun
-from rollmill.config.placement import OnRay, PlacementConfig
-from rollmill.config.residency import ResidencyConfig
-from rollmill.config.residency_checks import unhonoured_by_residency
+from rollmill.config.offload import OffloadConfig
+from rollmill.config.placement import PlacementConfig, RayPlacement
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows import Traffic
-from rollmill.core.errors import ConfigError
-from rollmill.master.context import RunContext
-from rollmill.master.residents import plan_of
-from rollmill.master.selection import StageTasks
-from rollmill.master.setup import prepare
-from rollmill.models.load import Policy
-from rollmill.monitor.memory import give_back
-from rollmill.planning.samples import MIN_STEPS, Sample, take_samples
-from rollmill.planning.transfer import transfer
-from rollmill.residency.sizes import sizes_of
+from rollmill.config.workflows import TrafficWorkflow
+from rollmill.errors import ConfigError
+from rollmill.models.load import PolicyModel
+from rollmill.offload.sizes import estimate_component_sizes
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.offload import build_offload_plan
+from rollmill.orchestrator.setup import prepare_first_stage
+from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.planning.measurement import MIN_STEPS, StepMeasurement, measure_steps
+from rollmill.planning.transfer import measure_weight_transfer
+from rollmill.trackers.host_memory import trim_heap
 
 _SHARES = 8, 4, 2  # of the batch, as divisors
 _ENOUGH_S = 30.0
 """More groups are measured only if that takes no longer, once two numbers of them were."""
-_ROOM = ResidencyConfig(budget_gb=1e6)  # nothing moves, and peaks are measured by phase
+_UNLIMITED_BUDGET = OffloadConfig(budget_gb=1e6)  # nothing moves, and peaks are measured by phase
 _ENDLESS = 10**6
 
 
@@ -41,12 +41,12 @@ class Calibration:
     """What was measured of a stage, and what is known of its components."""
 
     stage: StageConfig
-    samples: list[Sample]
-    sizes: dict[str, int]  #: bytes of components, see residency/sizes.py
+    samples: list[StepMeasurement]
+    sizes: dict[str, int]  #: bytes of components, see offload/sizes.py
     present: dict[str, int]  #: of these, what was on the device while memory was measured, by phase
     longest: int  #: new tokens of a completion at most, while measuring
     publish_s: float  #: sending new weights through shared memory
-    take_s: float  #: receiving them
+    receive_s: float  #: receiving them
     device: torch.device
     precision: str
     threads: int
@@ -77,7 +77,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
     for stage in loaded.stages:
         _refuse(stage)
     _refuse_kinds(loaded.config.placement)
-    policy, tasks, context = prepare(loaded, folder)
+    policy, tasks, context = prepare_first_stage(loaded, folder)
     return [
         asyncio.run(_calibrated(stage, policy, tasks[index], context, index, max_tokens))
         for index, stage in enumerate(loaded.stages)
@@ -85,7 +85,7 @@ def calibrate(loaded: LoadedRun, folder: Path, *, max_tokens: int) -> list[Calib
 
 
 def _refuse(stage: StageConfig) -> None:
-    if isinstance(stage.workflow, Traffic):
+    if isinstance(stage.workflow, TrafficWorkflow):
         raise ConfigError(
             f"stage {stage.name}: workflow `traffic` rolls out nothing by itself, so nothing can be measured; "
             "plan a run with another workflow"
@@ -98,7 +98,7 @@ def _refuse(stage: StageConfig) -> None:
 
 
 def _refuse_kinds(placement: PlacementConfig) -> None:
-    for number, kind in enumerate(placement.explorers if isinstance(placement, OnRay) else []):
+    for number, kind in enumerate(placement.explorers if isinstance(placement, RayPlacement) else []):
         if kind.engine is not None and kind.engine.name != "native":
             raise ConfigError(
                 f"placement.explorers.{number}.engine: `plan` measures the native engine, and explorers that are "
@@ -107,22 +107,22 @@ def _refuse_kinds(placement: PlacementConfig) -> None:
 
 
 async def _calibrated(
-    stage: StageConfig, policy: Policy, tasks: StageTasks, context: RunContext, index: int, max_tokens: int
+    stage: StageConfig, policy: PolicyModel, tasks: StageTasks, context: RunContext, index: int, max_tokens: int
 ) -> Calibration:
     began = time.perf_counter()
     longest = min(stage.rollout.max_new_tokens, max_tokens)
-    batch = batch_of(stage)
-    samples: list[Sample] = []
+    batch = groups_per_step(stage)
+    samples: list[StepMeasurement] = []
     measured = stage
     for groups in sorted({max(1, batch // share) for share in _SHARES}):
         if len({sample.groups for sample in samples}) > 1 and _expected_s(samples[-1], groups) > _ENOUGH_S:
             break
         measured = _smaller(stage, groups, longest)
-        samples += await take_samples(measured, policy, tasks, context, index, groups)
+        samples += await measure_steps(measured, policy, tasks, context, index, groups)
         gc.collect()  # what these steps have left would pass for memory of the next ones
-        give_back()
-    publish_s, take_s = transfer(policy, context.precision)
-    sizes = sizes_of(measured, policy, context.precision)
+        trim_heap()
+    publish_s, take_s = measure_weight_transfer(policy, context.precision)
+    sizes = estimate_component_sizes(measured, policy, context.precision)
     return Calibration(
         stage,
         samples,
@@ -138,21 +138,21 @@ async def _calibrated(
     )
 
 
-def _expected_s(last: Sample, groups: int) -> float:
+def _expected_s(last: StepMeasurement, groups: int) -> float:
     """Seconds of the fewest steps with so many groups, each with a training step for `full_s`."""
     return (1 + MIN_STEPS) * (last.seconds["total"] + last.full_s) * groups / last.groups
 
 
-def batch_of(stage: StageConfig) -> int:
+def groups_per_step(stage: StageConfig) -> int:
     """Groups of a training step: tasks, demonstrations or pairs."""
     algorithm = stage.algorithm
-    return algorithm.batch if isinstance(algorithm, DemonstrationOptions) else stage.rollout.batch
+    return algorithm.batch if isinstance(algorithm, OfflineAlgorithmOptions) else stage.rollout.batch
 
 
 def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
     """The stage with fewer groups, in one process, without a change of the weights, evaluations and staleness."""
     algorithm = stage.algorithm
-    if isinstance(algorithm, DemonstrationOptions):
+    if isinstance(algorithm, OfflineAlgorithmOptions):
         algorithm = algorithm.model_copy(update={"batch": groups})
     if isinstance(algorithm, PolicyGradientOptions):
         critic = algorithm.critic.model_copy(update={"warmup_steps": 0})
@@ -169,11 +169,11 @@ def _smaller(stage: StageConfig, groups: int, longest: int) -> StageConfig:
         "residency": None,
     }
     alone = stage.model_copy(update=changes)
-    honoured = ("residency",) not in unhonoured_by_residency(alone)
-    return alone.model_copy(update={"residency": (stage.residency or _ROOM) if honoured else None})
+    honoured = ("residency",) not in unused_offload_keys(alone)
+    return alone.model_copy(update={"residency": (stage.residency or _UNLIMITED_BUDGET) if honoured else None})
 
 
-def _present(stage: StageConfig, policy: Policy, sizes: dict[str, int], context: RunContext) -> dict[str, int]:
+def _present(stage: StageConfig, policy: PolicyModel, sizes: dict[str, int], context: RunContext) -> dict[str, int]:
     if stage.residency is None:
         return {"train": sum(sizes.values())}
-    return {str(phase): size for phase, size in plan_of(stage, policy, context.precision).sizes.items()}
+    return {str(phase): size for phase, size in build_offload_plan(stage, policy, context.precision).sizes.items()}

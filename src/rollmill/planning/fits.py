@@ -8,7 +8,7 @@ from itertools import combinations
 import numpy as np
 
 
-def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
+def fit_nonnegative(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]:
     """Coefficients c >= 0 that minimise sum_i (rows_i . c - values_i)^2 / values_i^2, relative errors.
 
     With few columns all sets of them are tried; the set is exact (Lawson and Hanson 1974 search among the same sets).
@@ -27,9 +27,9 @@ def fit(rows: Sequence[Sequence[float]], values: Sequence[float]) -> list[float]
     return [float(each) for each in best]
 
 
-def line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Intercept and slope of `fit`, neither below 0; through the origin where all x are the same and not 0."""
     if len(set(x)) == 1:
         return (0.0, sum(y) / sum(x)) if x[0] else (sum(y) / len(y), 0.0)
-    constant, slope = fit([(1.0, each) for each in x], y)
+    constant, slope = fit_nonnegative([(1.0, each) for each in x], y)
     return constant, slope

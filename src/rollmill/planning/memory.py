@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rollmill.config.residency_checks import needs_of, phases_of
-from rollmill.planning.calibration import Calibration, batch_of
-from rollmill.planning.fits import line
-from rollmill.planning.rollouts import Group, cache_tokens
-from rollmill.planning.samples import Sample
+from rollmill.config.checks.offload import component_phases, stage_phases
+from rollmill.planning.calibration import Calibration, groups_per_step
+from rollmill.planning.fits import fit_line
+from rollmill.planning.measurement import StepMeasurement
+from rollmill.planning.rollouts import GroupLengths, reserved_cache_tokens
 
 _CPU_ROW = 2048  # trainer/batch.py: rows end there on a CPU
 _GRADIENTS, _CACHE = "gradients", "cache"
@@ -19,7 +19,7 @@ _ROLLS_OUT = ("policy", "cast", "rewards")
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PhaseMemory:
     """Bytes that a phase takes at its peak."""
 
     parts: dict[str, float]  #: components, `cache`, `work` (activations and the like) and `process`
@@ -30,7 +30,7 @@ class Memory:
         return sum(self.parts.values())
 
 
-Phases = dict[str, Memory]
+MemoryByPhase = dict[str, PhaseMemory]
 
 
 class MemoryModel:
@@ -38,18 +38,18 @@ class MemoryModel:
 
     def __init__(self, found: Calibration) -> None:
         self._found, self._stage = found, found.stage
-        self._phases = [each for each in found.samples[0].memory if each in phases_of(found.stage)]
+        self._phases = [each for each in found.samples[0].memory if each in stage_phases(found.stage)]
         self._base = max(self._base_of(sample) for sample in found.samples)
 
-    def of_run(self, groups: list[Group]) -> Phases:
+    def of_run(self, groups: list[GroupLengths]) -> MemoryByPhase:
         """Everything stays where it is."""
         return {phase: self._memory(phase, self._everything(phase), groups) for phase in self._phases}
 
-    def with_residency(self, groups: list[Group]) -> Phases:
+    def with_offload(self, groups: list[GroupLengths]) -> MemoryByPhase:
         """In each phase only what it needs is on the device: the least that `residency` reaches."""
         return {phase: self._memory(phase, self._needed(phase), groups) for phase in self._phases}
 
-    def of_rank(self, groups: list[Group], ranks: int, sharding: str, *, first: bool) -> Memory:
+    def for_rank(self, groups: list[GroupLengths], ranks: int, sharding: str, *, first: bool) -> PhaseMemory:
         """The phase `train` on one of several ranks; only the first rolls out."""
         here = self._everything("train")
         if not first:
@@ -60,12 +60,12 @@ class MemoryModel:
             here["policy"] += whole  # rollouts decode with a whole copy
         return self._memory("train", here, groups if first else [])
 
-    def of_explorer(self, groups: list[Group]) -> Memory:
+    def for_explorer(self, groups: list[GroupLengths]) -> PhaseMemory:
         """A process that only rolls out."""
         everything = self._everything("rollout")
         return self._memory("rollout", {name: everything[name] for name in _ROLLS_OUT if name in everything}, groups)
 
-    def of_trainer(self, groups: list[Group]) -> Memory:
+    def for_trainer(self, groups: list[GroupLengths]) -> PhaseMemory:
         """A trainer whose explorers are elsewhere."""
         here = {name: size for name, size in self._everything("train").items() if name not in ("cast", "rewards")}
         return self._memory("train", here, [])
@@ -75,33 +75,33 @@ class MemoryModel:
         return {name: size for name, size in sizes.items() if name != _GRADIENTS or phase == "train"}
 
     def _needed(self, phase: str) -> dict[str, float]:
-        needs = {name: set(phases) for name, phases in needs_of(self._stage).items()}
+        needs = {name: set(phases) for name, phases in component_phases(self._stage).items()}
         if self._found.precision == "bf16":  # the cast is all that rollouts decode with
             needs["policy"].discard("rollout")
         needs[_GRADIENTS] = {"train"}
         found = {name: size for name, size in self._everything(phase).items() if phase in needs.get(name, ())}
         return found if phase == "rollout" else {**found, _CACHE: 0.0}
 
-    def _memory(self, phase: str, here: Mapping[str, float], groups: list[Group]) -> Memory:
+    def _memory(self, phase: str, here: Mapping[str, float], groups: list[GroupLengths]) -> PhaseMemory:
         parts = dict(here)
         if _CACHE not in parts:
             parts[_CACHE] = self._cache(groups)
         parts |= {"work": self._work(phase), "process": self._base}
-        return Memory({name: size for name, size in parts.items() if size > 0})
+        return PhaseMemory({name: size for name, size in parts.items() if size > 0})
 
-    def _cache(self, groups: list[Group]) -> float:
+    def _cache(self, groups: list[GroupLengths]) -> float:
         """Bytes of keys and values: tokens for which the engine keeps room, times the bytes measured of one."""
         measured = [
-            (cache_tokens(_groups_of(sample), self._stage.rollout.max_sequences), sample.cache_bytes)
+            (reserved_cache_tokens(_groups_of(sample), self._stage.rollout.max_sequences), sample.cache_bytes)
             for sample in self._found.samples
             if sample.cache_bytes
         ]
         if not measured or not groups:
             return 0.0
         per_token = max(size / tokens for tokens, size in measured)
-        return per_token * cache_tokens(groups, self._stage.rollout.max_sequences)
+        return per_token * reserved_cache_tokens(groups, self._stage.rollout.max_sequences)
 
-    def _base_of(self, sample: Sample) -> float:
+    def _base_of(self, sample: StepMeasurement) -> float:
         """What is taken between two steps, besides components and cache."""
         gradients = self._found.sizes.get(_GRADIENTS, 0)
         return max(sample.idle - (self._found.present["train"] - gradients) - sample.cache_bytes, 0.0)
@@ -112,10 +112,10 @@ class MemoryModel:
         for sample in self._found.samples:
             known = self._found.present[phase] + sample.cache_bytes + self._base_of(sample)
             pairs.append((self._measure(phase, sample), max(sample.memory[phase] - known, 0.0)))
-        constant, slope = line([x for x, _ in pairs], [y for _, y in pairs])
+        constant, slope = fit_line([x for x, _ in pairs], [y for _, y in pairs])
         return constant + slope * self._asked(phase)
 
-    def _measure(self, phase: str, sample: Sample) -> float:
+    def _measure(self, phase: str, sample: StepMeasurement) -> float:
         if phase == "rollout":
             return min(sum(map(len, sample.lengths)), self._stage.rollout.max_sequences)
         return self._row(sample.trained, sample.largest)
@@ -123,9 +123,9 @@ class MemoryModel:
     def _asked(self, phase: str) -> float:
         stage, samples = self._stage, self._found.samples
         if phase == "rollout":
-            return min(batch_of(stage) * stage.rollout.group_size, stage.rollout.max_sequences)
+            return min(groups_per_step(stage) * stage.rollout.group_size, stage.rollout.max_sequences)
         per_group = sum(sample.trained for sample in samples) / sum(sample.groups for sample in samples)
-        return self._row(batch_of(stage) * per_group, max(sample.largest for sample in samples))
+        return self._row(groups_per_step(stage) * per_group, max(sample.largest for sample in samples))
 
     def _row(self, tokens: float, largest: float) -> float:
         """Tokens of the longest micro-batch; a group is cut only where it is longer than a micro-batch."""
@@ -134,5 +134,5 @@ class MemoryModel:
         return min(tokens, max(usual, min(largest, budget)))
 
 
-def _groups_of(sample: Sample) -> list[Group]:
-    return [Group(prompt, lengths) for prompt, lengths in zip(sample.prompts, sample.lengths, strict=True)]
+def _groups_of(sample: StepMeasurement) -> list[GroupLengths]:
+    return [GroupLengths(prompt, lengths) for prompt, lengths in zip(sample.prompts, sample.lengths, strict=True)]

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rollmill.config.workflows import SingleTurn
-from rollmill.planning.calibration import Calibration, batch_of
-from rollmill.planning.fits import line
-from rollmill.planning.rollouts import Group, PassCosts, draw_groups
-from rollmill.planning.samples import Sample
+from rollmill.config.workflows import SingleTurnWorkflow
+from rollmill.planning.calibration import Calibration, groups_per_step
+from rollmill.planning.fits import fit_line
+from rollmill.planning.measurement import StepMeasurement
+from rollmill.planning.rollouts import EngineStepCosts, GroupLengths, draw_groups
 
 _DRAWS = 8
 _PHASES = ("rollout", "inference", "reward", "train", "move")
 
 
 @dataclass(frozen=True)
-class Prediction:
+class StepPrediction:
     """One stage, as its run file has it. Seconds are means of a step; `other` is what is in no phase."""
 
     groups: int
@@ -45,35 +45,35 @@ class Prediction:
         return self.generated / self.seconds["rollout"] if self.generated else None
 
 
-class Model:
+class StepTimeModel:
     """What was fitted to a stage's samples; says what any number of groups takes."""
 
     def __init__(self, found: Calibration) -> None:
         self.found = found
         self.sizes = sorted({sample.groups for sample in found.samples})
         self.samples = [sample for size in self.sizes for sample in _faster_half(found.samples, size)]
-        self.alone = isinstance(found.stage.workflow, SingleTurn)
-        self.passes: PassCosts | None = None
+        self.alone = isinstance(found.stage.workflow, SingleTurnWorkflow)
+        self.passes: EngineStepCosts | None = None
         if found.rolls_out and self.alone:
-            self.passes = PassCosts.fitted([each for sample in self.samples for each in sample.passes])
+            self.passes = EngineStepCosts.fitted([each for sample in self.samples for each in sample.passes])
         self.refill = _refill(found.samples)
 
-    def by_groups(self, value: Callable[[Sample], float], groups: float) -> float:
+    def by_groups(self, value: Callable[[StepMeasurement], float], groups: float) -> float:
         """A quantity that grows with the number of groups: a line through the medians of each measured number."""
-        constant, slope = line(self.sizes, [self._median(value, size) for size in self.sizes])
+        constant, slope = fit_line(self.sizes, [self._median(value, size) for size in self.sizes])
         return constant + slope * groups
 
-    def _median(self, value: Callable[[Sample], float], size: int) -> float:
+    def _median(self, value: Callable[[StepMeasurement], float], size: int) -> float:
         return statistics.median(value(sample) for sample in self.samples if sample.groups == size)
 
-    def rollout_s(self, groups: Sequence[Group]) -> float:
+    def rollout_s(self, groups: Sequence[GroupLengths]) -> float:
         """Seconds of the rollout phase."""
         if self.passes is None:
             return self.by_groups(lambda sample: sample.seconds["rollout"], len(groups))
         decoding = self.passes.seconds(groups, self.found.stage.rollout.max_sequences)
-        return self.refill * decoding + self.around_s(len(groups))
+        return self.refill * decoding + self.overhead_s(len(groups))
 
-    def around_s(self, groups: float) -> float:
+    def overhead_s(self, groups: float) -> float:
         """Seconds of the rollout phase that the engine's steps do not take."""
         return self.by_groups(_around_passes, groups)
 
@@ -85,13 +85,13 @@ class Model:
 
     def other_s(self, groups: float) -> float:
         """Seconds in no phase."""
-        return self.by_groups(in_no_phase, groups)
+        return self.by_groups(unattributed_seconds, groups)
 
 
-def predict(model: Model) -> Prediction:
+def predict_step(model: StepTimeModel) -> StepPrediction:
     """What a step of the stage takes."""
     found = model.found
-    stage, groups = found.stage, batch_of(found.stage)
+    stage, groups = found.stage, groups_per_step(found.stage)
     seconds, drawn = {}, []
     if found.rolls_out:
         drawn = [draw_groups(found, groups, seed) for seed in range(_DRAWS)]
@@ -107,7 +107,7 @@ def predict(model: Model) -> Prediction:
     seconds["total"] = sum(seconds.values())
     lengths = [length for each in drawn for group in each for length in group.lengths]
     measured = sum(len(group) for sample in found.samples for group in sample.lengths)
-    return Prediction(
+    return StepPrediction(
         groups,
         len(lengths) // _DRAWS,
         float(np.mean(lengths)) if lengths else 0.0,
@@ -124,23 +124,23 @@ def predict(model: Model) -> Prediction:
     )
 
 
-def _faster_half(samples: Sequence[Sample], size: int) -> list[Sample]:
+def _faster_half(samples: Sequence[StepMeasurement], size: int) -> list[StepMeasurement]:
     """Of the steps with so many groups: in the first ones, kernels are compiled for new shapes and memory is taken."""
     own = sorted((sample for sample in samples if sample.groups == size), key=lambda sample: sample.seconds["total"])
     return own[: (len(own) + 1) // 2]
 
 
-def _around_passes(sample: Sample) -> float:
+def _around_passes(sample: StepMeasurement) -> float:
     """Of the rollout phase, what the engine's steps do not take."""
     return max(sample.seconds["rollout"] - sum(each.seconds for each in sample.passes), 0.0)
 
 
-def in_no_phase(sample: Sample) -> float:
+def unattributed_seconds(sample: StepMeasurement) -> float:
     """Seconds of a step that are in no phase."""
     return max(sample.seconds["total"] - sum(sample.seconds.get(phase, 0.0) for phase in _PHASES), 0.0)
 
 
-def _refill(samples: Sequence[Sample]) -> float:
+def _refill(samples: Sequence[StepMeasurement]) -> float:
     """New tokens over those that were learned from: pipelines and workflows drop some."""
     kept = sum(sum(lengths) for sample in samples for lengths in sample.lengths)
     return max(1.0, sum(sample.generated for sample in samples) / kept) if kept else 1.0

@@ -7,16 +7,16 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollmill.engines.native.cache import SMALLEST, capacity_of
+from rollmill.engines.native.kv_cache import MIN_CAPACITY, bucket_capacity_for
 from rollmill.planning.calibration import Calibration
-from rollmill.planning.fits import fit
-from rollmill.planning.samples import Pass
+from rollmill.planning.fits import fit_nonnegative
+from rollmill.planning.measurement import EngineStep
 
 _OUTLIER = 3.0
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GroupLengths:
     """A task's prompt and the new tokens of each of its completions."""
 
     prompt: int
@@ -24,7 +24,7 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True)
-class PassCosts:
+class EngineStepCosts:
     """Seconds of an engine's step, and of everything in it: a sampled token, a token attended to, one of a prompt."""
 
     step: float
@@ -33,25 +33,25 @@ class PassCosts:
     prompt: float
 
     @classmethod
-    def fitted(cls, passes: Sequence[Pass]) -> PassCosts:
+    def fitted(cls, passes: Sequence[EngineStep]) -> EngineStepCosts:
         """To measured passes. Those that took far longer than the rest explains were disturbed: they are left out."""
         rows = [(1.0, one.tokens, one.attended, one.prompt) for one in passes]
         values = [one.seconds for one in passes]
-        first = fit(rows, values)
+        first = fit_nonnegative(rows, values)
         expected = [sum(a * b for a, b in zip(first, row, strict=True)) for row in rows]
         kept = [n for n, value in enumerate(values) if value < _OUTLIER * expected[n]]
-        return cls(*fit([rows[n] for n in kept], [values[n] for n in kept]))
+        return cls(*fit_nonnegative([rows[n] for n in kept], [values[n] for n in kept]))
 
-    def seconds(self, groups: Sequence[Group], max_sequences: int) -> float:
+    def seconds(self, groups: Sequence[GroupLengths], max_sequences: int) -> float:
         """Of rolling these groups out."""
         lengths = [length for group in groups for length in group.lengths]
         attended = sum(group.prompt * length + length**2 / 2 for group in groups for length in group.lengths)
         prompts = sum(group.prompt for group in groups)
-        steps = steps_of(lengths, max_sequences)
+        steps = count_decode_steps(lengths, max_sequences)
         return self.step * steps + self.token * sum(lengths) + self.attended * attended + self.prompt * prompts
 
 
-def steps_of(lengths: Sequence[int], max_sequences: int) -> int:
+def count_decode_steps(lengths: Sequence[int], max_sequences: int) -> int:
     """Passes that completions take if at most `max_sequences` are decoded together, first come first served."""
     running: list[int] = []
     for length in lengths:
@@ -60,7 +60,7 @@ def steps_of(lengths: Sequence[int], max_sequences: int) -> int:
     return max(running, default=0)
 
 
-def draw_groups(found: Calibration, count: int, seed: int) -> list[Group]:
+def draw_groups(found: Calibration, count: int, seed: int) -> list[GroupLengths]:
     """Groups as they were measured, drawn with replacement.
 
     A completion that only the calibration ended goes on: at every token it ends with the probability with which one
@@ -82,23 +82,23 @@ def draw_groups(found: Calibration, count: int, seed: int) -> list[Group]:
         return longest if rate == 0 else min(longest, length + round(source.expovariate(rate)))
 
     drawn = [source.choice(measured) for _ in range(count)]
-    return [Group(prompt, [whole(length) for length in lengths]) for prompt, lengths in drawn]
+    return [GroupLengths(prompt, [whole(length) for length in lengths]) for prompt, lengths in drawn]
 
 
-def cache_tokens(groups: Sequence[Group], max_sequences: int) -> int:
+def reserved_cache_tokens(groups: Sequence[GroupLengths], max_sequences: int) -> int:
     """Tokens for which the engine keeps room: every bucket stays as large as it was at its fullest (engines/native/
     cache.py). Completions move to larger buckets as they grow."""
     lengths = sorted((length for group in groups for length in group.lengths), reverse=True)[:max_sequences]
     together = max(1, max_sequences // max((len(group.lengths) for group in groups), default=1))
     prompts: dict[int, int] = {}
     for group in sorted(groups, key=lambda each: -each.prompt)[:together]:
-        capacity = capacity_of(group.prompt)
+        capacity = bucket_capacity_for(group.prompt)
         prompts[capacity] = prompts.get(capacity, 0) + 1
     total = sum(capacity * _reserved(count) for capacity, count in prompts.items())
-    capacity, below = SMALLEST, 0
+    capacity, below = MIN_CAPACITY, 0
     while reaching := sum(length > below for length in lengths):
         total += capacity * reaching
-        capacity, below = capacity_of(capacity + 1), capacity
+        capacity, below = bucket_capacity_for(capacity + 1), capacity
     return total
 
 

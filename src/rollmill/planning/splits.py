@@ -6,18 +6,18 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollmill.master.pacing import Pacing
-from rollmill.planning.prediction import Model, Prediction, in_no_phase
+from rollmill.orchestrator.pacing import Pacing
+from rollmill.planning.measurement import StepMeasurement
+from rollmill.planning.prediction import StepPrediction, StepTimeModel, unattributed_seconds
 from rollmill.planning.rollouts import draw_groups
-from rollmill.planning.samples import Sample
-from rollmill.planning.simulate import Costs, simulate
+from rollmill.planning.simulation import SimulationCosts, simulate_stage
 
 _STEPS, _GROUPS = 120, 64
 _ENDLESS = 10**6
 
 
 @dataclass(frozen=True, slots=True)
-class Split:
+class ProcessSplit:
     """A way to run a stage. No explorers: everything is in one process."""
 
     explorers: int
@@ -32,7 +32,7 @@ class Split:
         return 1 + self.explorers
 
 
-def costs_of(model: Model, prediction: Prediction) -> Costs:
+def simulation_costs(model: StepTimeModel, prediction: StepPrediction) -> SimulationCosts:
     """What the simulation takes from measurements. Training times are spread as those of the largest measured batch."""
     found, groups = model.found, draw_groups(model.found, _GROUPS, seed=0)
     lengths = [length for group in groups for length in group.lengths]
@@ -43,9 +43,9 @@ def costs_of(model: Model, prediction: Prediction) -> Costs:
     else:
         pass_s = model.passes.step
         row_s = model.passes.token + model.passes.attended * (prompt + tokens / 2)
-        group_s = model.passes.prompt * prompt * model.refill + model.around_s(prediction.groups) / prediction.groups
+        group_s = model.passes.prompt * prompt * model.refill + model.overhead_s(prediction.groups) / prediction.groups
     train = sum(prediction.seconds.get(phase, 0.0) for phase in ("inference", "train", "other"))
-    return Costs(
+    return SimulationCosts(
         [group.lengths for group in groups],
         [train * each for each in _spread([sample for sample in model.samples if sample.groups == model.sizes[-1]])],
         pass_s * model.refill,
@@ -53,30 +53,30 @@ def costs_of(model: Model, prediction: Prediction) -> Costs:
         group_s,
         statistics.median(sample.seconds.get("reward", 0.0) for sample in model.samples),
         found.publish_s,
-        found.take_s,
+        found.receive_s,
         0.0 if model.passes is None else model.passes.prompt * tokens / 2,
     )
 
 
-def splits_of(model: Model, prediction: Prediction, processes: int) -> list[Split]:
+def enumerate_splits(model: StepTimeModel, prediction: StepPrediction, processes: int) -> list[ProcessSplit]:
     """One process, and the trainer with one to `processes` - 1 explorers, for staleness 0, 1, 4 and the run file's."""
     stage = model.found.stage
     alone = prediction.seconds["total"]
-    found = [Split(0, stage.max_staleness, alone, prediction.tokens_per_second, 0.0)]
+    found = [ProcessSplit(0, stage.max_staleness, alone, prediction.tokens_per_second, 0.0)]
     if not prediction.generated:
         return found
-    costs = costs_of(model, prediction)
+    costs = simulation_costs(model, prediction)
     for explorers in _counts(processes - 1, prediction.groups):
         for staleness in sorted({0, 1, 4, stage.max_staleness}):
             pacing = Pacing(prediction.groups, staleness, _ENDLESS)
-            done = simulate(costs, pacing, explorers, steps=_STEPS, max_sequences=stage.rollout.max_sequences)
+            done = simulate_stage(costs, pacing, explorers, steps=_STEPS, max_sequences=stage.rollout.max_sequences)
             step_s = done.step_s()
             waits = sum(done.waited) / done.ends[-1]
-            found.append(Split(explorers, staleness, step_s, prediction.generated / step_s, waits))
+            found.append(ProcessSplit(explorers, staleness, step_s, prediction.generated / step_s, waits))
     return found
 
 
-def best_split(splits: Sequence[Split], max_staleness: int) -> Split:
+def choose_split(splits: Sequence[ProcessSplit], max_staleness: int) -> ProcessSplit:
     """The fastest with at most this staleness; of those within 2 % of it, the one with the fewest processes."""
     allowed = [split for split in splits if split.max_staleness <= max_staleness]
     fastest = min(split.step_s for split in allowed)
@@ -93,10 +93,10 @@ def _counts(most: int, groups: int) -> list[int]:
     return sorted({count for count in usual if count <= most} | ({most} if most > 0 else set()))
 
 
-def _spread(samples: Sequence[Sample]) -> list[float]:
+def _spread(samples: Sequence[StepMeasurement]) -> list[float]:
     """Training times relative to their median."""
     times = [
-        sum(sample.seconds.get(phase, 0.0) for phase in ("inference", "train")) + in_no_phase(sample)
+        sum(sample.seconds.get(phase, 0.0) for phase in ("inference", "train")) + unattributed_seconds(sample)
         for sample in samples
     ]
     middle = statistics.median(times)

@@ -8,18 +8,18 @@ import uuid
 
 import torch
 
-from rollmill.master.explorer_actor import trained
-from rollmill.models.load import Policy
-from rollmill.sync import SharedReceiver, SharedSender, shared_folder
+from rollmill.models.load import PolicyModel
+from rollmill.remote.explorer_worker import trainable_parameters
+from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
 
 
-def transfer(policy: Policy, precision: str) -> tuple[float, float]:
+def measure_weight_transfer(policy: PolicyModel, precision: str) -> tuple[float, float]:
     """Seconds to send all trained weights through shared memory, and to receive them; medians of three."""
-    weights = trained(policy)
+    weights = trainable_parameters(policy)
     copies = {name: torch.empty_like(each, device="cpu") for name, each in weights.items()}
-    place = shared_folder() / f"rollmill-plan-{uuid.uuid4().hex}"
-    sender = SharedSender(place, weights, dtype=torch.bfloat16 if precision == "bf16" else None)
-    receiver, times = SharedReceiver(place), []
+    place = shared_memory_folder() / f"rollmill-plan-{uuid.uuid4().hex}"
+    sender = SharedMemorySender(place, weights, dtype=torch.bfloat16 if precision == "bf16" else None)
+    receiver, times = SharedMemoryReceiver(place), []
     try:
         for version in range(4):
             began = time.perf_counter()

@@ -7,24 +7,22 @@ from typing import Annotated, get_args
 from pydantic import Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.algorithm import AlgorithmOptions
-from rollmill.config.parts import Chosen, registered
+from rollmill.config.parts import RegisteredUnion, registered_sections
 from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO
 from rollmill.recipes.clip_b import ClipB
-from rollmill.recipes.clip_cov import ClipCov
 from rollmill.recipes.clip_v import ClipV
 from rollmill.recipes.dapo import DAPO
-from rollmill.recipes.distill import Distill, Distillation
-from rollmill.recipes.dpo import DPO
+from rollmill.recipes.distillation import Distill, DistillationOptions
 from rollmill.recipes.dppo import DPPO
 from rollmill.recipes.dr_grpo import DrGRPO
+from rollmill.recipes.entropy import ClipCov
 from rollmill.recipes.gdpo import GDPO
 from rollmill.recipes.gigpo import GiGPO
 from rollmill.recipes.gmpo import GMPO
 from rollmill.recipes.gpg import GPG
 from rollmill.recipes.grpo import GRPO
-from rollmill.recipes.gspo import GSPO
 from rollmill.recipes.high_entropy import HighEntropy
 from rollmill.recipes.jsd import JSD
 from rollmill.recipes.kimi import Kimi
@@ -33,12 +31,14 @@ from rollmill.recipes.kto import KTO
 from rollmill.recipes.lite_ppo import LitePPO
 from rollmill.recipes.m2po import M2PO
 from rollmill.recipes.mix import MIX
+from rollmill.recipes.off_policy import TOPR
 from rollmill.recipes.opmd import OPMD
 from rollmill.recipes.opo import OPO
 from rollmill.recipes.orpo import ORPO
 from rollmill.recipes.otb import OTB
 from rollmill.recipes.pass_at_k import PassAtKTraining
 from rollmill.recipes.ppo import PPO
+from rollmill.recipes.preference import DPO
 from rollmill.recipes.raft import RAFT
 from rollmill.recipes.rec import REC
 from rollmill.recipes.reinforce import Reinforce
@@ -49,13 +49,13 @@ from rollmill.recipes.reward_model import RewardModel
 from rollmill.recipes.rloo import RLOO
 from rollmill.recipes.sapo import SAPO
 from rollmill.recipes.self_distill import SelfDistill
+from rollmill.recipes.sequence_ratio import GSPO
 from rollmill.recipes.sft import SFT
 from rollmill.recipes.sft_is import SFTImportance
 from rollmill.recipes.sft_phi import SFTPhi
 from rollmill.recipes.skywork_or1 import SkyworkOR1
 from rollmill.recipes.sppo import SPPO
 from rollmill.recipes.stepwise_grpo import StepwiseGRPO
-from rollmill.recipes.topr import TOPR
 from rollmill.recipes.vespo import VESPO
 
 AlgorithmUnion = Annotated[
@@ -111,13 +111,13 @@ AlgorithmUnion = Annotated[
     Field(discriminator="name"),
 ]
 
-AlgorithmConfig = Annotated[SerializeAsAny[AlgorithmUnion], WrapValidator(Chosen("algorithm"))]
+AlgorithmConfig = Annotated[SerializeAsAny[AlgorithmUnion], WrapValidator(RegisteredUnion("algorithm"))]
 
 
 def known_algorithms() -> dict[str, type[AlgorithmOptions]]:
     """Every algorithm by name: the built-in ones in the order of their table, then those that users registered."""
     built_in = list(get_args(get_args(AlgorithmUnion)[0]))
-    return {str(each.model_fields["name"].default): each for each in (*built_in, *registered("algorithm"))}
+    return {str(each.model_fields["name"].default): each for each in (*built_in, *registered_sections("algorithm"))}
 
 
 __all__ = [
@@ -155,7 +155,7 @@ __all__ = [
     "ClipCov",
     "ClipV",
     "Distill",
-    "Distillation",
+    "DistillationOptions",
     "DrGRPO",
     "GiGPO",
     "HighEntropy",

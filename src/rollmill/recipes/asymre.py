@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.advantage import AdvantageConfig, LoweredBaseline
+from rollmill.config.advantage import AdvantageConfig, ShiftedBaseline
 from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 from rollmill.config.loss import LossConfig, PolicyGradientLoss
 
@@ -19,6 +19,6 @@ class AsymRE(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2506.20520"
 
     name: Literal["asymre"] = "asymre"
-    advantage: AdvantageConfig = LoweredBaseline()
+    advantage: AdvantageConfig = ShiftedBaseline()
     loss: LossConfig = PolicyGradientLoss()
     aggregation: Aggregation = "sequence-sum-mean"

@@ -11,10 +11,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.recipes.mix import Mixed
+from rollmill.recipes.mix import MixedOptions
 
 
-class CHORD(Mixed):
+class CHORD(MixedOptions):
     """CHORD: GRPO and imitation, the share of imitation rising and falling over the steps."""
 
     source: ClassVar[str] = "arXiv:2508.11408"

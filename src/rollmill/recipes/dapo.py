@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.loss import LossConfig, PPOClip
+from rollmill.config.loss import LossConfig, PPOClipLoss
 
 
 class DAPO(PolicyGradientOptions):
@@ -21,5 +21,5 @@ class DAPO(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2503.14476"
 
     name: Literal["dapo"] = "dapo"
-    loss: LossConfig = PPOClip(clip_high=0.28)
+    loss: LossConfig = PPOClipLoss(clip_high=0.28)
     drop_uniform_groups: bool = True

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from rollmill.config.advantage import AdvantageConfig, MeanBaseline
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.loss import DPPOTV, LossConfig
+from rollmill.config.loss import DPPOTVLoss, LossConfig
 
 
 class DPPO(PolicyGradientOptions):
@@ -20,4 +20,4 @@ class DPPO(PolicyGradientOptions):
 
     name: Literal["dppo"] = "dppo"
     advantage: AdvantageConfig = MeanBaseline()
-    loss: LossConfig = DPPOTV()
+    loss: LossConfig = DPPOTVLoss()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.advantage import AdvantageConfig, PartsNormalised
+from rollmill.config.advantage import AdvantageConfig, RewardPartsNormalised
 from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
@@ -18,5 +18,5 @@ class GDPO(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2601.05242"
 
     name: Literal["gdpo"] = "gdpo"
-    advantage: AdvantageConfig = PartsNormalised()
+    advantage: AdvantageConfig = RewardPartsNormalised()
     aggregation: Aggregation = "sequence-mean"

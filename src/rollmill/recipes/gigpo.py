@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.advantage import AdvantageConfig, GroupInGroup
+from rollmill.config.advantage import AdvantageConfig, GroupInGroupAdvantage
 from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
@@ -18,5 +18,5 @@ class GiGPO(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2505.10978"
 
     name: Literal["gigpo"] = "gigpo"
-    advantage: AdvantageConfig = GroupInGroup()
+    advantage: AdvantageConfig = GroupInGroupAdvantage()
     aggregation: Aggregation = "sequence-mean"

@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.loss import LossConfig, PPOClip
+from rollmill.config.loss import LossConfig, PPOClipLoss
 from rollmill.config.mask import HighEntropyMask, MaskConfig
 
 
@@ -21,6 +21,6 @@ class HighEntropy(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2506.01939"
 
     name: Literal["high_entropy"] = "high_entropy"
-    loss: LossConfig = PPOClip(clip_high=0.28)
+    loss: LossConfig = PPOClipLoss(clip_high=0.28)
     drop_uniform_groups: bool = True
     masks: list[MaskConfig] = [HighEntropyMask()]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.recipes.distill import Distill
+from rollmill.recipes.distillation import Distill
 
 
 class JSD(Distill):

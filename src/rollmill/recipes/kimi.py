@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 
 from rollmill.config.advantage import AdvantageConfig, MeanBaseline
 from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
-from rollmill.config.loss import KimiMirror, LossConfig
+from rollmill.config.loss import KimiMirrorLoss, LossConfig
 
 
 class Kimi(PolicyGradientOptions):
@@ -21,6 +21,6 @@ class Kimi(PolicyGradientOptions):
 
     name: Literal["kimi"] = "kimi"
     advantage: AdvantageConfig = MeanBaseline()
-    loss: LossConfig = KimiMirror()
+    loss: LossConfig = KimiMirrorLoss()
     aggregation: Aggregation = "sequence-mean"
     reset_optimizer: bool = True

@@ -14,10 +14,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import DemonstrationOptions
+from rollmill.config.algorithm import OfflineAlgorithmOptions
 
 
-class KTO(DemonstrationOptions):
+class KTO(OfflineAlgorithmOptions):
     """Kahneman-Tversky optimisation on completions with a label: desirable or undesirable."""
 
     uses_labels: ClassVar[bool] = True

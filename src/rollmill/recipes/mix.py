@@ -15,7 +15,7 @@ from pydantic import Field
 from rollmill.recipes.grpo import GRPO
 
 
-class Mixed(GRPO):
+class MixedOptions(GRPO):
     """What algorithms share that learn from rollouts and demonstrations in one update."""
 
     uses_experts: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class Mixed(GRPO):
     """Expert share: ceil(expert_ratio x rollout.batch x rollout.group_size) demonstrations join each step."""
 
 
-class MIX(Mixed):
+class MIX(MixedOptions):
     """Trinity-RFT's MIX: (1 - mu) L_grpo(usual) + mu L_sft(expert), each with its own denominator."""
 
     source: ClassVar[str] = "arXiv:2505.17826"

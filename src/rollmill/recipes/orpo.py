@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import DemonstrationOptions
+from rollmill.config.algorithm import OfflineAlgorithmOptions
 
 
-class ORPO(DemonstrationOptions):
+class ORPO(OfflineAlgorithmOptions):
     """Odds-ratio preference optimisation on pairs of a chosen and a rejected completion."""
 
     uses_pairs: ClassVar[bool] = True

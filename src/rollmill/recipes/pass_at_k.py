@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.advantage import AdvantageConfig, PassAtK
+from rollmill.config.advantage import AdvantageConfig, PassAtKAdvantage
 from rollmill.config.algorithm import PolicyGradientOptions
 
 
@@ -24,4 +24,4 @@ class PassAtKTraining(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2508.10751"
 
     name: Literal["pass_at_k"] = "pass_at_k"
-    advantage: AdvantageConfig = PassAtK()
+    advantage: AdvantageConfig = PassAtKAdvantage()

@@ -10,10 +10,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from rollmill.config.algorithm import DemonstrationOptions
+from rollmill.config.algorithm import OfflineAlgorithmOptions
 
 
-class RewardModel(DemonstrationOptions):
+class RewardModel(OfflineAlgorithmOptions):
     """Train a copy of the policy's network to score the chosen completion of a pair above the rejected one.
 
     The policy stays as it is. Each checkpoint holds the reward model in the folder `reward_model`.

@@ -18,10 +18,10 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, field_validator
 
-from rollmill.recipes.distill import Distillation
+from rollmill.recipes.distillation import DistillationOptions
 
 
-class SelfDistill(Distillation):
+class SelfDistill(DistillationOptions):
     """On-policy self-distillation from the policy with privileged context: a solution, an answer or a success."""
 
     source: ClassVar[str] = "arXiv:2601.19897"

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.algorithm import Aggregation, DemonstrationOptions
+from rollmill.config.algorithm import Aggregation, OfflineAlgorithmOptions
 
 
-class SFT(DemonstrationOptions):
+class SFT(OfflineAlgorithmOptions):
     """Supervised fine-tuning on the tasks' worked solutions."""
 
     uses_experts: ClassVar[bool] = True

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollmill.config.advantage import AdvantageConfig, Stepwise
+from rollmill.config.advantage import AdvantageConfig, StepwiseAdvantage
 from rollmill.config.algorithm import Aggregation, PolicyGradientOptions
 
 
@@ -18,5 +18,5 @@ class StepwiseGRPO(PolicyGradientOptions):
     source: ClassVar[str] = "arXiv:2505.17826"
 
     name: Literal["stepwise_grpo"] = "stepwise_grpo"
-    advantage: AdvantageConfig = Stepwise()
+    advantage: AdvantageConfig = StepwiseAdvantage()
     aggregation: Aggregation = "sequence-mean"

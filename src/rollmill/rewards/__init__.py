@@ -1,7 +1,16 @@
-"""Rewards: what judges a completion. `build_judge(config.rewards)` makes the judge of a run."""
+"""Rewards: what judges a completion. `build_reward_manager(config.rewards)` makes the judge of a run."""
 
-from rollmill.rewards.base import GroupReward, Judgement, Reward, Value, Verdict
-from rollmill.rewards.build import build_judge
-from rollmill.rewards.judge import Judge, Part
+from rollmill.rewards.base import GroupReward, Reward, RewardResult, RewardValue, Score
+from rollmill.rewards.build import build_reward_manager
+from rollmill.rewards.manager import RewardManager, WeightedReward
 
-__all__ = ["GroupReward", "Judge", "Judgement", "Part", "Reward", "Value", "Verdict", "build_judge"]
+__all__ = [
+    "GroupReward",
+    "Reward",
+    "RewardManager",
+    "RewardResult",
+    "RewardValue",
+    "Score",
+    "WeightedReward",
+    "build_reward_manager",
+]

@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, Protocol, runtime_checkable
 
-from rollmill.core.types import Completion, Task
+from rollmill.types import Completion, Task
 
-Value = float | dict[str, float | None] | None
+RewardValue = float | dict[str, float | None] | None
 """A number, several named parts, or None where the reward does not apply to the task."""
 
 OK, TIMEOUT, LATE, NOT_APPLICABLE, GATED = "ok", "timeout", "late", "not_applicable", "gated"
@@ -19,7 +19,7 @@ NO_ANSWER, HEDGED = "no_answer", "hedged"
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Score:
     """What one reward says of one completion. `outcome` is "ok" unless something else is worth counting.
 
     `queued` is how many seconds passed before a worker began, and `worked` how many it took then; None where nobody
@@ -27,15 +27,15 @@ class Verdict:
     under the subject of the task.
     """
 
-    value: Value
+    value: RewardValue
     outcome: str = OK
-    queued: float = 0.0
-    worked: float | None = None
+    queue_s: float = 0.0
+    run_s: float | None = None
     details: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
+class RewardTiming:
     """When one reward judged one completion: `time.perf_counter()` seconds. Until `started` it waited for a worker."""
 
     asked: float
@@ -44,7 +44,7 @@ class Span:
 
 
 @dataclass(frozen=True, slots=True)
-class Judgement:
+class RewardResult:
     """What all rewards say of one completion.
 
     `reward` is the weighted sum of the parts that apply, None when none does. `parts` has an entry per reward, or
@@ -58,15 +58,15 @@ class Judgement:
     parts: dict[str, float | None]
     outcomes: dict[str, str]
     seconds: float
-    spans: dict[str, Span] = field(default_factory=dict)
-    closed_by: str | None = None
+    spans: dict[str, RewardTiming] = field(default_factory=dict)
+    failed_gate: str | None = None
     details: dict[str, float] = field(default_factory=dict)
 
 
 class Reward(Protocol):
     """Judges one completion. What it raises ends the run as a RewardError."""
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict: ...
+    async def judge(self, task: Task, completion: Completion) -> Score: ...
 
 
 class GroupReward(Protocol):
@@ -76,12 +76,12 @@ class GroupReward(Protocol):
     """
 
     async def judge_group(
-        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
-    ) -> list[Verdict]: ...
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+    ) -> list[Score]: ...
 
 
 @runtime_checkable
-class Counting(Protocol):
+class SupportsCounters(Protocol):
     """A reward of either kind that also counts something, such as calls and their cost."""
 
     def counters(self) -> dict[str, float]:
@@ -89,7 +89,7 @@ class Counting(Protocol):
         ...
 
 
-def checked_value(found: Any) -> Value:
+def validate_value(found: Any) -> RewardValue:
     """`found` as a Value: a finite number (True is 1), a mapping of such, or None. Raises TypeError or ValueError."""
     if isinstance(found, Mapping):
         if not found:
@@ -98,13 +98,13 @@ def checked_value(found: Any) -> Value:
     return _number(found, "")
 
 
-def checked_answer(found: Any, in_groups: bool) -> Value | list[Value]:
+def validate_result(found: Any, in_groups: bool) -> RewardValue | list[RewardValue]:
     """What a user's function returned: a Value, or a list of them from a function that sees groups."""
     if not in_groups:
-        return checked_value(found)
+        return validate_value(found)
     if isinstance(found, str | bytes | dict) or not hasattr(found, "__iter__"):
         raise TypeError(f"returned {found!r:.80}; a group reward returns a list with one value per completion")
-    return [checked_value(value) for value in found]
+    return [validate_value(value) for value in found]
 
 
 def _key(key: Any) -> str:
@@ -124,7 +124,7 @@ def _number(found: Any, where: str) -> float | None:
     return float(found)
 
 
-def tail_after(text: str, marker: str | None) -> str | None:
+def text_after(text: str, marker: str | None) -> str | None:
     """What follows the last `marker`; the whole text without a marker; None where the marker is missing."""
     if marker is None:
         return text
@@ -132,7 +132,7 @@ def tail_after(text: str, marker: str | None) -> str | None:
     return tail if found else None
 
 
-def inside_last(text: str, tag: str) -> str | None:
+def last_tag_content(text: str, tag: str) -> str | None:
     """What stands inside the last `<tag>...</tag>`; None where the last one is not closed, or there is none."""
     start = text.rfind(f"<{tag}>")
     if start < 0:

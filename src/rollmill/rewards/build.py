@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rollmill.config.judging import JudgingConfig
+from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import (
     CitationReward,
     CodeReward,
@@ -26,20 +26,20 @@ from rollmill.config.rewards import (
     ToolCallReward,
     VisionReward,
 )
-from rollmill.config.rewards.names import part_names
-from rollmill.core.errors import ConfigError
+from rollmill.config.rewards.names import reward_part_names
+from rollmill.errors import ConfigError
 from rollmill.rewards.base import GroupReward, Reward
-from rollmill.rewards.judge import Judge, Part
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.manager import RewardManager, WeightedReward
+from rollmill.rewards.resources import RewardResources
 
 
-def build_judge(
+def build_reward_manager(
     configs: Sequence[RewardConfig],
-    judging: JudgingConfig | None = None,
+    judging: RewardManagerConfig | None = None,
     *,
     tokenizer: Any = None,
     device: str | None = None,
-) -> Judge:
+) -> RewardManager:
     """The judge of a run file's `rewards` and `judging`.
 
     Rewards of one name are told apart as name, name#2, ...; a Python function goes by its own name. Processes start
@@ -55,64 +55,64 @@ def build_judge(
         ModelError: a reward model or a judge cannot be loaded.
         SandboxError: a package that code may use is not installed.
     """
-    judging = judging or JudgingConfig()
-    resources = Resources(judging.workers, tokenizer, device)
+    judging = judging or RewardManagerConfig()
+    resources = RewardResources(judging.workers, tokenizer, device)
     parts = []
     try:
-        for name, config in zip(part_names(configs), configs, strict=True):
-            part = Part(name, config, build_reward(config, resources))
+        for name, config in zip(reward_part_names(configs), configs, strict=True):
+            part = WeightedReward(name, config, build_reward(config, resources))
             if part.groupwise and config.gate is not None:
                 raise ConfigError(f"reward `{name}` compares completions, so it cannot be a gate; remove its `gate`")
             parts.append(part)
     except BaseException:
         resources.close()
         raise
-    return Judge(parts, judging, resources)
+    return RewardManager(parts, judging, resources)
 
 
-def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupReward:
+def build_reward(config: RewardConfig, resources: RewardResources) -> Reward | GroupReward:
     """One reward. Libraries are imported here, so that a run pays for those it uses only."""
     match config:
         case MathReward():
-            from rollmill.rewards.math import Math
+            from rollmill.rewards.math import MathScorer
 
-            return Math(config, resources.graders)
+            return MathScorer(config, resources.graders)
         case ReasoningGymReward():
-            from rollmill.rewards.reasoning_gym import ReasoningGym
+            from rollmill.rewards.reasoning_gym import ReasoningGymScorer
 
-            return ReasoningGym(config, resources.graders)
+            return ReasoningGymScorer(config, resources.graders)
         case PythonReward():
-            from rollmill.rewards.python import python_reward
+            from rollmill.rewards.python import build_python_reward
 
-            return python_reward(config, resources)
+            return build_python_reward(config, resources)
         case ModelReward():
-            from rollmill.rewards.model import Model
+            from rollmill.rewards.reward_model import RewardModelScorer
 
-            return Model(config, resources.tokenizer, resources.device)
+            return RewardModelScorer(config, resources.tokenizer, resources.device)
         case CodeReward():
-            from rollmill.rewards.code.reward import Code
+            from rollmill.rewards.code.reward import CodeScorer
 
-            return Code(config, resources)
+            return CodeScorer(config, resources)
         case K12Reward():
-            from rollmill.rewards.k12 import K12
+            from rollmill.rewards.k12 import K12Scorer
 
-            return K12(config, resources)
+            return K12Scorer(config, resources)
         case JudgeReward():
-            from rollmill.rewards.judges.generative import Generative
+            from rollmill.rewards.judges.generative import GenerativeJudge
 
-            return Generative(config, resources)
+            return GenerativeJudge(config, resources)
         case PairwiseReward():
-            from rollmill.rewards.judges.pairwise import pairwise
+            from rollmill.rewards.judges.pairwise import build_pairwise_judge
 
-            return pairwise(config, resources)
+            return build_pairwise_judge(config, resources)
         case RankingReward():
-            from rollmill.rewards.judges.ranking import Ranking
+            from rollmill.rewards.judges.ranking import RankingJudge
 
-            return Ranking(config, resources)
+            return RankingJudge(config, resources)
         case VisionReward():
-            from rollmill.rewards.vision.build import vision_reward
+            from rollmill.rewards.vision.build import build_vision_reward
 
-            return vision_reward(config)
+            return build_vision_reward(config)
         case (
             ExactReward()
             | FormatReward()
@@ -122,6 +122,6 @@ def build_reward(config: RewardConfig, resources: Resources) -> Reward | GroupRe
             | CitationReward()
             | ToolCallReward()
         ):
-            from rollmill.rewards.text.build import text_reward
+            from rollmill.rewards.text.build import build_text_reward
 
-            return text_reward(config, resources)
+            return build_text_reward(config, resources)

@@ -31,7 +31,7 @@ def main() -> None:
     memory_bytes = int(sys.argv[2])
     if memory_bytes:
         resource.setrlimit(resource.RLIMIT_AS, (memory_bytes, memory_bytes))
-    serve(_answered)
+    serve(_handle_request)
 
 
 def serve(answered: Callable[[str, Any], dict[str, Any]]) -> None:
@@ -61,7 +61,7 @@ def _take_pipes() -> tuple[BinaryIO, BinaryIO]:
     return requests, replies
 
 
-def _answered(kind: str, payload: Any) -> dict[str, Any]:
+def _handle_request(kind: str, payload: Any) -> dict[str, Any]:
     try:
         if kind == "load":
             LOADERS[payload[0]](payload[1])
@@ -86,9 +86,9 @@ def _load_math(setup: str) -> None:
 
 
 def _load_schema(setup: str) -> None:
-    from rollmill.rewards.text.schemas import checked
+    from rollmill.rewards.text.json_schema import validate_texts
 
-    checked([("{}", "{}")])
+    validate_texts([("{}", "{}")])
 
 
 def _load_reasoning_gym(setup: str) -> None:
@@ -98,14 +98,14 @@ def _load_reasoning_gym(setup: str) -> None:
 
 
 def _load_python(setup: str) -> None:
-    from rollmill.core.registry import import_object
+    from rollmill.registry import import_object
 
     functions[setup] = import_object(setup)
 
 
 def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, Any]:
     """What a user's function gives for these arguments, checked."""
-    from rollmill.rewards.base import checked_answer
+    from rollmill.rewards.base import validate_result
 
     arguments, options = payload
     function = functions[setup]
@@ -113,7 +113,7 @@ def _python(setup: str, payload: tuple[list[Any], dict[str, Any]]) -> dict[str, 
         found = function(*arguments, **options)
         if inspect.isawaitable(found):
             found = asyncio.run(_awaited(found))
-        return {"value": checked_answer(found, in_groups=isinstance(arguments[1], list))}
+        return {"value": validate_result(found, in_groups=isinstance(arguments[1], list))}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"[:2000], "traceback": traceback.format_exc()[-4000:]}
     except BaseException as error:
@@ -207,9 +207,9 @@ def _same_value(gold: Any, answer: Any, tolerance: float) -> bool | None:
 
 def _schema(payload: list[tuple[str, str]]) -> str:
     """For each (schema, text) 1, 0, or x where the text is not JSON."""
-    from rollmill.rewards.text.schemas import checked
+    from rollmill.rewards.text.json_schema import validate_texts
 
-    return checked(payload)
+    return validate_texts(payload)
 
 
 def _reasoning_gym(payload: dict[str, Any]) -> float | str:

@@ -13,34 +13,36 @@ from pickle import PicklingError
 from typing import Any
 
 from rollmill.config.rewards import PythonReward
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.core.registry import reward_function
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import OK, TIMEOUT, Judgement, Value, Verdict, checked_answer
-from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.resources import Resources
-from rollmill.rewards.threads import StuckError, Threads
+from rollmill.errors import ConfigError, RewardError
+from rollmill.registry import find_reward
+from rollmill.rewards.base import OK, TIMEOUT, RewardResult, RewardValue, Score, validate_result
+from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
+from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
-Function = Callable[..., Any]
+RewardFunction = Callable[..., Any]
 
 
-def python_reward(config: PythonReward, resources: Resources) -> PythonFunction | PythonGroupFunction:
+def build_python_reward(config: PythonReward, resources: RewardResources) -> PythonScorer | PythonGroupScorer:
     """The reward of a user's function. Raises ConfigError when it is missing or does not take the options."""
-    function = load_function(config)
-    source = None if config.run_in == "thread" or _is_async(function) else source_of(config.function, function)
+    function = load_reward_function(config)
+    source = None if config.run_in == "thread" or _is_async(function) else function_source(config.function, function)
     if source is None:
-        caller: Callable[[list[Any]], Awaitable[_Answer]] = partial(_in_thread, config, function, resources.threads)
+        caller: Callable[[list[Any]], Awaitable[_FunctionResult]] = partial(
+            _in_thread, config, function, resources.threads
+        )
     else:
         pool = resources.shared(f"function {source}", lambda: GraderPool(config.processes, memory_bytes=0, quiet=False))
         caller = partial(_in_process, config, source, pool)
     if getattr(function, "group", False):
-        return PythonGroupFunction(config, caller, wants_judged="judged" in _parameters(function))
-    return PythonFunction(config, caller)
+        return PythonGroupScorer(config, caller, wants_judged="judged" in _parameters(function))
+    return PythonScorer(config, caller)
 
 
-def load_function(config: PythonReward) -> Function:
+def load_reward_function(config: PythonReward) -> RewardFunction:
     """The function of a `python` reward. Raises ConfigError when it is missing or does not take the options."""
-    function = reward_function(config.function)
+    function = find_reward(config.function)
     group = getattr(function, "group", False)
     judged = {"judged": None} if group and "judged" in _parameters(function) else {}
     try:
@@ -56,7 +58,7 @@ def load_function(config: PythonReward) -> Function:
     return function
 
 
-def source_of(name: str, function: Function) -> str | None:
+def function_source(name: str, function: RewardFunction) -> str | None:
     """Where another process finds a function: FILE.py:NAME or package.module:NAME; None where it cannot.
 
     `name` is how the run file calls it. What is registered by name is looked for in its module.
@@ -72,29 +74,29 @@ def source_of(name: str, function: Function) -> str | None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Answer:
+class _FunctionResult:
     """What the function returned, if it did so in time."""
 
     value: Any
     in_time: bool
-    queued: float = 0.0
-    worked: float | None = None
+    queue_s: float = 0.0
+    run_s: float | None = None
 
 
-class PythonFunction:
+class PythonScorer:
     """A user's `(task, completion, **options) -> number | mapping | None`."""
 
-    def __init__(self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_Answer]]) -> None:
+    def __init__(self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_FunctionResult]]) -> None:
         self._config, self._caller = config, caller
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         answer = await self._caller([task, completion])
         if not answer.in_time:
-            return Verdict(self._config.timeout_reward, TIMEOUT, answer.queued, answer.worked)
-        return Verdict(answer.value, OK, answer.queued, answer.worked)
+            return Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)
+        return Score(answer.value, OK, answer.queue_s, answer.run_s)
 
 
-class PythonGroupFunction:
+class PythonGroupScorer:
     """A user's function with the attribute `group = True`: (task, completions, **options) -> a value for each.
 
     One with a parameter `judged` is given what the rewards of single completions said: for each completion a mapping
@@ -102,22 +104,22 @@ class PythonGroupFunction:
     """
 
     def __init__(
-        self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_Answer]], *, wants_judged: bool
+        self, config: PythonReward, caller: Callable[[list[Any]], Awaitable[_FunctionResult]], *, wants_judged: bool
     ) -> None:
         self._config, self._caller, self._wants_judged = config, caller, wants_judged
 
     async def judge_group(
-        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
-    ) -> list[Verdict]:
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+    ) -> list[Score]:
         arguments = [task, list(completions)]
         answer = await self._caller(arguments + ([[each.parts for each in judged]] if self._wants_judged else []))
         if not answer.in_time:
-            return [Verdict(self._config.timeout_reward, TIMEOUT, answer.queued, answer.worked)] * len(completions)
-        values: list[Value] = answer.value
-        return [Verdict(value, OK, answer.queued, answer.worked) for value in values]
+            return [Score(self._config.timeout_reward, TIMEOUT, answer.queue_s, answer.run_s)] * len(completions)
+        values: list[RewardValue] = answer.value
+        return [Score(value, OK, answer.queue_s, answer.run_s) for value in values]
 
 
-async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _Answer:
+async def _in_process(config: PythonReward, source: str, pool: GraderPool, arguments: list[Any]) -> _FunctionResult:
     options = dict(config.options)
     if len(arguments) == 3:
         options["judged"] = arguments.pop()
@@ -127,10 +129,12 @@ async def _in_process(config: PythonReward, source: str, pool: GraderPool, argum
         raise RewardError(f"the task cannot be sent to another process ({error}); set run_in: thread") from error
     if reply.outcome not in (OK, TIMEOUT):
         raise RewardError(f"it ran out of {reply.outcome}")
-    return _Answer(reply.value, reply.outcome == OK, reply.queued, reply.worked)
+    return _FunctionResult(reply.value, reply.outcome == OK, reply.queue_s, reply.run_s)
 
 
-async def _in_thread(config: PythonReward, function: Function, threads: Threads, arguments: list[Any]) -> _Answer:
+async def _in_thread(
+    config: PythonReward, function: RewardFunction, threads: FunctionThreads, arguments: list[Any]
+) -> _FunctionResult:
     """Plain functions in a thread; awaitables in the event loop of `threads`."""
     options = dict(config.options)
     if len(arguments) == 3:
@@ -142,23 +146,23 @@ async def _in_thread(config: PythonReward, function: Function, threads: Threads,
     else:
         try:
             found, in_time = await threads.call(config.function, call, config.time_limit_s), True
-        except StuckError:
+        except FunctionTimeoutError:
             found, in_time = None, False
         if inspect.isawaitable(found):
             left = config.time_limit_s - (loop.time() - started)
             awaitable = found
             found, in_time = await threads.run(_within(lambda: awaitable, max(left, 0.0)))
-    return _Answer(checked_answer(found, isinstance(arguments[1], list)) if in_time else None, in_time)
+    return _FunctionResult(validate_result(found, isinstance(arguments[1], list)) if in_time else None, in_time)
 
 
-def _parameters(function: Function) -> list[str]:
+def _parameters(function: RewardFunction) -> list[str]:
     try:
         return list(inspect.signature(function).parameters)
     except ValueError:
         return []
 
 
-def _is_async(function: Function) -> bool:
+def _is_async(function: RewardFunction) -> bool:
     called = function if inspect.isroutine(function) else type(function).__call__
     return inspect.iscoroutinefunction(called)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollmill.config.rewards import ChartReward, CountReward, K12Reward, MathReward, RewardConfig, VQAReward
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Task
+from rollmill.errors import ConfigError
+from rollmill.types import Task
 
 _COMPARING = (MathReward, K12Reward, CountReward, ChartReward, VQAReward)
 """Rewards that compare with the reference; for others an empty text may be meant."""

@@ -8,21 +8,21 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
-from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.threads import Threads
+from rollmill.rewards.function_threads import FunctionThreads
+from rollmill.rewards.grader_pool import GraderPool
 
 
-class Closable(Protocol):
+class SupportsClose(Protocol):
     """Something that holds processes, threads or connections."""
 
     def close(self) -> None: ...
 
 
-Shared = TypeVar("Shared", bound=Closable)
+Shared = TypeVar("Shared", bound=SupportsClose)
 
 
 @dataclass(slots=True, eq=False)
-class Resources:
+class RewardResources:
     """Processes, threads and models for the rewards of one judge.
 
     `workers` is the number of grader processes; `tokenizer` is what the completions' tokens are of, None where they are
@@ -32,7 +32,7 @@ class Resources:
     workers: int = 1
     tokenizer: Any = None
     device: str | None = None
-    _made: dict[str, Closable] = field(default_factory=dict)
+    _made: dict[str, SupportsClose] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
 
     @property
@@ -41,9 +41,9 @@ class Resources:
         return self.shared("graders", lambda: GraderPool(self.workers))
 
     @property
-    def threads(self) -> Threads:
+    def threads(self) -> FunctionThreads:
         """Threads for functions that block, and an event loop that no training step holds up."""
-        return self.shared("threads", Threads)
+        return self.shared("threads", FunctionThreads)
 
     def shared(self, key: str, make: Callable[[], Shared]) -> Shared:
         """What is kept under `key`; made at the first call, closed with the judge."""

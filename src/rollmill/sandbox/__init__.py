@@ -1,8 +1,16 @@
 """Untrusted Python programs, run with hard limits: `Sandbox().run_sync("print(1)").stdout == "1\\n"`."""
 
 from rollmill.sandbox.errors import SandboxError
-from rollmill.sandbox.limits import Execution, Limits, Outcome, Result
+from rollmill.sandbox.limits import ProgramOutcome, ProgramResult, SandboxLimits, SessionExecution
 from rollmill.sandbox.sandbox import Sandbox
-from rollmill.sandbox.session import Session
+from rollmill.sandbox.session import SandboxSession
 
-__all__ = ["Execution", "Limits", "Outcome", "Result", "Sandbox", "SandboxError", "Session"]
+__all__ = [
+    "ProgramOutcome",
+    "ProgramResult",
+    "Sandbox",
+    "SandboxError",
+    "SandboxLimits",
+    "SandboxSession",
+    "SessionExecution",
+]

@@ -10,8 +10,8 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 
-from rollmill.sandbox.limits import Limits
-from rollmill.sandbox.root import NOBODY
+from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.root_filesystem import NOBODY
 
 CONTROLLERS = ("memory", "pids")
 _SUPERVISOR_MB = 64
@@ -24,13 +24,13 @@ class CgroupError(OSError):
 
 
 @dataclass(slots=True)
-class Group:
+class Cgroup:
     """The group of one job: open files of it, by name, which outlive a move to other namespaces."""
 
     folder: str
     files: dict[str, int]
 
-    def join(self, limits: Limits) -> None:
+    def join(self, limits: SandboxLimits) -> None:
         """Set the limits and move this process into the group."""
         memory = (limits.processes * limits.memory_mb + limits.disk_mb + _SUPERVISOR_MB) << 20
         tasks = limits.processes + limits.threads + _TASKS
@@ -41,7 +41,7 @@ class Group:
     def ran_out(self) -> bool:
         """Whether the kernel has killed one of its processes to keep the memory limit."""
         events = os.pread(self.files["memory.events"], 4096, 0) if "memory.events" in self.files else b""
-        return kills_of(events.decode()) > 0
+        return count_oom_kills(events.decode()) > 0
 
     def close(self) -> None:
         """Close its files."""
@@ -50,11 +50,11 @@ class Group:
         self.files.clear()
 
 
-class Cgroups:
+class CgroupManager:
     """A folder of groups: one for the server, and one for each job. Raises OSError if it cannot be made."""
 
     def __init__(self, controllers: tuple[str, ...] = CONTROLLERS) -> None:
-        home = find_home(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"), controllers)
+        home = find_parent_cgroup(_read("/proc/self/cgroup"), _read("/proc/self/mountinfo"), controllers)
         self.path = f"{home}/rollmill-{os.getpid()}"
         self._files = {"cgroup.procs": os.O_WRONLY} | {f"{name}.max": os.O_WRONLY for name in controllers}
         self._files |= {"memory.events": os.O_RDONLY} if "memory" in controllers else {}
@@ -67,16 +67,16 @@ class Cgroups:
                 os.chown(f"{self.path}/{below}", NOBODY, NOBODY)
         self._folder = os.open(self.path, os.O_PATH)  # the path itself is out of sight in another root
 
-    def make(self) -> Group:
+    def make(self) -> Cgroup:
         """A new group, whose limits are not set yet."""
         self._count += 1
         name = f"job-{self._count}"
         os.mkdir(name, dir_fd=self._folder)
-        return Group(
+        return Cgroup(
             name, {file: os.open(f"{name}/{file}", how, dir_fd=self._folder) for file, how in self._files.items()}
         )
 
-    def remove(self, group: Group) -> None:
+    def remove(self, group: Cgroup) -> None:
         """Remove the group of a job that has ended."""
         with suppress(OSError):  # a process that is still ending; remove_groups comes later
             os.rmdir(group.folder, dir_fd=self._folder)
@@ -90,12 +90,12 @@ def remove_groups(path: str) -> None:
         os.rmdir(path)
 
 
-def kills_of(events: str) -> int:
+def count_oom_kills(events: str) -> int:
     """How many processes the text of memory.events says were killed."""
     return sum(int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill "))
 
 
-def find_home(own: str, mounts: str, controllers: tuple[str, ...] = CONTROLLERS) -> str:
+def find_parent_cgroup(own: str, mounts: str, controllers: tuple[str, ...] = CONTROLLERS) -> str:
     """The nearest group above this process that hands out controllers and that this user may change.
 
     `own` is the text of /proc/self/cgroup, `mounts` that of /proc/self/mountinfo. Raises CgroupError.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollmill.core.errors import RollmillError
+from rollmill.errors import RollmillError
 
 
 class SandboxError(RollmillError):

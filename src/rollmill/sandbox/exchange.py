@@ -6,16 +6,16 @@ import asyncio
 import time
 from contextlib import suppress
 
-from rollmill.sandbox.limits import Result
-from rollmill.sandbox.process import Server
-from rollmill.sandbox.wire import Job, pack_job, result_of
+from rollmill.sandbox.client import ForkServer
+from rollmill.sandbox.limits import ProgramResult
+from rollmill.sandbox.protocol import Job, pack_job, parse_result
 
 GRACE_S = 20.0
 """Beyond a program's wall limit: to start it and to hand over its output."""
 _CHUNK = 1 << 16
 
 
-def exchange(server: Server, job: Job) -> Result | None:
+def submit_job(server: ForkServer, job: Job) -> ProgramResult | None:
     """The result of a job; None if the server or the job died before there was one.
 
     Raises SandboxError if the program could not be started.
@@ -42,10 +42,10 @@ def exchange(server: Server, job: Job) -> Result | None:
             return None
         except ConnectionError:
             pass
-    return result_of(bytes(received), server.safe)
+    return parse_result(bytes(received), server.safe)
 
 
-async def exchange_async(server: Server, job: Job) -> Result | None:
+async def submit_job_async(server: ForkServer, job: Job) -> ProgramResult | None:
     """`exchange` for an event loop."""
     seconds = job.limits.wall_s + GRACE_S
     caller = server.submit(seconds)
@@ -66,4 +66,4 @@ async def exchange_async(server: Server, job: Job) -> Result | None:
             return None
         except ConnectionError:
             pass
-    return result_of(bytes(received), server.safe)
+    return parse_result(bytes(received), server.safe)

@@ -14,17 +14,17 @@ class FrameError(ValueError):
     """Bytes that are no frame."""
 
 
-class LongFrameError(FrameError):
+class FrameTooLongError(FrameError):
     """A frame longer than allowed."""
 
 
-def pack(*parts: bytes) -> bytes:
+def pack_frame(*parts: bytes) -> bytes:
     """One frame."""
     body = b"".join(_LENGTH.pack(len(part)) + part for part in parts)
     return _LENGTH.pack(len(body)) + body
 
 
-class Frames:
+class FrameReader:
     """Cuts a stream into frames of at most `most` bytes."""
 
     def __init__(self, most: int) -> None:
@@ -41,7 +41,7 @@ class Frames:
             return None
         (size,) = _LENGTH.unpack_from(self._bytes)
         if size > self._most:
-            raise LongFrameError(f"a frame of {size} bytes; {self._most} are allowed")
+            raise FrameTooLongError(f"a frame of {size} bytes; {self._most} are allowed")
         if len(self._bytes) < _LENGTH.size + size:
             return None
         body = bytes(self._bytes[_LENGTH.size : _LENGTH.size + size])

@@ -27,7 +27,7 @@ def landlock_version() -> int:
         return 0
 
 
-class Rules:
+class LandlockRuleset:
     """A set of rules; a process that restricts itself with it, even twice, can do only what all of them allow.
 
     `version` is landlock_version(), above 0. With `reads_only`, rules for reading and running files alone.
@@ -77,7 +77,7 @@ def restrict_files(version: int, writable: str) -> None:
 
     It has given up its privileges before (PR_SET_NO_NEW_PRIVS). `version` is landlock_version(), above 0.
     """
-    rules = Rules(version)
+    rules = LandlockRuleset(version)
     rules.allow_reading("/")
     rules.allow_writing("/dev")
     rules.allow_all(writable)

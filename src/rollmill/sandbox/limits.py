@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Outcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
+ProgramOutcome = Literal["ok", "error", "timeout", "memory", "output", "killed"]
 """How a program ended.
 
 ok: exit status 0. error: another exit status. timeout: the wall or CPU limit. memory: a MemoryError that nobody caught.
@@ -18,7 +18,7 @@ Ended = Literal["ended"]
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class SandboxLimits:
     """The limits of one program, or of a session and each of its executions."""
 
     wall_s: float = 10.0
@@ -43,10 +43,10 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Result:
+class ProgramResult:
     """How a program ended and what it wrote."""
 
-    outcome: Outcome
+    outcome: ProgramOutcome
     exit_code: int
     """The exit status; minus the signal that ended it otherwise."""
     stdout: str
@@ -63,10 +63,10 @@ class Result:
 
 
 @dataclass(frozen=True, slots=True)
-class Execution:
+class SessionExecution:
     """How one execution in a session ended, and what came out of it."""
 
-    outcome: Outcome | Ended
+    outcome: ProgramOutcome | Ended
     """After ok and error the session goes on. After anything else it has ended, and further executions are `ended`."""
     value: str | None
     """`repr` of the last statement, if that is an expression and not None. It is what the program says it is."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from rollmill.sandbox.errors import SandboxError
-from rollmill.sandbox.limits import Limits, Result
+from rollmill.sandbox.limits import ProgramResult, SandboxLimits
 
-LIMITS = Limits(wall_s=20.0, memory_mb=256)
+LIMITS = SandboxLimits(wall_s=20.0, memory_mb=256)
 PROGRAM = r"""
 import ctypes, os, socket
 libc = ctypes.CDLL(None, use_errno=True)
@@ -53,7 +53,7 @@ print("done")
 """
 
 
-def check(result: Result) -> None:
+def check_probe(result: ProgramResult) -> None:
     """Raise SandboxError unless every attempt of PROGRAM failed."""
     *through, last = result.stdout.splitlines() or [""]
     if result.outcome != "ok" or last != "done":

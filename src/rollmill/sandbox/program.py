@@ -18,14 +18,14 @@ import traceback
 import types
 from typing import Any, NoReturn
 
-from rollmill.sandbox.limits import Limits
+from rollmill.sandbox.limits import SandboxLimits
 
-NAME = "main.py"
+PROGRAM_NAME = "main.py"
 MEMORY_ERROR = b"MemoryError\n"
 _FOLDER = os.path.dirname(__file__)
 
 
-def set_limits(limits: Limits, tasks: int | None, session: bool) -> None:
+def set_limits(limits: SandboxLimits, tasks: int | None, session: bool) -> None:
     """The kernel's limits on this process and its children. `tasks` is the most processes and threads of its user.
 
     The CPU limit of a session is that of each execution, and the supervisor's to keep.
@@ -67,7 +67,7 @@ def run_program(text: str) -> NoReturn:
 def _status_of(text: str) -> int:
     module = start_main(text)
     try:
-        exec(compile(text, NAME, "exec", dont_inherit=True), module.__dict__)
+        exec(compile(text, PROGRAM_NAME, "exec", dont_inherit=True), module.__dict__)
     except SystemExit as wish:
         return _exit_status(wish.code)
     except MemoryError:
@@ -97,10 +97,10 @@ def start_main(text: str) -> Any:
     _open_streams()
     for name in ("exit", "quit"):
         setattr(builtins, name, _sitebuiltins.Quitter(name, "Ctrl-D (i.e. EOF)"))
-    sys.argv, sys.path[:0] = [NAME], [os.getcwd()]
-    add_lines(NAME, text)
+    sys.argv, sys.path[:0] = [PROGRAM_NAME], [os.getcwd()]
+    add_lines(PROGRAM_NAME, text)
     module: Any = types.ModuleType("__main__")
-    module.__dict__.update(__file__=NAME, __builtins__=builtins)
+    module.__dict__.update(__file__=PROGRAM_NAME, __builtins__=builtins)
     sys.modules["__main__"] = module
     return module
 

@@ -10,7 +10,7 @@ import sys
 import threading
 from typing import Any, NoReturn
 
-from rollmill.sandbox.frames import Frames, pack
+from rollmill.sandbox.frames import FrameReader, pack_frame
 from rollmill.sandbox.program import MEMORY_ERROR, add_lines, print_traceback, start_main
 
 _CHUNK = 1 << 16
@@ -28,7 +28,7 @@ def serve_repl(descriptor: int, most: int) -> NoReturn:
         message = str(text).encode(errors="surrogatepass")
         if len(message) > most:
             raise ValueError(f"a message to host() of {len(message)} bytes; {most} are allowed")
-        kind, answer = channel.ask(pack(b"host", message))
+        kind, answer = channel.ask(pack_frame(b"host", message))
         if kind != b"answer":
             raise RuntimeError(answer.decode())
         return answer.decode(errors="surrogatepass")
@@ -43,7 +43,7 @@ def serve_repl(descriptor: int, most: int) -> NoReturn:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        channel.write(pack(b"done", number, outcome.encode(), b"" if shown is None else b"1", value))
+        channel.write(pack_frame(b"done", number, outcome.encode(), b"" if shown is None else b"1", value))
 
 
 def _execute(text: str, name: str, names: dict[str, Any]) -> tuple[str, str | None]:
@@ -72,7 +72,7 @@ class _Channel:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
-        self._frames = Frames(1 << 32)
+        self._frames = FrameReader(1 << 32)
 
     def ask(self, frame: bytes) -> list[bytes]:
         self.write(frame)

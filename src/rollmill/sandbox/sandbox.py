@@ -14,16 +14,16 @@ from dataclasses import replace
 from pathlib import PurePosixPath
 from typing import Self
 
+from rollmill.sandbox.backend import BackendName
+from rollmill.sandbox.backend_selection import BackendChoice, start_server
+from rollmill.sandbox.client import ForkServer
 from rollmill.sandbox.errors import SandboxError
-from rollmill.sandbox.exchange import exchange, exchange_async
-from rollmill.sandbox.limits import Limits, Result
-from rollmill.sandbox.process import Server
-from rollmill.sandbox.session import Session
-from rollmill.sandbox.slots import Slots
-from rollmill.sandbox.start import Backend, start
-from rollmill.sandbox.view import view_of
-from rollmill.sandbox.walls import BackendName
-from rollmill.sandbox.wire import Job, killed, pack_job
+from rollmill.sandbox.exchange import submit_job, submit_job_async
+from rollmill.sandbox.limits import ProgramResult, SandboxLimits
+from rollmill.sandbox.protocol import Job, killed_result, pack_job
+from rollmill.sandbox.semaphore import FairSemaphore
+from rollmill.sandbox.session import SandboxSession
+from rollmill.sandbox.visible_files import build_filesystem_view
 
 _TRIES = 2
 
@@ -43,26 +43,30 @@ class Sandbox:
 
     def __init__(
         self,
-        limits: Limits | None = None,
+        limits: SandboxLimits | None = None,
         *,
         packages: Sequence[str] = (),
         jobs: int = 0,
         sessions: int = 64,
-        backend: Backend = "auto",
+        backend: BackendChoice = "auto",
     ) -> None:
-        self.limits = limits or Limits()
+        self.limits = limits or SandboxLimits()
         self.backend = backend
-        self._view = view_of(packages)
-        self._slots = Slots(jobs or os.cpu_count() or 1)
-        self._session_slots = Slots(sessions)
+        self._view = build_filesystem_view(packages)
+        self._slots = FairSemaphore(jobs or os.cpu_count() or 1)
+        self._session_slots = FairSemaphore(sessions)
         self._in_session: ContextVar[bool] = ContextVar("in_session", default=False)
         self._lock = threading.Lock()
-        self._server: Server | None = None
+        self._server: ForkServer | None = None
         self._closed = False
 
     async def run(
-        self, program: str, stdin: str = "", files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> Result:
+        self,
+        program: str,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ProgramResult:
         """Run a program in a folder that holds `files` (relative path: content). A cancelled run is killed.
 
         Raises SandboxError if no sandbox can be built, or for a path in `files` that leads out of the folder.
@@ -72,29 +76,33 @@ class Sandbox:
             for _ in range(_TRIES):
                 started = time.monotonic()
                 server = await self._ready_async()
-                result = await exchange_async(server, job)
+                result = await submit_job_async(server, job)
                 if result is not None or server.alive:
-                    return result or killed(time.monotonic() - started, server.safe)
+                    return result or killed_result(time.monotonic() - started, server.safe)
         raise SandboxError(_DIED_TWICE)
 
     def run_sync(
-        self, program: str, stdin: str = "", files: Mapping[str, bytes] | None = None, limits: Limits | None = None
-    ) -> Result:
+        self,
+        program: str,
+        stdin: str = "",
+        files: Mapping[str, bytes] | None = None,
+        limits: SandboxLimits | None = None,
+    ) -> ProgramResult:
         """`run` for callers without an event loop."""
         job = self._job(program, stdin, files, limits)
         with self._slots.turn():
             for _ in range(_TRIES):
                 started = time.monotonic()
                 server = self._ready()
-                result = exchange(server, job)
+                result = submit_job(server, job)
                 if result is not None or server.alive:
-                    return result or killed(time.monotonic() - started, server.safe)
+                    return result or killed_result(time.monotonic() - started, server.safe)
         raise SandboxError(_DIED_TWICE)
 
     @asynccontextmanager
     async def session(
-        self, files: Mapping[str, bytes] | None = None, limits: Limits | None = None, idle_s: float = 600.0
-    ) -> AsyncIterator[Session]:
+        self, files: Mapping[str, bytes] | None = None, limits: SandboxLimits | None = None, idle_s: float = 600.0
+    ) -> AsyncIterator[SandboxSession]:
         """An interpreter that executes one program after another in a folder that holds `files`, and keeps its state.
 
         The limits are those of each execution, except for memory, disk, processes and threads, which are the
@@ -140,7 +148,7 @@ class Sandbox:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _job(self, program: str, stdin: str, files: Mapping[str, bytes] | None, limits: Limits | None) -> Job:
+    def _job(self, program: str, stdin: str, files: Mapping[str, bytes] | None, limits: SandboxLimits | None) -> Job:
         limits = limits or self.limits
         for name in files or {}:
             path = PurePosixPath(name)
@@ -150,7 +158,7 @@ class Sandbox:
             raise SandboxError(f"the files of a program are larger than its disk limit of {limits.disk_mb} MiB")
         return Job(program, stdin.encode(errors="surrogatepass"), dict(files or {}), limits)
 
-    def _ready(self) -> Server:
+    def _ready(self) -> ForkServer:
         """A live server that has passed the probe."""
         with self._lock:
             if self._closed:
@@ -159,10 +167,10 @@ class Sandbox:
                 if self._server is not None:
                     self._server.close()
                     self._server = None
-                self._server = start(self.backend, self._view)
+                self._server = start_server(self.backend, self._view)
             return self._server
 
-    async def _ready_async(self) -> Server:
+    async def _ready_async(self) -> ForkServer:
         server = self._server
         return server if server is not None and server.alive else await asyncio.to_thread(self._ready)
 
@@ -178,14 +186,14 @@ class Sandbox:
             finally:
                 self._in_session.set(False)
 
-    async def _open(self, job: Job) -> Session:
+    async def _open(self, job: Job) -> SandboxSession:
         for _ in range(_TRIES):
             server = await self._ready_async()
             caller = server.submit(math.inf)
             if caller is None:
                 continue
             caller.setblocking(False)
-            session = Session(caller, job.limits, self._slots, server.safe)
+            session = SandboxSession(caller, job.limits, self._slots, server.safe)
             try:
                 if await session.ready(pack_job(job)):
                     return session

@@ -10,24 +10,24 @@ from typing import Any
 
 from rollmill.sandbox.errors import SandboxError
 from rollmill.sandbox.exchange import GRACE_S
-from rollmill.sandbox.frames import FrameError, Frames, pack
-from rollmill.sandbox.limits import Execution, Limits
-from rollmill.sandbox.slots import Slots
-from rollmill.sandbox.wire import result_of
+from rollmill.sandbox.frames import FrameError, FrameReader, pack_frame
+from rollmill.sandbox.limits import SandboxLimits, SessionExecution
+from rollmill.sandbox.protocol import parse_result
+from rollmill.sandbox.semaphore import FairSemaphore
 
-Host = Callable[[str], Awaitable[str]]
+HostCallback = Callable[[str], Awaitable[str]]
 """What answers `host(text)` of a program. It runs in the caller's event loop."""
-READY = pack(b"ready")
+READY = pack_frame(b"ready")
 _CHUNK = 1 << 16
 _FRAME_ROOM = 1 << 10
 
 
-class Session:
+class SandboxSession:
     """One interpreter in a sandbox of its own. Made by Sandbox.session; used by one task at a time."""
 
-    def __init__(self, caller: socket.socket, limits: Limits, slots: Slots, safe: bool) -> None:
+    def __init__(self, caller: socket.socket, limits: SandboxLimits, slots: FairSemaphore, safe: bool) -> None:
         self._caller, self._limits, self._slots, self._safe = caller, limits, slots, safe
-        self._frames = Frames(2 * limits.output_bytes + _FRAME_ROOM)
+        self._frames = FrameReader(2 * limits.output_bytes + _FRAME_ROOM)
         self._busy = self._ended = False
 
     @property
@@ -35,7 +35,9 @@ class Session:
         """Whether every further execution will be `ended`."""
         return self._ended
 
-    async def execute(self, program: str, wall_s: float | None = None, host: Host | None = None) -> Execution:
+    async def execute(
+        self, program: str, wall_s: float | None = None, host: HostCallback | None = None
+    ) -> SessionExecution:
         """Execute a program among the names that the executions before have left.
 
         `wall_s` is limits.wall_s if None. `host` answers the program's calls of `host(text)`; the time that it takes
@@ -53,7 +55,7 @@ class Session:
             self.close()
             return self._without_answer("ended")
         self._busy = True
-        request = pack(program.encode(errors="surrogatepass"), b"%.6f" % wall_s, b"" if host is None else b"host")
+        request = pack_frame(program.encode(errors="surrogatepass"), b"%.6f" % wall_s, b"" if host is None else b"host")
         try:
             while True:
                 async with self._slots.turn_async():  # given back while `host` answers, which may need one itself
@@ -92,7 +94,7 @@ class Session:
                     said += chunk
         except OSError:  # a TimeoutError is one
             return False
-        return said == READY or result_of(bytes(said), self._safe) is not None
+        return said == READY or parse_result(bytes(said), self._safe) is not None
 
     async def _ask(self, request: bytes, seconds: float) -> list[bytes] | None:
         """The reply to a request, None if there is no sense in it or no end of it."""
@@ -109,11 +111,11 @@ class Session:
             return None
         return reply
 
-    async def _answer(self, message: bytes, host: Host) -> bytes:
+    async def _answer(self, message: bytes, host: HostCallback) -> bytes:
         answer = await host(message.decode(errors="replace"))
         if not isinstance(answer, str):
             raise TypeError(f"`host` has to return text, not {type(answer).__name__}")
-        return pack(b"answer", answer.encode(errors="surrogatepass"))
+        return pack_frame(b"answer", answer.encode(errors="surrogatepass"))
 
     def _gone(self) -> bool:
         """Whether the other side has ended, for example because it waited for too long."""
@@ -124,13 +126,13 @@ class Session:
         except ConnectionError:
             return True
 
-    def _execution(self, reply: list[bytes]) -> Execution:
+    def _execution(self, reply: list[bytes]) -> SessionExecution:
         _, outcome, seconds, *texts = reply
         stdout, stderr, *value = (text.decode(errors="replace") for text in texts)
         named: Any = outcome.decode()
         if named not in ("ok", "error"):
             self.close()
-        return Execution(named, value[0] if value else None, stdout, stderr, float(seconds), self._safe)
+        return SessionExecution(named, value[0] if value else None, stdout, stderr, float(seconds), self._safe)
 
-    def _without_answer(self, outcome: Any) -> Execution:
-        return Execution(outcome, None, "", "", 0.0, self._safe)
+    def _without_answer(self, outcome: Any) -> SessionExecution:
+        return SessionExecution(outcome, None, "", "", 0.0, self._safe)

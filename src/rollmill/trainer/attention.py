@@ -14,16 +14,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from rollmill.models.attention import AttentionOptions, Reach, out_of_reach, with_sinks, within_reach
-from rollmill.models.recurrent import RecurrentCall, State
-from rollmill.models.varlen import Varlen, available
+from rollmill.models.attention import AttentionOptions, AttentionWindow, append_sinks, fits_window, window_mask
+from rollmill.models.recurrent import RecurrentCall, RecurrentState
+from rollmill.models.varlen import VarlenAttention, varlen_available
 
 _SHORT = 6_000_000  # scores of a block, in fp32 24 MB: larger ones would take fresh memory at every call
 _PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length
 
 
 @dataclass(frozen=True)
-class Layout:
+class SegmentLayout:
     """Where the segments of a flat row lie, in row order without gaps: first all roots, then all children.
 
     A child continues its parent, a root: its tokens see the parent's tokens and their own predecessors.
@@ -52,13 +52,13 @@ class _Block:
 class PackedAttention:
     """AttentionContext of one packed row (see `rollmill.models.attention`)."""
 
-    def __init__(self, layout: Layout, device: torch.device) -> None:
+    def __init__(self, layout: SegmentLayout, device: torch.device) -> None:
         self._layout = layout
         self._blocks = _blocks(layout, device)
         self._device = device
-        self._masks: dict[tuple[int, Reach, torch.dtype], Tensor | None] = {}
-        self._sequences: dict[bool, list[_Sequences]] = {}
-        self._varlen = Varlen(layout.lengths, layout.parents, device) if available(device) else None
+        self._masks: dict[tuple[int, AttentionWindow, torch.dtype], Tensor | None] = {}
+        self._sequences: dict[bool, list[_RecurrentBatch]] = {}
+        self._varlen = VarlenAttention(layout.lengths, layout.parents, device) if varlen_available(device) else None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
         """Attention of one layer: query [1, H, T, D], key [1, K, T, D] and value [1, K, T, V] -> [1, T, H, V]."""
@@ -77,17 +77,17 @@ class PackedAttention:
                 k_pad = torch.cat([_parents(k, block), k_pad], dim=1)
                 v_pad = torch.cat([_parents(v, block), v_pad], dim=1)
             by_products = options.softcap is not None or _short(q_pad, k_pad)
-            mask = self._mask(i, options.reach, dtype, always=by_products or options.sinks is not None)
+            mask = self._mask(i, options.window, dtype, always=by_products or options.sinks is not None)
             if options.sinks is not None:
                 assert mask is not None
                 heads_first = [x.transpose(1, 2) for x in (q_pad, k_pad, v_pad)]
-                *heads_first, mask = with_sinks(heads_first[0], heads_first[1], heads_first[2], mask, options)
+                *heads_first, mask = append_sinks(heads_first[0], heads_first[1], heads_first[2], mask, options)
                 q_pad, k_pad, v_pad = (x.transpose(1, 2) for x in heads_first)
             if by_products:
                 assert mask is not None
-                padded = _products(q_pad, k_pad, v_pad, mask, options.scaling, options.softcap)
+                padded = _unfused_attention(q_pad, k_pad, v_pad, mask, options.scaling, options.softcap)
             else:
-                padded = _fused(q_pad, k_pad, v_pad, mask, options.scaling)
+                padded = _fused_attention(q_pad, k_pad, v_pad, mask, options.scaling)
             outputs.append(_unpad(padded, block))
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs))[None]
 
@@ -97,7 +97,7 @@ class PackedAttention:
         if call.continues not in self._sequences:
             self._sequences[call.continues] = _sequences(self._layout, self._device, call.continues)
         sequences = self._sequences[call.continues]
-        states: list[State] = []
+        states: list[RecurrentState] = []
         pieces = []
         for each in sequences:
             before = None if each.parent is None else {k: s[each.parent_rows] for k, s in states[each.parent].items()}
@@ -107,13 +107,13 @@ class PackedAttention:
                 output.flatten(0, 1) if each.real is None else output.flatten(0, 1).index_select(0, each.real)
             )
         order = torch.cat([each.tokens for each in sequences])
-        row: Tensor = _Place.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
+        row: Tensor = _ScatterRows.apply(torch.cat(pieces), None, order, hidden.shape[1])  # type: ignore[no-untyped-call]
         return row[None]
 
-    def _mask(self, i: int, reach: Reach, dtype: torch.dtype, *, always: bool) -> Tensor | None:
+    def _mask(self, i: int, reach: AttentionWindow, dtype: torch.dtype, *, always: bool) -> Tensor | None:
         """Additive mask [n or 1, 1, S, P + S] of a block; None where plain causal attention is right."""
         block = self._blocks[i]
-        if within_reach(block.longest + block.parent_longest, reach):
+        if fits_window(block.longest + block.parent_longest, reach):
             reach = None, None
         if block.parents is None and reach == (None, None) and not always:
             return None
@@ -123,7 +123,7 @@ class PackedAttention:
 
 
 @dataclass(frozen=True)
-class _Sequences:
+class _RecurrentBatch:
     """Segments that a recurrent layer reads in one call: of the same kind and, if others go on from them, length."""
 
     places: Tensor  #: [n, S] which tokens of the row are read, padded at the end
@@ -133,20 +133,20 @@ class _Sequences:
     parent_rows: Tensor | None = None  #: [n] whose state in that call
 
 
-class _Place(torch.autograd.Function):
+class _ScatterRows(torch.autograd.Function):
     """out[to] = x[source] in zeros of `size` rows; both index lists are free of duplicates. None: 0, 1, 2, ..."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
         ctx.source, ctx.to, ctx.size = source, to, x.shape[0]
-        return _place(x, source, to, size)
+        return _scatter_rows(x, source, to, size)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _place(grads[0], ctx.to, ctx.source, ctx.size), None, None, None
+        return _scatter_rows(grads[0], ctx.to, ctx.source, ctx.size), None, None, None
 
 
-def _place(x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
+def _scatter_rows(x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Tensor:
     rows = x if source is None else x.index_select(0, source)
     return rows if to is None else x.new_zeros(size, *x.shape[1:]).index_copy_(0, to, rows)
 
@@ -154,7 +154,7 @@ def _place(x: Tensor, source: Tensor | None, to: Tensor | None, size: int) -> Te
 def _pad(x: Tensor, block: _Block) -> Tensor:
     """[tokens, h, D] -> [n, S, h, D]."""
     if block.slots is not None:
-        x = _Place.apply(x, None, block.slots, block.n * block.longest)  # type: ignore[no-untyped-call]
+        x = _ScatterRows.apply(x, None, block.slots, block.n * block.longest)  # type: ignore[no-untyped-call]
     return x.reshape(block.n, block.longest, *x.shape[1:])
 
 
@@ -163,13 +163,13 @@ def _unpad(x: Tensor, block: _Block) -> Tensor:
     flat = x.reshape(block.n * block.longest, *x.shape[2:])
     if block.slots is None:
         return flat
-    output: Tensor = _Place.apply(flat, block.slots, None, block.tokens)  # type: ignore[no-untyped-call]
+    output: Tensor = _ScatterRows.apply(flat, block.slots, None, block.tokens)  # type: ignore[no-untyped-call]
     return output
 
 
 def _parents(x: Tensor, block: _Block) -> Tensor:
     """Keys or values of each child's parent: [T, K, D] -> [n, P, K, D]."""
-    placed = _Place.apply(x, block.parent_rows, block.parent_slots, block.m * block.parent_longest)  # type: ignore[no-untyped-call]
+    placed = _ScatterRows.apply(x, block.parent_rows, block.parent_slots, block.m * block.parent_longest)  # type: ignore[no-untyped-call]
     assert block.parents is not None
     distinct: Tensor = placed.reshape(block.m, block.parent_longest, *x.shape[1:])
     return distinct.index_select(0, block.parents) if block.m > 1 else distinct.expand(block.n, -1, -1, -1)
@@ -181,7 +181,7 @@ def _short(q: Tensor, k: Tensor) -> bool:
     return q.device.type == "cpu" and q.dtype in (torch.bfloat16, torch.float16) and scores <= _SHORT
 
 
-def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+def _fused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]."""
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     gqa = q.shape[1] != k.shape[1]
@@ -191,7 +191,7 @@ def _fused(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float)
     return output.transpose(1, 2)
 
 
-def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
+def _unfused_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, softcap: float | None) -> Tensor:
     """[n, S, H, D], [n, L, K, D] -> [n, S, H, D]; sums over scores are taken in fp32."""
     n, longest, heads, _ = q.shape
     kv_heads, seen = k.shape[2], k.shape[1]
@@ -206,7 +206,7 @@ def _products(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float, sof
     return output.permute(0, 3, 1, 2, 4).reshape(n, longest, heads, -1)
 
 
-def _block_mask(block: _Block, reach: Reach, device: torch.device, dtype: torch.dtype) -> Tensor:
+def _block_mask(block: _Block, reach: AttentionWindow, device: torch.device, dtype: torch.dtype) -> Tensor:
     own = torch.arange(block.longest, device=device)
     if block.parents is None:
         query_depth, key_depth = own[None], own[None]
@@ -221,13 +221,13 @@ def _block_mask(block: _Block, reach: Reach, device: torch.device, dtype: torch.
         real = torch.cat([before < lengths, torch.ones_like(query_depth, dtype=torch.bool)], dim=1)
     at_query, at_key = query_depth[:, :, None], key_depth[:, None, :]
     seen = (at_key <= at_query) & real[:, None, :]
-    hidden = out_of_reach(at_query, at_key, reach)
+    hidden = window_mask(at_query, at_key, reach)
     if hidden is not None:
         seen &= ~hidden
     return torch.zeros(seen.shape, dtype=dtype, device=device).masked_fill_(~seen, -torch.inf)[:, None]
 
 
-def _sequences(layout: Layout, device: torch.device, continues: bool) -> list[_Sequences]:
+def _sequences(layout: SegmentLayout, device: torch.device, continues: bool) -> list[_RecurrentBatch]:
     """The calls of a recurrent layer. Padding must not get into a state that others go on from, so parents share a call
     only with parents of their length; others share one while the shorter ones have half the longest's length.
 
@@ -256,7 +256,7 @@ def _sequences(layout: Layout, device: torch.device, continues: bool) -> list[_S
             own_tokens[row, len(read[i]) - layout.lengths[i] : len(read[i])] = True
         rows = torch.tensor([where[layout.parents[i]][1] for i in segments]).to(device) if call >= 0 else None
         found.append(
-            _Sequences(
+            _RecurrentBatch(
                 places.to(device),
                 places[own_tokens].to(device),
                 None if bool(own_tokens.all()) else own_tokens.flatten().nonzero()[:, 0].to(device),
@@ -267,7 +267,7 @@ def _sequences(layout: Layout, device: torch.device, continues: bool) -> list[_S
     return found
 
 
-def _blocks(layout: Layout, device: torch.device) -> list[_Block]:
+def _blocks(layout: SegmentLayout, device: torch.device) -> list[_Block]:
     starts = torch.tensor((0, *layout.lengths)).cumsum(0).tolist()
     blocks, first = [], 0
     for last in range(1, len(layout.lengths) + 1):
@@ -281,10 +281,14 @@ def _blocks(layout: Layout, device: torch.device) -> list[_Block]:
     return blocks
 
 
-def _block(layout: Layout, starts: list[int], segments: range, device: torch.device) -> _Block:
+def _block(layout: SegmentLayout, starts: list[int], segments: range, device: torch.device) -> _Block:
     lengths = [layout.lengths[i] for i in segments]
     longest = max(lengths)
-    slots = None if min(lengths) == longest else _ragged([i * longest for i in range(len(lengths))], lengths, device)
+    slots = (
+        None
+        if min(lengths) == longest
+        else _concatenated_ranges([i * longest for i in range(len(lengths))], lengths, device)
+    )
     if layout.parents[segments.start] < 0:
         return _Block(sum(lengths), len(lengths), longest, slots)
     own_parents = [layout.parents[i] for i in segments]
@@ -297,15 +301,15 @@ def _block(layout: Layout, starts: list[int], segments: range, device: torch.dev
         longest,
         slots,
         parents=torch.tensor([distinct.index(p) for p in own_parents], device=device),
-        parent_rows=_ragged([starts[p] for p in distinct], parent_lengths, device),
-        parent_slots=_ragged([i * longest_parent for i in range(len(distinct))], parent_lengths, device),
+        parent_rows=_concatenated_ranges([starts[p] for p in distinct], parent_lengths, device),
+        parent_slots=_concatenated_ranges([i * longest_parent for i in range(len(distinct))], parent_lengths, device),
         parent_lengths=torch.tensor([layout.lengths[p] for p in own_parents], device=device),
         m=len(distinct),
         parent_longest=longest_parent,
     )
 
 
-def _ragged(starts: list[int], lengths: list[int], device: torch.device) -> Tensor:
+def _concatenated_ranges(starts: list[int], lengths: list[int], device: torch.device) -> Tensor:
     """start_0, start_0 + 1, ..., then start_1, ...: `lengths[i]` numbers each."""
     pieces = [torch.arange(s, s + n) for s, n in zip(starts, lengths, strict=True)]
     return torch.cat(pieces).to(device)

@@ -16,9 +16,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from rollmill.core.types import Experience, Source
-from rollmill.trainer.attention import Layout, PackedAttention
-from rollmill.trainer.packing import pack
+from rollmill.trainer.attention import PackedAttention, SegmentLayout
+from rollmill.trainer.packing import pack_rows
+from rollmill.types import Experience, ExperienceSource
 
 _CPU_ROW = 2048
 
@@ -57,13 +57,13 @@ class MicroBatch:
     routing: Tensor | None = None
     """int16 [T, L, k]: the experts that the rollout chose for each token, -1 where it is not known; None: for none."""
 
-    def of_source(self, source: Source, sources: Sequence[Source]) -> Tensor:
+    def of_source(self, source: ExperienceSource, sources: Sequence[ExperienceSource]) -> Tensor:
         """Indices of the tokens whose experience is of `source`; `sources` are those of the batch's experiences."""
         wanted = torch.tensor([sources[i] is source for i in self.experiences], device=self.sequence.device)
         return wanted[self.sequence].nonzero()[:, 0]
 
 
-def token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
+def build_token_table(experiences: Sequence[Experience], device: torch.device) -> TokenTable:
     """Gather what the loss needs of every action token. A first token has nothing to predict it and never counts."""
     positions = [np.flatnonzero(e.action_mask[1:]) + 1 for e in experiences]
     counts = [len(p) for p in positions]
@@ -79,15 +79,17 @@ def token_table(experiences: Sequence[Experience], device: torch.device) -> Toke
         target=gather([e.token_ids for e in experiences], torch.int64),
         rollout_logprob=gather([e.logprobs for e in experiences], torch.float32),
         version=gather([e.versions for e in experiences], torch.int64),
-        temperature=spread([1.0 if e.source is Source.EXPERT else e.temperature for e in experiences], torch.float32),
+        temperature=spread(
+            [1.0 if e.source is ExperienceSource.EXPERT else e.temperature for e in experiences], torch.float32
+        ),
         experience=spread([float(i) for i in range(len(experiences))], torch.int64),
-        expert=spread([float(e.source is Source.EXPERT) for e in experiences], torch.bool),
+        expert=spread([float(e.source is ExperienceSource.EXPERT) for e in experiences], torch.bool),
         offsets=np.cumsum([0, *counts]).tolist(),
         positions=positions,
     )
 
 
-def micro_batches(
+def build_micro_batches(
     experiences: Sequence[Experience],
     table: TokenTable,
     chosen: Iterable[int],
@@ -124,27 +126,27 @@ def micro_batches(
         families.setdefault(_prefix_ids(experiences, table, atom[0]) if share_prefixes else name, []).append(atom)
     units: list[list[int]] = []
     for members in families.values():
-        units.extend(_divided(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
+        units.extend(_split_family(members, lambda each: _cost(experiences, table, each, share_prefixes), budget))
     costs = [_cost(experiences, table, unit, share_prefixes) for unit in units]
-    rows = pack(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
+    rows = pack_rows(costs, min(budget, _CPU_ROW) if device.type == "cpu" else budget, ranks)[rank]
     packed = [[i for unit in row for i in units[unit]] for row in rows if row or even]
     return [
         _micro_batch(experiences, table, _families(experiences, table, row, share_prefixes), device, routing)
         if row
-        else _nothing(device)
+        else _dummy_row(device)
         for row in packed
     ]
 
 
-def _nothing(device: torch.device) -> MicroBatch:
+def _dummy_row(device: torch.device) -> MicroBatch:
     """A row of one token, of which nothing is predicted."""
     token = torch.zeros(1, 1, dtype=torch.int64, device=device)
     none = token[0, :0]
-    attention = PackedAttention(Layout((1,), (-1,)), device)
+    attention = PackedAttention(SegmentLayout((1,), (-1,)), device)
     return MicroBatch([], token, token, attention, rows=none, tokens=none, sequence=none, group=none)
 
 
-def _divided(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:
+def _split_family(atoms: list[list[int]], cost: Callable[[list[int]], int], budget: int) -> list[list[int]]:
     """The atoms of a family in pieces of at most the budget, each of which pays for the prefix."""
     pieces: list[list[int]] = [[]]
     for atom in sorted(atoms, key=lambda each: -cost(each)):
@@ -225,7 +227,7 @@ def _micro_batch(
         return torch.from_numpy(np.concatenate(pieces)).to(device, torch.int64)
 
     groups: dict[str, int] = {}
-    layout = Layout(
+    layout = SegmentLayout(
         tuple(s.length for s in segments), tuple(-1 if s.parent is None else number[id(s.parent)] for s in segments)
     )
     return MicroBatch(

@@ -18,23 +18,23 @@ from torch import Tensor, nn
 from rollmill.algorithms.aggregation import token_mean
 from rollmill.algorithms.value import value_loss
 from rollmill.config.algorithm import CriticOptions
-from rollmill.core.types import Experience
-from rollmill.models.attention import attending
+from rollmill.models.attention import use_attention_context
 from rollmill.trainer.batch import MicroBatch, TokenTable
-from rollmill.trainer.failure import training_failure
+from rollmill.trainer.distributed.fsdp import load_full_weights
+from rollmill.trainer.failure import failed_step_error
 from rollmill.trainer.optimizer import (
-    Held,
+    TensorGetter,
     build_optimizer,
-    clip,
-    gradient_norm,
-    gradients,
-    load_optimizer,
-    optimizer_state,
-    state_tensors,
+    clip_gradients,
+    collect_gradients,
+    compute_gradient_norm,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    optimizer_tensors,
 )
-from rollmill.trainer.passes import Passes
-from rollmill.trainer.schedule import learning_rate
-from rollmill.trainer.sharding import load_weights
+from rollmill.trainer.passes import ForwardPasses
+from rollmill.trainer.schedule import compute_learning_rate
+from rollmill.types import Experience
 
 
 class ValueModel(nn.Module):
@@ -73,7 +73,7 @@ class ValueModel(nn.Module):
 class Critic:
     """A value model that learns from the same batches as the policy."""
 
-    def __init__(self, policy: Any, options: CriticOptions, passes: Passes, total_steps: int) -> None:
+    def __init__(self, policy: Any, options: CriticOptions, passes: ForwardPasses, total_steps: int) -> None:
         self.model = ValueModel(policy, own_network=options.network == "own")
         self.options, self._passes, self._ranks = options, passes, passes.ranks
         self._config = passes.config.model_copy(update={"lr": options.lr})
@@ -84,16 +84,16 @@ class Critic:
         """Made when it is first needed, since the model may be cut into shards before."""
         return build_optimizer(self.model, self._config)
 
-    def held(self) -> dict[str, Held]:
+    def offloadable_tensors(self) -> dict[str, TensorGetter]:
         """See Trainer."""
-        return {"critic": self.model.parameters, "critic_optimizer": partial(state_tensors, self._optimizer)}
+        return {"critic": self.model.parameters, "critic_optimizer": partial(optimizer_tensors, self._optimizer)}
 
     @torch.no_grad()
     def values(self, micros: Sequence[MicroBatch], table: TokenTable) -> Tensor:
         """Values of the micro-batches' tokens: float32 [A], 0 elsewhere."""
         result = torch.zeros(len(table.target), device=table.target.device)
         for micro in micros:
-            with attending(self.model.network, micro.attention):
+            with use_attention_context(self.model.network, micro.attention):
                 result[micro.tokens] = self.model(micro, bf16=self._passes.precision == "bf16").float()
         return self._ranks.add(result)
 
@@ -118,36 +118,36 @@ class Critic:
             TrainingError: the gradient is not finite; the critic is as before.
         """
         weights = token_mean(table.lengths * counted)[table.experience]
-        lr = learning_rate(self._config, step, self._total_steps)
+        lr = compute_learning_rate(self._config, step, self._total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         total = torch.zeros((), dtype=torch.float64, device=table.target.device)
         for micro in micros:
-            with attending(self.model.network, micro.attention):
+            with use_attention_context(self.model.network, micro.attention):
                 values, tokens = self.model(micro, bf16=self._passes.precision == "bf16"), micro.tokens
                 losses = value_loss(values, old_values[tokens], returns[tokens], clip=self.options.value_clip)
                 loss = torch.dot(weights[tokens].to(losses.dtype), losses)
                 loss.backward()
             total += loss.detach()
         self._ranks.add_gradients(list(self.model.parameters()))
-        grads = gradients(self._optimizer)
-        norm = gradient_norm(grads)
+        grads = collect_gradients(self._optimizer)
+        norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
             self._optimizer.zero_grad(set_to_none=True)
-            raise training_failure(step, "the critic's gradient is not finite", task_ids)
-        clip(grads, norm, self._config.max_grad_norm)
+            raise failed_step_error(step, "the critic's gradient is not finite", task_ids)
+        clip_gradients(grads, norm, self._config.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {"value/loss": self._ranks.add(total).item(), "value/grad_norm": norm}
 
     def state_dict(self) -> dict[str, Any]:
         """Weights and optimizer."""
-        return {"model": self.model.state_dict(), "optimizer": optimizer_state(self._optimizer, self.model)}
+        return {"model": self.model.state_dict(), "optimizer": optimizer_state_dict(self._optimizer, self.model)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken."""
-        load_weights(self.model, state["model"])
-        load_optimizer(self._optimizer, self.model, state["optimizer"])
+        load_full_weights(self.model, state["model"])
+        load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
 
 
 def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, float]:
@@ -162,7 +162,7 @@ def value_metrics(values: Tensor, returns: Tensor, tokens: Tensor) -> dict[str, 
     return found
 
 
-def usual_experiences(
+def select_critic_experiences(
     experiences: Sequence[Experience], table: TokenTable, part: Sequence[int], counted: Tensor
 ) -> list[int]:
     """Those of the part that the critic learns from."""

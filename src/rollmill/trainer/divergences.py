@@ -21,20 +21,20 @@ from rollmill.algorithms.distillation import (
     reverse_kl,
 )
 from rollmill.algorithms.losses import policy_gradient
-from rollmill.recipes import Distillation
-from rollmill.trainer.logprobs import CHUNK, logits_of
+from rollmill.recipes import DistillationOptions
+from rollmill.trainer.logprobs import CHUNK_LOGITS, compute_logits
 
 Divergence = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def token_divergences(
+def compute_divergences(
     policy: Any,
     teacher: Any,
     hidden_Td: Tensor,
     rows_M: Tensor,
     teacher_hidden_Md: Tensor,
     target_M: Tensor,
-    options: Distillation,
+    options: DistillationOptions,
     *,
     chunk: int | None = None,
 ) -> Tensor:
@@ -49,12 +49,12 @@ def token_divergences(
     """
     divergence = _divergence(options)
     vocabulary = policy.get_output_embeddings().weight.shape[0]
-    step = chunk or max(1, min(1024, CHUNK // vocabulary))
+    step = chunk or max(1, min(1024, CHUNK_LOGITS // vocabulary))
 
     def of_chunk(hidden_Cd: Tensor, teacher_Cd: Tensor, target_C: Tensor) -> Tensor:
         with torch.no_grad():
-            teacher_CV = torch.log_softmax(logits_of(teacher, teacher_Cd), -1)
-        return divergence(torch.log_softmax(logits_of(policy, hidden_Cd), -1), teacher_CV, target_C)
+            teacher_CV = torch.log_softmax(compute_logits(teacher, teacher_Cd), -1)
+        return divergence(torch.log_softmax(compute_logits(policy, hidden_Cd), -1), teacher_CV, target_C)
 
     parts = []
     for rows, teacher_Cd, target in zip(
@@ -65,7 +65,7 @@ def token_divergences(
     return torch.cat(parts)
 
 
-def _divergence(options: Distillation) -> Divergence:
+def _divergence(options: DistillationOptions) -> Divergence:
     functions: dict[str, Callable[..., Tensor]] = {
         "reverse_kl": reverse_kl,
         "forward_kl": forward_kl,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollmill.core.errors import TrainingError
+from rollmill.errors import TrainingError
 
 
-def training_failure(step: int, what: str, task_ids: Iterable[str]) -> TrainingError:
+def failed_step_error(step: int, what: str, task_ids: Iterable[str]) -> TrainingError:
     """The error of an update that was not made, naming the tasks it was about."""
     tasks = sorted(set(task_ids))
     shown = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")

@@ -13,15 +13,15 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rollmill.models.attention import attending
-from rollmill.models.forward import body, forward_inputs
-from rollmill.models.routing import routing_replayed
+from rollmill.models.attention import use_attention_context
+from rollmill.models.forward import base_network, build_forward_inputs
+from rollmill.models.routing import replay_routing
 from rollmill.trainer.batch import MicroBatch, TokenTable
 
-CHUNK = 1 << 26  #: logits that exist at a time, unless a number of rows is given
+CHUNK_LOGITS = 1 << 26  #: logits that exist at a time, unless a number of rows is given
 
 
-def predict(
+def compute_logprobs(
     model: Any,
     micro: MicroBatch,
     table: TokenTable,
@@ -34,13 +34,13 @@ def predict(
     """Log-probs and entropies (nats) of a micro-batch's action tokens at their rollout temperatures: float32 [M] each.
 
     Args:
-        hidden_Td: what `hidden_states` gave, if it was called before.
+        hidden_Td: what `compute_hidden_states` gave, if it was called before.
         chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
         entropy_gradient: whether the entropy is differentiable.
         bf16: compute in bfloat16 (logits are turned into float32 before anything is summed).
     """
     if hidden_Td is None:
-        hidden_Td = hidden_states(model, micro, bf16=bf16)
+        hidden_Td = compute_hidden_states(model, micro, bf16=bf16)
     head = model.get_output_embeddings()
     return token_logprobs(
         hidden_Td,
@@ -57,16 +57,16 @@ def predict(
     )
 
 
-def hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
+def compute_hidden_states(model: Any, micro: MicroBatch, *, bf16: bool = False) -> Tensor:
     """Last hidden states of a micro-batch's row, [T, d]."""
     with torch.autocast(micro.input_ids.device.type, torch.bfloat16) if bf16 else nullcontext():
-        network = body(model)
-        output = network(**forward_inputs(network, micro.input_ids, micro.position_ids))
+        network = base_network(model)
+        output = network(**build_forward_inputs(network, micro.input_ids, micro.position_ids))
     hidden_Td: Tensor = output.last_hidden_state[0]
     return hidden_Td
 
 
-def logits_of(model: Any, hidden_Cd: Tensor) -> Tensor:
+def compute_logits(model: Any, hidden_Cd: Tensor) -> Tensor:
     """The model's logits, [C, V], float32 (float64 for float64 models), by plain differentiable operations."""
     head = model.get_output_embeddings()
     logits = linear(hidden_Cd.to(head.weight.dtype), head.weight, head.bias) * _logit_scale(model.config)
@@ -76,15 +76,15 @@ def logits_of(model: Any, hidden_Cd: Tensor) -> Tensor:
 
 
 @contextmanager
-def attending_to(model: Any, micro: MicroBatch, *, replay: bool = False) -> Iterator[None]:
+def use_packed_attention(model: Any, micro: MicroBatch, *, replay: bool = False) -> Iterator[None]:
     """Context in which `predict` and its backward pass must run.
 
     Args:
         replay: experts are those that the rollout chose, as far as they are known: for the policy itself.
     """
     routing = micro.routing if replay else None
-    replaying = nullcontext() if routing is None else routing_replayed(model, routing)
-    with attending(model, micro.attention), replaying:
+    replaying = nullcontext() if routing is None else replay_routing(model, routing)
+    with use_attention_context(model, micro.attention), replaying:
         yield
 
 
@@ -111,7 +111,7 @@ def token_logprobs(
     Returns:
         log-probs [M] and entropies [M].
     """
-    chunk = chunk or max(1, min(1024, CHUNK // weight_Vd.shape[0]))
+    chunk = chunk or max(1, min(1024, CHUNK_LOGITS // weight_Vd.shape[0]))
     options = _Options(chunk, softcap, scale, entropy_gradient, dtype or hidden_Td.dtype)
     result: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         hidden_Td, rows_M, weight_Vd, bias_V, target_M, temperature_M, options
@@ -187,13 +187,13 @@ class _TokenLogprobs(torch.autograd.Function):
             g = g.to(options.dtype)
             torch.mm(g, cast, out=grad_picked[a:b])
             if ctx.needs_input_grad[2]:
-                grad_weight = _plus_product(grad_weight, g, picked[a:b], weight.dtype)
+                grad_weight = _accumulate_product(grad_weight, g, picked[a:b], weight.dtype)
             del g, slope
         grad_hidden = torch.zeros_like(hidden).index_add_(0, rows, grad_picked.to(hidden.dtype))
         return grad_hidden, None, grad_weight, grad_bias, None, None, None
 
 
-def _plus_product(total_Vd: Tensor | None, g_CV: Tensor, hidden_Cd: Tensor, dtype: torch.dtype) -> Tensor:
+def _accumulate_product(total_Vd: Tensor | None, g_CV: Tensor, hidden_Cd: Tensor, dtype: torch.dtype) -> Tensor:
     """total + g^T hidden, in `dtype`, without a second [V, d] where the types allow."""
     if total_Vd is None:
         return torch.mm(g_CV.t(), hidden_Cd).to(dtype)

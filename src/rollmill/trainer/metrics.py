@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from rollmill.algorithms.kl import k1, k3
-from rollmill.algorithms.recipe import Recipe, TermInputs
-from rollmill.trainer.mismatch import Mismatch
-from rollmill.trainer.ranks import Ranks
+from rollmill.algorithms.recipe import LossInputs, Recipe
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.mismatch import LogprobMismatch
 
 _GAP = "mismatch"
 
@@ -16,14 +16,14 @@ _GAP = "mismatch"
 class TokenMetrics:
     """Means over the tokens seen in one training step."""
 
-    def __init__(self, recipe: Recipe, ranks: Ranks) -> None:
+    def __init__(self, recipe: Recipe, ranks: RankGroup) -> None:
         self._recipe, self._ranks = recipe, ranks
         self._sums: dict[str, float] = {}
         self._counts: dict[str, float] = {}
         self._gap_max = self._drift_max = 0.0
 
     @torch.no_grad()
-    def usual(self, inputs: TermInputs, fresh: Tensor, *, first_pass: bool) -> None:
+    def usual(self, inputs: LossInputs, fresh: Tensor, *, first_pass: bool) -> None:
         """Add rolled-out tokens; `fresh` [tokens] says which the weights made that they are compared with."""
         ratio = torch.exp(inputs.logprob - inputs.old_logprob)
         self._add("ratio/mean", ratio)
@@ -42,11 +42,11 @@ class TokenMetrics:
         self._add("policy_drift/mean", difference)
         self._add("policy_drift/k1", k1(inputs.rollout_logprob, policy))
         self._add(_GAP, difference[fresh])
-        self._drift_max = _greatest(self._drift_max, difference)
-        self._gap_max = _greatest(self._gap_max, difference[fresh])
+        self._drift_max = _running_max(self._drift_max, difference)
+        self._gap_max = _running_max(self._gap_max, difference[fresh])
 
     @torch.no_grad()
-    def demonstrated(self, inputs: TermInputs) -> None:
+    def demonstrated(self, inputs: LossInputs) -> None:
         """Add demonstrated tokens of a first pass."""
         self._add("expert_entropy", inputs.entropy)
         if self._recipe.measures is not None:
@@ -54,10 +54,10 @@ class TokenMetrics:
                 self._add(name, values)
 
     @property
-    def mismatch(self) -> Mismatch:
+    def mismatch(self) -> LogprobMismatch:
         """Engine/trainer mismatch of the tokens that the present weights made."""
         total, tokens = (self._ranks.merged({_GAP: each.get(_GAP, 0.0)})[_GAP] for each in (self._sums, self._counts))
-        return Mismatch(tokens, total, self._ranks.greatest(self._gap_max))
+        return LogprobMismatch(tokens, total, self._ranks.greatest(self._gap_max))
 
     def result(self) -> dict[str, float]:
         """The means; what was never seen is left out."""
@@ -73,5 +73,5 @@ class TokenMetrics:
         self._counts[name] = self._counts.get(name, 0) + len(values)
 
 
-def _greatest(so_far: float, values: Tensor) -> float:
+def _running_max(so_far: float, values: Tensor) -> float:
     return max(so_far, float(values.max())) if len(values) else so_far

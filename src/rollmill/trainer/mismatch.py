@@ -26,17 +26,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rollmill.core.types import ANOTHER_RUN, Experience, Source
-from rollmill.trainer.batch import TokenTable, token_table
-from rollmill.trainer.ranks import Ranks
-from rollmill.trainer.sharding import own_parts
+from rollmill.trainer.batch import TokenTable, build_token_table
+from rollmill.trainer.distributed.fsdp import local_shards
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
-COMPLETIONS = 4
+PROBED_COMPLETIONS = 4
 """Completions compared of each batch, each from another group."""
 _TOKENS = 1024
 _SHARE_OF_BATCH = 1 / 16
 """A sample has at most this share of the batch's tokens, or `_TOKENS` where that is more."""
-_LEAST = 32
+_MIN_TOKENS = 32
 """Tokens compared of a completion, however long its prompt is."""
 _REMEMBERED = 4096
 """Completions whose mismatch is kept until they are learned from; some never are."""
@@ -46,16 +46,16 @@ _SHARE_OF_MEMORY = 1 / 8
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class LogprobMismatch:
     """Sums over compared tokens."""
 
     tokens: float = 0.0
     total: float = 0.0  #: sum of absolute differences, in nats
     greatest: float = 0.0
 
-    def __add__(self, other: Mismatch) -> Mismatch:
+    def __add__(self, other: LogprobMismatch) -> LogprobMismatch:
         greatest = max(self.greatest, other.greatest)
-        return Mismatch(self.tokens + other.tokens, self.total + other.total, greatest)
+        return LogprobMismatch(self.tokens + other.tokens, self.total + other.total, greatest)
 
 
 class MismatchProbe:
@@ -71,15 +71,15 @@ class MismatchProbe:
         self,
         model: nn.Module,
         logprobs: Callable[[Sequence[Experience], TokenTable], Tensor],
-        ranks: Ranks,
+        ranks: RankGroup,
         device: torch.device,
         *,
         kept_versions: int,
     ) -> None:
         self._logprobs, self._device = logprobs, device
-        self._kept = KeptWeights(model, kept_versions, ranks)
-        self._found: dict[str, Mismatch] = {}  # by completion
-        self._last: Mismatch | None = None
+        self._kept = WeightHistory(model, kept_versions, ranks)
+        self._found: dict[str, LogprobMismatch] = {}  # by completion
+        self._last: LogprobMismatch | None = None
 
     def choose(
         self, upcoming: Sequence[Sequence[Experience]], batch: Sequence[Experience], version: int
@@ -92,7 +92,7 @@ class MismatchProbe:
         """
         versions = [version, *self._kept.before(version)]
         missing = [each for each in upcoming if not self._knows(each)]
-        return [one for each in missing for one in _sample(each, versions, _budget(batch))]
+        return [one for each in missing for one in _sample(each, versions, _probe_token_budget(batch))]
 
     def compare(
         self, batch: Sequence[Experience], chosen: Sequence[Experience], version: int, *, fresh_as_well: bool
@@ -107,11 +107,11 @@ class MismatchProbe:
         self._kept.keep(version)
         versions = [*self._kept.before(version), *([version] if fresh_as_well else [])]
         if versions and not self._knows(batch):
-            chosen = [*chosen, *_sample(batch, versions, _budget(batch))]
+            chosen = [*chosen, *_sample(batch, versions, _probe_token_budget(batch))]
         by_version: dict[int, list[Experience]] = {}
         for each in chosen:
             by_version.setdefault(int(each.versions[each.action_mask][0]), []).append(each)
-        looked = Mismatch()
+        looked = LogprobMismatch()
         for number, experiences in sorted(by_version.items()):
             with self._kept.loaded(number, version):
                 for name, found in self._differences(experiences).items():
@@ -121,7 +121,7 @@ class MismatchProbe:
         for name in list(self._found)[:-_REMEMBERED]:
             del self._found[name]
 
-    def metrics(self, batch: Sequence[Experience], fresh: Mismatch) -> dict[str, float]:
+    def metrics(self, batch: Sequence[Experience], fresh: LogprobMismatch) -> dict[str, float]:
         """logprob_gap/mean, /max and /tokens of a batch that was learned from; nothing before the first comparison.
 
         Where no token of the batch could be compared, mean and max are those of the last comparison, and tokens is 0.
@@ -149,30 +149,30 @@ class MismatchProbe:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where `state_dict` was taken; copies of weights are not part of it."""
-        self._found = {name: Mismatch(*each) for name, each in state["found"].items()}
-        self._last = None if state["last"] is None else Mismatch(*state["last"])
+        self._found = {name: LogprobMismatch(*each) for name, each in state["found"].items()}
+        self._last = None if state["last"] is None else LogprobMismatch(*state["last"])
 
     def _knows(self, experiences: Sequence[Experience]) -> bool:
         return any(each.id in self._found for each in experiences)
 
-    def _differences(self, experiences: Sequence[Experience]) -> dict[str, Mismatch]:
-        table = token_table(experiences, self._device)
+    def _differences(self, experiences: Sequence[Experience]) -> dict[str, LogprobMismatch]:
+        table = build_token_table(experiences, self._device)
         gaps = (self._logprobs(experiences, table) - table.rollout_logprob).abs().double().cpu().numpy()
         parts = [gaps[a:b] for a, b in zip(table.offsets[:-1], table.offsets[1:], strict=True)]
         return {
-            each.id: Mismatch(float(len(part)), float(part.sum()), float(part.max()))
+            each.id: LogprobMismatch(float(len(part)), float(part.sum()), float(part.max()))
             for each, part in zip(experiences, parts, strict=True)
         }
 
 
-class KeptWeights:
+class WeightHistory:
     """Copies of the trained parameters of the last versions, in host memory: of each rank those it holds.
 
     Args:
         count: of earlier versions wanted.
     """
 
-    def __init__(self, model: nn.Module, count: int, ranks: Ranks) -> None:
+    def __init__(self, model: nn.Module, count: int, ranks: RankGroup) -> None:
         self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._copies: dict[int, list[Tensor]] = {}
         self._count = count and self._fitting(min(count, _VERSIONS), ranks)
@@ -188,7 +188,7 @@ class KeptWeights:
             return
         for later in [each for each in self._copies if each >= version]:  # of steps that are made again
             del self._copies[later]
-        own = own_parts(self._parameters)
+        own = local_shards(self._parameters)
         full = len(self._copies) > self._count
         room = self._copies.pop(min(self._copies)) if full else [torch.empty_like(each, device="cpu") for each in own]
         for copy, parameter in zip(room, own, strict=True):
@@ -209,12 +209,12 @@ class KeptWeights:
 
     @torch.no_grad()
     def _load(self, version: int) -> None:
-        for copy, parameter in zip(self._copies[version], own_parts(self._parameters), strict=True):
+        for copy, parameter in zip(self._copies[version], local_shards(self._parameters), strict=True):
             parameter.copy_(copy)
 
-    def _fitting(self, count: int, ranks: Ranks) -> int:
+    def _fitting(self, count: int, ranks: RankGroup) -> int:
         """How many versions besides the present one fit, on every rank: they all have to choose the same sample."""
-        size = sum(each.nbytes for each in own_parts(self._parameters))
+        size = sum(each.nbytes for each in local_shards(self._parameters))
         fits = int(_SHARE_OF_MEMORY * psutil.virtual_memory().total / ranks.size / max(size, 1)) - 1
         counts = [min(count, max(fits, 0))] * ranks.size
         if ranks.size > 1:
@@ -222,7 +222,7 @@ class KeptWeights:
         return min(counts)
 
 
-def _budget(batch: Sequence[Experience]) -> int:
+def _probe_token_budget(batch: Sequence[Experience]) -> int:
     """Tokens of a sample, prompts included."""
     return max(_TOKENS, int(_SHARE_OF_BATCH * sum(len(each.token_ids) for each in batch)))
 
@@ -235,14 +235,14 @@ def _sample(batch: Sequence[Experience], versions: Sequence[int], budget: int) -
     found = []
     for number, group in enumerate(groups.values()):
         rotated = (group[(number + i) % len(group)] for i in range(len(group)))
-        found += [one for each in rotated if (one := _of_one_version(each, versions)) is not None][:1]
-    count = min(COMPLETIONS, len(found))
-    return [_cut(found[i * len(found) // count], budget // count) for i in range(count)]
+        found += [one for each in rotated if (one := _restrict_to_version(each, versions)) is not None][:1]
+    count = min(PROBED_COMPLETIONS, len(found))
+    return [_truncate(found[i * len(found) // count], budget // count) for i in range(count)]
 
 
-def _of_one_version(experience: Experience, versions: Sequence[int]) -> Experience | None:
+def _restrict_to_version(experience: Experience, versions: Sequence[int]) -> Experience | None:
     """The experience with an action mask of the tokens that one of `versions` made, the one that made most."""
-    if experience.source is not Source.USUAL or ANOTHER_RUN in experience.info:
+    if experience.source is not ExperienceSource.ROLLOUT or IMPORTED_FROM in experience.info:
         return None
     made = experience.versions[1:][experience.action_mask[1:]]  # nothing predicts a first token
     there, counts = np.unique(made[np.isin(made, versions)], return_counts=True)
@@ -253,8 +253,8 @@ def _of_one_version(experience: Experience, versions: Sequence[int]) -> Experien
     return replace(experience, action_mask=mask)
 
 
-def _cut(experience: Experience, tokens: int) -> Experience:
-    """The first tokens of it, at least `_LEAST` after its first action token."""
-    end = max(tokens, int(experience.action_mask.argmax()) + _LEAST)
+def _truncate(experience: Experience, tokens: int) -> Experience:
+    """The first tokens of it, at least `_MIN_TOKENS` after its first action token."""
+    end = max(tokens, int(experience.action_mask.argmax()) + _MIN_TOKENS)
     arrays = ("token_ids", "action_mask", "logprobs", "versions")
     return replace(experience, **{name: getattr(experience, name)[:end] for name in arrays}, advantage=None)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.trainer.sharding import cut_like, is_cut, norm_over_ranks, own_parts, whole
+from rollmill.trainer.distributed.fsdp import gather_state_dict, global_norm, is_sharded, local_shards, shard_like
 
-Held = Callable[[], Iterable[Tensor]]
+TensorGetter = Callable[[], Iterable[Tensor]]
 """Tensors that lie in memory, as they are when asked."""
 
 
@@ -29,31 +29,31 @@ def build_optimizer(model: nn.Module, config: TrainerConfig) -> torch.optim.Adam
     return torch.optim.AdamW(decays, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
 
 
-def gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def collect_gradients(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """The gradients of all parameters that have one."""
     return [p.grad for p in _parameters(optimizer) if p.grad is not None]
 
 
-def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Its state, which it makes at its first step."""
     return [each for state in optimizer.state.values() for each in state.values() if isinstance(each, Tensor)]
 
 
-def gradient_norm(grads: list[Tensor]) -> float:
+def compute_gradient_norm(grads: list[Tensor]) -> float:
     """Euclidean norm over all gradients, whole. Where some are cut, every rank calls this."""
-    plain = own_parts([grad for grad in grads if not is_cut(grad)])
-    cut = own_parts([grad for grad in grads if is_cut(grad)])
+    plain = local_shards([grad for grad in grads if not is_sharded(grad)])
+    cut = local_shards([grad for grad in grads if is_sharded(grad)])
     norms = [_norm(plain)] if plain else []
-    return math.hypot(*norms, *([norm_over_ranks(_norm(cut))] if cut else []))
+    return math.hypot(*norms, *([global_norm(_norm(cut))] if cut else []))
 
 
-def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
+def clip_gradients(grads: list[Tensor], norm: float, max_norm: float) -> None:
     """Scale the gradients in place so that their norm is at most `max_norm`."""
     if norm > max_norm:
-        torch._foreach_mul_(own_parts(grads), max_norm / norm)
+        torch._foreach_mul_(local_shards(grads), max_norm / norm)
 
 
-def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
+def optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Any]:
     """`state_dict` of the optimizer of a model, the same however the model is cut: whole tensors on rank 0, and
     parameters numbered as on one rank. Where it is cut every rank calls this."""
     state, numbers = optimizer.state_dict(), _numbers(optimizer, model)
@@ -63,12 +63,14 @@ def optimizer_state(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[
         known = groups.setdefault(parameters[group["params"][0]].ndim >= 2, {**group, "params": []})
         known["params"] = sorted([*known["params"], *(numbers[i] for i in group["params"])])
     moments = {numbers[i]: each for i, each in state["state"].items()}
-    found: dict[str, Any] = whole({"state": dict(sorted(moments.items())), "param_groups": [*groups.values()]})
+    found: dict[str, Any] = gather_state_dict(
+        {"state": dict(sorted(moments.items())), "param_groups": [*groups.values()]}
+    )
     return found
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
-    """Go on from `optimizer_state`, of a model that may be cut in another way."""
+def load_optimizer_state_dict(optimizer: torch.optim.Optimizer, model: nn.Module, state: dict[str, Any]) -> None:
+    """Go on from `optimizer_state_dict`, of a model that may be cut in another way."""
     numbers, parameters = _numbers(optimizer, model), _parameters(optimizer)
     options = {number: group for group in state["param_groups"] for number in group["params"]}
     groups = [
@@ -76,7 +78,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, state: di
         for group in optimizer.state_dict()["param_groups"]
     ]
     moments = {
-        i: {key: cut_like(value, parameters[i]) for key, value in state["state"][number].items()}
+        i: {key: shard_like(value, parameters[i]) for key, value in state["state"][number].items()}
         for i, number in enumerate(numbers)
         if number in state["state"]
     }

@@ -10,7 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 
-def pack(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
+def pack_rows(costs: Sequence[int], budget: int, ranks: int = 1) -> list[list[list[int]]]:
     """Chunks of units for every rank: `result[rank][chunk]` is a list of indices into `costs`.
 
     A chunk costs at most `budget`; only a unit that costs more stands alone in a larger one. Every unit is in exactly

@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 import torch
 
-from rollmill.core.types import Experience, Source
+from rollmill.types import Experience, ExperienceSource
 
 
-def cut(experiences: Sequence[Experience], parts: int, generator: torch.Generator | None) -> list[list[int]]:
+def split_mini_batches(
+    experiences: Sequence[Experience], parts: int, generator: torch.Generator | None
+) -> list[list[int]]:
     """Indices of the experiences of each part.
 
     Groups are never cut. Usual and expert groups are dealt separately, so that every part has its share of both; parts
@@ -19,7 +21,7 @@ def cut(experiences: Sequence[Experience], parts: int, generator: torch.Generato
         generator: shuffles the groups; None keeps their order.
     """
     result: list[list[int]] = [[] for _ in range(parts)]
-    for source in Source:
+    for source in ExperienceSource:
         groups: dict[str, list[int]] = {}
         for i, experience in enumerate(experiences):
             if experience.source is source:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.models.lora import has_lora
-from rollmill.trainer.sharding import load_weights
+from rollmill.trainer.distributed.fsdp import load_full_weights
 
 
-class Reference:
+class ReferenceModel:
     """The policy of the moment this is made, unless another model is given.
 
     It is a frozen copy of the model. Where the model has LoRA adapters only these are copied, and put in the place of
@@ -80,7 +80,7 @@ class Reference:
         if state is None or self._given:
             return
         if self.model is not None:
-            load_weights(self.model, state)
+            load_full_weights(self.model, state)
         for name in self._adapter:
             self._adapter[name].copy_(state[name])
 

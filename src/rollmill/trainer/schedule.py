@@ -7,7 +7,7 @@ import math
 from rollmill.config.trainer import TrainerConfig
 
 
-def learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
+def compute_learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
     """Learning rate of training step `step` (0-based) of `total_steps`.
 
     Warm-up rises linearly to `lr`, which step `warmup_steps - 1` reaches. Afterwards linear and cosine fall from `lr`

@@ -14,12 +14,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.types import Experience
-from rollmill.recipes import Distillation, SelfDistill
-from rollmill.trainer.batch import MicroBatch, micro_batches, token_table
-from rollmill.trainer.logprobs import attending_to
-from rollmill.trainer.passes import Passes
-from rollmill.trainer.reference import Reference
+from rollmill.recipes import DistillationOptions, SelfDistill
+from rollmill.trainer.batch import MicroBatch, build_micro_batches, build_token_table
+from rollmill.trainer.logprobs import use_packed_attention
+from rollmill.trainer.passes import ForwardPasses
+from rollmill.trainer.reference import ReferenceModel
+from rollmill.types import Experience
 
 
 class Teacher:
@@ -30,16 +30,21 @@ class Teacher:
     """
 
     def __init__(
-        self, policy: nn.Module, given: nn.Module | None, options: Distillation, passes: Passes, device: torch.device
+        self,
+        policy: nn.Module,
+        given: nn.Module | None,
+        options: DistillationOptions,
+        passes: ForwardPasses,
+        device: torch.device,
     ) -> None:
         assert given is not None or isinstance(options, SelfDistill), "a recipe that distils needs a teacher"
         self._policy, self._passes = policy, passes
         self._rate: float | None = None
-        self._weights: Reference | None = None  #: None: the policy's own
+        self._weights: ReferenceModel | None = None  #: None: the policy's own
         if not isinstance(options, SelfDistill):
-            self._weights = Reference(policy, given, device)
+            self._weights = ReferenceModel(policy, given, device)
         elif options.weights != "current":
-            self._weights = Reference(policy, None, device)
+            self._weights = ReferenceModel(policy, None, device)
             self._rate = options.rate if options.weights == "ema" else None
 
     @property
@@ -61,14 +66,16 @@ class Teacher:
         members = [experiences[i] for i in micro.experiences]
         with torch.no_grad(), self._active() as model:
             if all(e.teacher_prompt is None for e in members):
-                with attending_to(model, micro):
+                with use_packed_attention(model, micro):
                     return self._passes.hidden(model, micro).index_select(0, micro.rows)
             device = micro.rows.device
             read = [_after_teacher_prompt(e) for e in members]
-            table = token_table(read, device)  # its tokens are in the order of the micro-batch's
+            table = build_token_table(read, device)  # its tokens are in the order of the micro-batch's
             hidden_Md: Tensor | None = None
-            for row in micro_batches(read, table, range(len(read)), self._passes.config.micro_batch_tokens, device):
-                with attending_to(model, row):
+            for row in build_micro_batches(
+                read, table, range(len(read)), self._passes.config.micro_batch_tokens, device
+            ):
+                with use_packed_attention(model, row):
                     found = self._passes.hidden(model, row).index_select(0, row.rows)
                 if hidden_Md is None:
                     hidden_Md = found.new_zeros(len(table.target), found.shape[1])

@@ -14,26 +14,32 @@ from rollmill.algorithms.entropy import AdaptiveEntropy
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
-from rollmill.core.types import ANOTHER_RUN, Experience, Source
-from rollmill.models.norms import Replacements, find_norms, replaced
+from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
 from rollmill.trainer.calibrate import choose_precision
-from rollmill.trainer.critic import Critic, ValueModel, usual_experiences, value_metrics
-from rollmill.trainer.inference import Inference
+from rollmill.trainer.critic import Critic, ValueModel, select_critic_experiences, value_metrics
+from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.tensor_parallel import parallelize_network, tensor_parallel_plan
+from rollmill.trainer.loss import BatchAdvantages, PrecomputedScores, StepLoss, compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
-from rollmill.trainer.objective import Judgement, Objective, Scores, judge
-from rollmill.trainer.optimizer import Held, build_optimizer, load_optimizer, optimizer_state, state_tensors
-from rollmill.trainer.parts import cut
-from rollmill.trainer.passes import Passes
-from rollmill.trainer.preparation import checkpoint_activations, evaluation_mode, master_weights
-from rollmill.trainer.ranks import Ranks
-from rollmill.trainer.reference import Reference
-from rollmill.trainer.schedule import learning_rate
-from rollmill.trainer.sharding import shard, whole
+from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
+from rollmill.trainer.optimizer import (
+    TensorGetter,
+    build_optimizer,
+    load_optimizer_state_dict,
+    optimizer_state_dict,
+    optimizer_tensors,
+)
+from rollmill.trainer.parts import split_mini_batches
+from rollmill.trainer.passes import ForwardPasses
+from rollmill.trainer.precompute import Precomputer
+from rollmill.trainer.reference import ReferenceModel
+from rollmill.trainer.schedule import compute_learning_rate
 from rollmill.trainer.teacher import Teacher
-from rollmill.trainer.tensor_parallel import cut_layers, styles_of
-from rollmill.trainer.update import Part, Updates
+from rollmill.trainer.update import MiniBatch, PolicyUpdater
+from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
 
 class Trainer:
@@ -68,20 +74,20 @@ class Trainer:
         seed: int = 0,
         reference: nn.Module | None = None,
         teacher: nn.Module | None = None,
-        ranks: Ranks | None = None,
+        ranks: RankGroup | None = None,
         kept_versions: int = 0,
     ) -> None:
         self.device = torch.device(device)
-        self.model = master_weights(model.to(self.device))
+        self.model = to_master_weights(model.to(self.device))
         self.recipe, self.config, self.total_steps = recipe, config, total_steps
         precision = choose_precision(model, device) if config.precision == "auto" else config.precision
         self.steps = 0
-        self._ranks = ranks or Ranks.of_process()
+        self._ranks = ranks or RankGroup.current()
         routing = routing_shape(self.model) if config.router_replay else None
-        self._passes = Passes(recipe, config, precision, self.device, self._ranks, routing)
+        self._passes = ForwardPasses(recipe, config, precision, self.device, self._ranks, routing)
         self._generator = torch.Generator().manual_seed(seed)
-        checkpoint_activations(self.model, config.gradient_checkpointing)
-        self._reference = Reference(self.model, reference, self.device) if recipe.uses_reference else None
+        set_gradient_checkpointing(self.model, config.gradient_checkpointing)
+        self._reference = ReferenceModel(self.model, reference, self.device) if recipe.uses_reference else None
         self._teacher: Teacher | None = None
         if recipe.distill is not None:
             self._teacher = Teacher(self.model, teacher, recipe.distill, self._passes, self.device)
@@ -97,13 +103,13 @@ class Trainer:
             self._entropy = AdaptiveEntropy(
                 recipe.entropy, target=steered.target, delta=steered.delta, maximum=steered.maximum
             )
-        self._norms: Replacements = find_norms(*self._models()) if self.device.type == "cpu" else []
+        self._norms: NormReplacements = find_norms(*self._models()) if self.device.type == "cpu" else []
         self._cut_models()
         self._optimizer = build_optimizer(self.model, config)
-        self._inference = Inference(
+        self._inference = Precomputer(
             self.model, self._passes, reference=self._reference, critic=self._critic, ready=self._ready
         )
-        self._updates = Updates(self.model, self._optimizer, self._passes, self._teacher)
+        self._updates = PolicyUpdater(self.model, self._optimizer, self._passes, self._teacher)
         self._mismatch = MismatchProbe(
             self.model, self._inference.logprobs, self._ranks, self.device, kept_versions=kept_versions
         )
@@ -125,7 +131,7 @@ class Trainer:
         return self.recipe.entropy if self._entropy is None else self._entropy.weight
 
     @property
-    def infers(self) -> bool:
+    def needs_precompute(self) -> bool:
         """Whether a step may need passes that `ahead` can make."""
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
@@ -170,9 +176,9 @@ class Trainer:
         self._refresh_reference()
         table, scores = self._inference.take(experiences, version, self.device)
         self._mismatch.compare(experiences, probes, version, fresh_as_well=self._critic_only)
-        own = torch.tensor([ANOTHER_RUN not in each.info for each in experiences], device=self.device)
+        own = torch.tensor([IMPORTED_FROM not in each.info for each in experiences], device=self.device)
         fresh = (table.version == version) & own[table.experience]
-        lr = learning_rate(config, self.steps, self.total_steps)
+        lr = compute_learning_rate(config, self.steps, self.total_steps)
         for group in self._optimizer.param_groups:
             group["lr"] = lr
         metrics, totals, updates = TokenMetrics(self.recipe, self._ranks), _Totals(), 0
@@ -180,10 +186,12 @@ class Trainer:
         extra |= {"kl_coefficient": self.kl_coefficient} if self._kl else {}
         extra |= {"entropy_coefficient": self.entropy_coefficient} if self._entropy else {}
         with self._ready():
-            judgement = judge(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
+            judgement = compute_advantages(experiences, table, self.recipe, scores, kl_coefficient=self.kl_coefficient)
             for epoch in range(config.epochs_per_batch):
-                for part in cut(experiences, config.updates_per_batch, self._generator if epoch else None):
-                    objective = Objective(
+                for part in split_mini_batches(
+                    experiences, config.updates_per_batch, self._generator if epoch else None
+                ):
+                    objective = StepLoss(
                         self.recipe,
                         table,
                         judgement,
@@ -196,7 +204,7 @@ class Trainer:
                     )
                     if updates and self.recipe.proximal != "recompute":
                         fresh = torch.zeros_like(fresh)  # an update has been made since
-                    batch = Part(experiences, table, objective, part, self.steps, fresh, self._generator)
+                    batch = MiniBatch(experiences, table, objective, part, self.steps, fresh, self._generator)
                     if not self._critic_only:
                         totals.add(self._updates.make(batch, metrics, first_pass=epoch == 0))
                     totals.add(self._update_critic(batch, judgement, scores))
@@ -209,24 +217,24 @@ class Trainer:
             self._teacher.follow()
         found = metrics.result() | self._mismatch.metrics(experiences, metrics.mismatch)
         if self._kl is not None and "kl_ref" in found:
-            self._kl.update(found["kl_ref"], sum(e.source is Source.USUAL for e in experiences))
+            self._kl.update(found["kl_ref"], sum(e.source is ExperienceSource.ROLLOUT for e in experiences))
         if self._entropy is not None and "entropy" in found:
             self._entropy.update(found["entropy"])
         skipped = totals.pop("skipped")
         counts = {"tokens": float(len(table.target)), "updates": updates - skipped, "skipped": skipped}
         return {"loss": 0.0, "grad_norm": 0.0, **totals.means(updates), **found, "lr": lr, **extra, **counts}
 
-    def held(self) -> dict[str, Held]:
+    def offloadable_tensors(self) -> dict[str, TensorGetter]:
         """What lies in memory between steps, by the names that the key `residency` has for it."""
-        found: dict[str, Held] = {
+        found: dict[str, TensorGetter] = {
             "policy": self.model.parameters,
-            "optimizer": partial(state_tensors, self._optimizer),
+            "optimizer": partial(optimizer_tensors, self._optimizer),
         }
         if self._reference is not None and self._reference.model is not None:
             found["reference"] = self._reference.model.parameters
         if self._teacher is not None and self._teacher.own_model is not None:
             found["teacher"] = self._teacher.own_model.parameters
-        return found if self._critic is None else found | self._critic.held()
+        return found if self._critic is None else found | self._critic.offloadable_tensors()
 
     def state_dict(self) -> dict[str, Any]:
         """What a resumed trainer needs besides the model's weights: the same on however many ranks, whole tensors.
@@ -234,7 +242,7 @@ class Trainer:
         With shards all ranks call this together, and rank 0 gets it.
         """
         state = {
-            "optimizer": optimizer_state(self._optimizer, self.model),
+            "optimizer": optimizer_state_dict(self._optimizer, self.model),
             "steps": self.steps,
             "generator": self._generator.get_state(),
             "precision": self.precision,
@@ -245,12 +253,12 @@ class Trainer:
             "mismatch": self._mismatch.state_dict(),
             "entropy": None if self._entropy is None else self._entropy.state_dict(),
         }
-        found: dict[str, Any] = whole(state)
+        found: dict[str, Any] = gather_state_dict(state)
         return found
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue exactly where `state_dict` was taken."""
-        load_optimizer(self._optimizer, self.model, state["optimizer"])
+        load_optimizer_state_dict(self._optimizer, self.model, state["optimizer"])
         self.steps, self._passes.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
         if self._reference is not None:
@@ -270,7 +278,7 @@ class Trainer:
     def _ready(self) -> Iterator[None]:
         """Models as they are during a pass: dropout off, fast norms."""
         critic = nullcontext() if self._critic is None else evaluation_mode(self._critic.model)
-        with evaluation_mode(self.model), critic, replaced(self._norms):
+        with evaluation_mode(self.model), critic, use_fast_norms(self._norms):
             yield
 
     def _refresh_reference(self) -> None:
@@ -293,18 +301,20 @@ class Trainer:
     def _cut_models(self) -> None:
         if self._ranks.sharding == "fsdp":
             for model in self._models():
-                shard(model)
+                apply_fsdp(model)
         elif self._ranks.sharding == "tensor":
-            styles = styles_of(self.model, self._ranks.size)
+            styles = tensor_parallel_plan(self.model, self._ranks.size)
             for model in self._models():
-                cut_layers(model.network if isinstance(model, ValueModel) else model.base_model, styles)
+                parallelize_network(model.network if isinstance(model, ValueModel) else model.base_model, styles)
 
-    def _update_critic(self, batch: Part, judgement: Judgement, scores: Scores) -> dict[str, float]:
+    def _update_critic(
+        self, batch: MiniBatch, judgement: BatchAdvantages, scores: PrecomputedScores
+    ) -> dict[str, float]:
         if self._critic is None:
             return {}
         assert scores.values is not None
         assert judgement.returns is not None
-        chosen = usual_experiences(batch.experiences, batch.table, batch.chosen, judgement.counted)
+        chosen = select_critic_experiences(batch.experiences, batch.table, batch.chosen, judgement.counted)
         if not chosen:
             return {}
         counted = torch.zeros_like(judgement.counted)

@@ -11,39 +11,39 @@ from typing import NoReturn
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.types import Experience, Source
 from rollmill.trainer.batch import MicroBatch, TokenTable
-from rollmill.trainer.divergences import token_divergences
-from rollmill.trainer.failure import training_failure
-from rollmill.trainer.logprobs import attending_to
+from rollmill.trainer.distributed.fsdp import call_unsharded
+from rollmill.trainer.divergences import compute_divergences
+from rollmill.trainer.failure import failed_step_error
+from rollmill.trainer.kto_baseline import compute_kto_baseline
+from rollmill.trainer.logprobs import use_packed_attention
+from rollmill.trainer.loss import StepLoss
 from rollmill.trainer.metrics import TokenMetrics
-from rollmill.trainer.mismatched import baseline_of
-from rollmill.trainer.objective import Objective
-from rollmill.trainer.optimizer import clip, gradient_norm, gradients
-from rollmill.trainer.passes import Passes
-from rollmill.trainer.sharding import inside
+from rollmill.trainer.optimizer import clip_gradients, collect_gradients, compute_gradient_norm
+from rollmill.trainer.passes import ForwardPasses
 from rollmill.trainer.teacher import Teacher
-from rollmill.trainer.vocabulary import distribution_sums
+from rollmill.trainer.vocabulary import compute_vocabulary_sums
+from rollmill.types import Experience, ExperienceSource
 
-Terms = dict[str, tuple[float, Tensor]]
-Culprit = tuple[str, list[int]]
+LossTermValues = dict[str, tuple[float, Tensor]]
+FailureCause = tuple[str, list[int]]
 """What is wrong, and the experiences that it is wrong with."""
 
 
 @dataclass(frozen=True)
-class Part:
+class MiniBatch:
     """The share of a batch that one optimizer step learns from: the experiences `chosen`."""
 
     experiences: Sequence[Experience]
     table: TokenTable
-    objective: Objective
+    objective: StepLoss
     chosen: list[int]
     step: int  #: training step
     fresh: Tensor  #: bool [A], made by the weights that the first pass of this part computes with
     draws: torch.Generator  #: of random choices among tokens; in the same state on all ranks
 
 
-class Updates:
+class PolicyUpdater:
     """Makes them.
 
     Args:
@@ -51,24 +51,28 @@ class Updates:
     """
 
     def __init__(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, passes: Passes, teacher: Teacher | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, passes: ForwardPasses, teacher: Teacher | None
     ) -> None:
         self._model, self._optimizer, self._passes, self._teacher = model, optimizer, passes, teacher
         self._recipe, self._ranks = passes.recipe, passes.ranks
 
-    def make(self, part: Part, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
+    def make(self, part: MiniBatch, metrics: TokenMetrics, *, first_pass: bool) -> dict[str, float]:
         """One optimizer step: loss, loss/<term> and grad_norm, or `skipped` where nothing has a gradient.
 
         Raises:
             TrainingError: a loss or gradient is not finite, on whichever rank; the weights are as before.
         """
-        if self._recipe.looks_at_steps:
+        if self._recipe.needs_step_statistics:
             self._choose(part)
         learned = set(part.objective.learned)
         if part.objective.mismatched is not None:
-            part.objective.kl_baseline = baseline_of(self._model, self._passes, part.objective.mismatched, part.chosen)
+            part.objective.kl_baseline = compute_kto_baseline(
+                self._model, self._passes, part.objective.mismatched, part.chosen
+            )
         if first_pass:
-            silent = [i for i in part.chosen if i not in learned and part.experiences[i].source is Source.USUAL]
+            silent = [
+                i for i in part.chosen if i not in learned and part.experiences[i].source is ExperienceSource.ROLLOUT
+            ]
             with torch.no_grad():
                 for micro in self._passes.rows(part.experiences, part.table, silent):
                     self.forward(part, micro, metrics, first_pass=True)
@@ -78,7 +82,7 @@ class Updates:
         micros = self._passes.rows(part.experiences, part.table, part.objective.learned)
         totals, culprit = {"loss": 0.0}, None
         for micro in micros:
-            with attending_to(self._model, micro, replay=True):
+            with use_packed_attention(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, metrics, first_pass=first_pass)
                 loss.backward()
             totals["loss"] += loss.item()
@@ -90,34 +94,34 @@ class Updates:
         if not all(math.isfinite(value) for value in totals.values()):
             self._fail(part, self._ranks.first(culprit) or ("the loss is not finite", part.chosen))
         self._ranks.add_gradients(list(self._model.parameters()))
-        grads = gradients(self._optimizer)
-        norm = gradient_norm(grads)
+        grads = collect_gradients(self._optimizer)
+        norm = compute_gradient_norm(grads)
         if not math.isfinite(norm):
             self._blame_gradient(part, micros)
-        clip(grads, norm, self._passes.config.max_grad_norm)
+        clip_gradients(grads, norm, self._passes.config.max_grad_norm)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
         return {**totals, "grad_norm": norm}
 
     def forward(
-        self, part: Part, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
-    ) -> tuple[Tensor, Terms]:
+        self, part: MiniBatch, micro: MicroBatch, metrics: TokenMetrics | None, *, first_pass: bool
+    ) -> tuple[Tensor, LossTermValues]:
         """The loss of one micro-batch; weight and share of every term."""
         taught = None if self._teacher is None else self._teacher.hidden(part.experiences, micro)
-        logprob, entropy, divergence = inside(self._model, lambda: self._predicted(micro, part.table, taught))
-        terms: Terms = {}
-        for source in Source:
+        logprob, entropy, divergence = call_unsharded(self._model, lambda: self._predicted(micro, part.table, taught))
+        terms: LossTermValues = {}
+        for source in ExperienceSource:
             inputs, tokens = part.objective.inputs(micro, logprob, entropy, source, divergence)
             if not len(tokens):
                 continue
             terms |= part.objective.terms(inputs, tokens, source)
-            if metrics is not None and source is Source.USUAL:
+            if metrics is not None and source is ExperienceSource.ROLLOUT:
                 metrics.usual(inputs, part.fresh[tokens], first_pass=first_pass)
             elif metrics is not None and first_pass:
                 metrics.demonstrated(inputs)
         return _total(terms) if terms else logprob.sum(), terms
 
-    def _choose(self, part: Part) -> None:
+    def _choose(self, part: MiniBatch) -> None:
         """Let masks see all tokens of the step at once: a pass without gradient over its judged experiences.
 
         What a mask keeps therefore does not depend on micro-batches and ranks.
@@ -127,20 +131,22 @@ class Updates:
         seen = torch.zeros(shape, dtype=torch.float64, device=table.target.device)
         for micro in passes.rows(part.experiences, table, part.objective.judged):
             with torch.no_grad():
-                seen[:, micro.tokens] = inside(self._model, partial(self._surveyed, micro, table)).to(seen.dtype)
+                seen[:, micro.tokens] = call_unsharded(self._model, partial(self._surveyed, micro, table)).to(
+                    seen.dtype
+                )
         logprob, entropy, discriminant = self._ranks.add(seen).to(table.rollout_logprob.dtype)
         draw = torch.rand(shape[1], generator=part.draws).to(seen.device)
         part.objective.choose(logprob, entropy, discriminant if self._recipe.uses_expected_discriminant else None, draw)
 
     def _surveyed(self, micro: MicroBatch, table: TokenTable) -> Tensor:
         """Log-probs, entropies and expected discriminants (0 unless a mask uses them) of a micro-batch, [3, M]."""
-        with attending_to(self._model, micro, replay=True):
+        with use_packed_attention(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
             discriminant = torch.zeros_like(logprob)
             if self._recipe.uses_expected_discriminant:
                 chunk = self._passes.config.logprob_chunk
-                sums = distribution_sums(self._model, hidden_Td, micro, table, chunk=chunk)
+                sums = compute_vocabulary_sums(self._model, hidden_Td, micro, table, chunk=chunk)
                 discriminant = sums.expected_discriminant.to(logprob.dtype)
         return torch.stack([logprob, entropy, discriminant])
 
@@ -148,13 +154,13 @@ class Updates:
         self, micro: MicroBatch, table: TokenTable, taught_Md: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probs, entropies and divergences from the teacher, whose hidden states are given, of a micro-batch."""
-        with attending_to(self._model, micro, replay=True):
+        with use_packed_attention(self._model, micro, replay=True):
             hidden_Td = self._passes.hidden(self._model, micro)
             logprob, entropy = self._passes.predict(self._model, micro, table, hidden_Td)
         if self._teacher is None or taught_Md is None:
             return logprob, entropy, None
         assert self._recipe.distill is not None
-        divergence = token_divergences(
+        divergence = compute_divergences(
             self._model,
             self._teacher.model,
             hidden_Td,
@@ -166,7 +172,7 @@ class Updates:
         )
         return logprob, entropy, divergence
 
-    def _blame_gradient(self, part: Part, micros: list[MicroBatch]) -> NoReturn:
+    def _blame_gradient(self, part: MiniBatch, micros: list[MicroBatch]) -> NoReturn:
         """Find the first micro-batch whose gradient is not finite, and report it on all ranks. (With shards every rank
         has to make every pass, so none looks for it.)"""
         found = self._ranks.first(self._culprit(part, micros) if self._ranks.sharding == "none" else None)
@@ -174,11 +180,11 @@ class Updates:
         last = micros[-1].experiences if alone else part.chosen
         self._fail(part, found or ("the sum of the micro-batches' gradients is not finite", last))
 
-    def _culprit(self, part: Part, micros: list[MicroBatch]) -> Culprit | None:
+    def _culprit(self, part: MiniBatch, micros: list[MicroBatch]) -> FailureCause | None:
         """What is wrong with one of this rank's micro-batches, and its experiences."""
         for micro in micros:
             self._optimizer.zero_grad(set_to_none=True)
-            with attending_to(self._model, micro, replay=True):
+            with use_packed_attention(self._model, micro, replay=True):
                 loss, terms = self.forward(part, micro, None, first_pass=False)
                 loss.backward()
             for name, parameter in self._model.named_parameters():
@@ -187,11 +193,11 @@ class Updates:
                     return what, micro.experiences
         return None
 
-    def _fail(self, part: Part, culprit: Culprit) -> NoReturn:
+    def _fail(self, part: MiniBatch, culprit: FailureCause) -> NoReturn:
         self._optimizer.zero_grad(set_to_none=True)
         what, members = culprit
-        raise training_failure(part.step, what, [part.experiences[i].task_id for i in members])
+        raise failed_step_error(part.step, what, [part.experiences[i].task_id for i in members])
 
 
-def _total(terms: Terms) -> Tensor:
+def _total(terms: LossTermValues) -> Tensor:
     return torch.stack([weight * value for weight, value in terms.values()]).sum()

@@ -7,10 +7,10 @@ import socket
 from functools import cache
 from urllib.parse import urlsplit
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 
-def listen(host: str, port: int) -> socket.socket:
+def open_listener(host: str, port: int) -> socket.socket:
     """A socket that takes connections; port 0 is any free one. Raises ConfigError where that is impossible."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
@@ -19,7 +19,7 @@ def listen(host: str, port: int) -> socket.socket:
         raise ConfigError(f"cannot listen on {host} port {port}: {error}; give another --port (0: any)") from error
 
 
-def address_of(host: str, listener: socket.socket) -> str:
+def server_url(host: str, listener: socket.socket) -> str:
     """`http://HOST:PORT` of a socket that listens on `host`, as other machines would write it."""
     shown = socket.gethostname() if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{shown}:{listener.getsockname()[1]}"
@@ -33,7 +33,7 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def is_here(header: str, listening: str) -> bool:
+def is_own_host(header: str, listening: str) -> bool:
     """Whether a Host header names the server that listens on `listening`.
 
     A page may have a name of its own pointed here (DNS rebinding). Addresses cannot be rebound; any port may be

@@ -7,15 +7,15 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.environments.base import EnvironmentSection
-from rollmill.config.environments.gymnasium import Gymnasium
-from rollmill.config.environments.reasoning_gym import ReasoningGymAttempts
-from rollmill.config.environments.textarena import TextArena
-from rollmill.config.parts import Chosen, name_alone
+from rollmill.config.environments.gymnasium import GymnasiumSection
+from rollmill.config.environments.reasoning_gym import ReasoningGymSection
+from rollmill.config.environments.textarena import TextArenaSection
+from rollmill.config.parts import RegisteredUnion, expand_name
 
 EnvironmentConfig = Annotated[
-    SerializeAsAny[Annotated[Gymnasium | ReasoningGymAttempts | TextArena, Field(discriminator="name")]],
-    WrapValidator(Chosen("environment")),
-    BeforeValidator(name_alone),
+    SerializeAsAny[Annotated[GymnasiumSection | ReasoningGymSection | TextArenaSection, Field(discriminator="name")]],
+    WrapValidator(RegisteredUnion("environment")),
+    BeforeValidator(expand_name),
 ]
 
-__all__ = ["EnvironmentConfig", "EnvironmentSection", "Gymnasium", "ReasoningGymAttempts", "TextArena"]
+__all__ = ["EnvironmentConfig", "EnvironmentSection", "GymnasiumSection", "ReasoningGymSection", "TextArenaSection"]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollmill.config.parts import Part
+from rollmill.config.parts import NamedSection
 
 
-class EnvironmentSection(Part):
+class EnvironmentSection(NamedSection):
     """An environment chosen by name; its other keys are its options."""
 
     processes: int = Field(0, ge=0)

@@ -9,7 +9,7 @@ from pydantic import Field
 from rollmill.config.environments.base import EnvironmentSection
 
 
-class Gymnasium(EnvironmentSection):
+class GymnasiumSection(EnvironmentSection):
     """A gymnasium environment with discrete actions, rendered as text (extra `gym`).
 
     Tasks may have `seed` and `options` in their metadata; options go over those here.

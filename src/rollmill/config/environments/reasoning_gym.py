@@ -9,7 +9,7 @@ from pydantic import Field
 from rollmill.config.environments.base import EnvironmentSection
 
 
-class ReasoningGymAttempts(EnvironmentSection):
+class ReasoningGymSection(EnvironmentSection):
     """Several attempts at a task of `taskset.generator`: a wrong answer gets feedback and another try.
 
     The reward is the generator's score of the last answer. With one attempt, workflow `single_turn` and the reward

@@ -1,4 +1,4 @@
-"""Text games of the library TextArena."""
+"""Text games of the library TextArenaSection."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pydantic import Field
 from rollmill.config.environments.base import EnvironmentSection
 
 
-class TextArena(EnvironmentSection):
-    """A game of TextArena for one player (extra `textarena`).
+class TextArenaSection(EnvironmentSection):
+    """A game of TextArenaSection for one player (extra `textarena`).
 
     Tasks may have `seed` and `options` in their metadata; options go over those here.
     """
 
     name: Literal["textarena"] = "textarena"
     id: str
-    """Its id in TextArena's registry, such as `GuessTheNumber-v0`."""
+    """Its id in TextArenaSection's registry, such as `GuessTheNumber-v0`."""
     options: dict[str, Any] = {}
     """Keyword arguments of `textarena.make`."""
     max_steps: int | None = Field(None, ge=1)

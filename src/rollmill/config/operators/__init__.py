@@ -6,71 +6,88 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.operators.base import Measured, OperatorSection, Successes
-from rollmill.config.operators.checks import Check, Verify
-from rollmill.config.operators.data_juicer import DataJuicer
-from rollmill.config.operators.duplicates import Duplicates, NearDuplicates
-from rollmill.config.operators.filters import GroupVariance, InvalidReward, LengthFilter, RewardFilter, Truncated
-from rollmill.config.operators.shaping import Diversity, LengthShaping, OverlongPenalty, RepetitionPenalty, Scale
-from rollmill.config.operators.signals import Priority, SuccessRate
-from rollmill.config.operators.synthesis import Demonstrations, GeneratedTests, Pairs, Reflection
-from rollmill.config.parts import Chosen, name_alone
+from rollmill.config.operators.base import OperatorSection, RewardOperatorSection, SuccessOperatorSection
+from rollmill.config.operators.checks import CheckOperator, VerifyOperator
+from rollmill.config.operators.data_juicer import DataJuicerFilter
+from rollmill.config.operators.duplicates import DuplicatesOperator, NearDuplicatesOperator
+from rollmill.config.operators.filters import (
+    GroupVarianceFilter,
+    InvalidRewardFilter,
+    LengthFilter,
+    RewardFilter,
+    TruncationOperator,
+)
+from rollmill.config.operators.shaping import (
+    DiversityBonus,
+    LengthShaping,
+    OverlongPenalty,
+    RepetitionPenalty,
+    RewardScaling,
+)
+from rollmill.config.operators.signals import ReplayPriority, SuccessRateOperator
+from rollmill.config.operators.synthesis import (
+    DemonstrationOperator,
+    GeneratedTestsOperator,
+    PreferencePairOperator,
+    ReflectionOperator,
+)
+from rollmill.config.parts import RegisteredUnion, expand_name
 
 OperatorConfig = Annotated[
     SerializeAsAny[
         Annotated[
             RewardFilter
             | LengthFilter
-            | GroupVariance
-            | InvalidReward
-            | Truncated
-            | Check
-            | Verify
-            | Duplicates
-            | NearDuplicates
+            | GroupVarianceFilter
+            | InvalidRewardFilter
+            | TruncationOperator
+            | CheckOperator
+            | VerifyOperator
+            | DuplicatesOperator
+            | NearDuplicatesOperator
             | LengthShaping
             | OverlongPenalty
             | RepetitionPenalty
-            | Diversity
-            | Scale
-            | Priority
-            | SuccessRate
-            | Demonstrations
-            | Pairs
-            | Reflection
-            | GeneratedTests
-            | DataJuicer,
+            | DiversityBonus
+            | RewardScaling
+            | ReplayPriority
+            | SuccessRateOperator
+            | DemonstrationOperator
+            | PreferencePairOperator
+            | ReflectionOperator
+            | GeneratedTestsOperator
+            | DataJuicerFilter,
             Field(discriminator="name"),
         ]
     ],
-    WrapValidator(Chosen("pipeline")),
-    BeforeValidator(name_alone),
+    WrapValidator(RegisteredUnion("pipeline")),
+    BeforeValidator(expand_name),
 ]
 
 __all__ = [
-    "Check",
-    "DataJuicer",
-    "Demonstrations",
-    "Diversity",
-    "Duplicates",
-    "GeneratedTests",
-    "GroupVariance",
-    "InvalidReward",
+    "CheckOperator",
+    "DataJuicerFilter",
+    "DemonstrationOperator",
+    "DiversityBonus",
+    "DuplicatesOperator",
+    "GeneratedTestsOperator",
+    "GroupVarianceFilter",
+    "InvalidRewardFilter",
     "LengthFilter",
     "LengthShaping",
-    "Measured",
-    "NearDuplicates",
+    "NearDuplicatesOperator",
     "OperatorConfig",
     "OperatorSection",
     "OverlongPenalty",
-    "Pairs",
-    "Priority",
-    "Reflection",
+    "PreferencePairOperator",
+    "ReflectionOperator",
     "RepetitionPenalty",
+    "ReplayPriority",
     "RewardFilter",
-    "Scale",
-    "SuccessRate",
-    "Successes",
-    "Truncated",
-    "Verify",
+    "RewardOperatorSection",
+    "RewardScaling",
+    "SuccessOperatorSection",
+    "SuccessRateOperator",
+    "TruncationOperator",
+    "VerifyOperator",
 ]

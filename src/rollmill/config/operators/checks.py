@@ -6,13 +6,13 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, OperatorSection, unweighted
+from rollmill.config.operators.base import OperatorSection, RewardOperatorSection, reject_weighting_keys
 from rollmill.config.rewards import RewardConfig, RewardSection
 
-At = tuple[str | int, ...]
+RewardKeyPath = tuple[str | int, ...]
 
 
-class Verify(Measured):
+class VerifyOperator(RewardOperatorSection):
     """Judges completions again by other rewards, and acts where these disagree with what was earned.
 
     Completions that a closed gate kept from being judged are left alone.
@@ -38,14 +38,14 @@ class Verify(Measured):
     """Judge only completions again that earned at most this."""
 
     @property
-    def judges_by(self) -> list[tuple[At, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
         """Its rewards."""
         return [(("rewards",), list(self.rewards))]
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
-        self.only_with(("weight",), self.part is not None, "with part")
+        self.reject_unused_keys(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
+        self.reject_unused_keys(("weight",), self.part is not None, "with part")
         if self.at_least is not None and self.at_most is not None and self.at_least > self.at_most:
             raise ValueError(f"at_least ({self.at_least:g}) is above at_most ({self.at_most:g}); change one")
         if all(reward.weight == 0 for reward in self.rewards):
@@ -53,7 +53,7 @@ class Verify(Measured):
         return self
 
 
-class Check(OperatorSection):
+class CheckOperator(OperatorSection):
     """Lets completions pass that a reward finds good enough: the right form, the right language, no loops."""
 
     name: Literal["check"] = "check"
@@ -67,12 +67,12 @@ class Check(OperatorSection):
     """Only with `otherwise: penalty`."""
 
     @property
-    def judges_by(self) -> list[tuple[At, list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[RewardKeyPath, list[RewardSection]]]:
         """Its reward."""
         return [(("reward",), [self.reward])]
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
-        unweighted(self.reward, "reward", "the reward is compared with at_least as it is")
+        self.reject_unused_keys(("penalty",), self.otherwise == "penalty", "with otherwise: penalty")
+        reject_weighting_keys(self.reward, "reward", "the reward is compared with at_least as it is")
         return self

@@ -6,10 +6,10 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Successes
+from rollmill.config.operators.base import SuccessOperatorSection
 
 
-class DataJuicer(Successes):
+class DataJuicerFilter(SuccessOperatorSection):
     """Runs operators of Data-Juicer (the package py-data-juicer) over the text of completions."""
 
     name: Literal["data_juicer"] = "data_juicer"
@@ -29,5 +29,5 @@ class DataJuicer(Successes):
                 raise ValueError("each entry of process is one operator, as in {words_num_filter: {min_num: 10}}")
         if self.mapped == "expert" and self.text != "response":
             raise ValueError("mapped: expert needs text: response, which is what changes")
-        self.only_with(("part", "threshold"), self.mapped == "expert", "with mapped: expert")
+        self.reject_unused_keys(("part", "threshold"), self.mapped == "expert", "with mapped: expert")
         return self

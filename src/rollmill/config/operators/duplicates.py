@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from rollmill.config.operators.base import OperatorSection
 
 
-class Duplicates(OperatorSection):
+class DuplicatesOperator(OperatorSection):
     """Drops completions whose text was there before, but for white space. The first one stays."""
 
     name: Literal["duplicates"] = "duplicates"
@@ -22,11 +22,11 @@ class Duplicates(OperatorSection):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("memory",), self.within != "group", "with within: task and within: run")
+        self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
         return self
 
 
-class NearDuplicates(OperatorSection):
+class NearDuplicatesOperator(OperatorSection):
     """Drops completions whose n-grams are nearly those of an earlier one (MinHash and LSH, extra `dedup`)."""
 
     name: Literal["near_duplicates"] = "near_duplicates"
@@ -45,5 +45,5 @@ class NearDuplicates(OperatorSection):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("memory",), self.within != "group", "with within: task and within: run")
+        self.reject_unused_keys(("memory",), self.within != "group", "with within: task and within: run")
         return self

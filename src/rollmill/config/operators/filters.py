@@ -6,12 +6,12 @@ from typing import Literal, Self, TypeVar
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, OperatorSection
+from rollmill.config.operators.base import OperatorSection, RewardOperatorSection
 
-Filter = TypeVar("Filter", bound=OperatorSection)
+FilterT = TypeVar("FilterT", bound=OperatorSection)
 
 
-class RewardFilter(Measured):
+class RewardFilter(RewardOperatorSection):
     """Keeps completions whose reward lies within bounds; those that were not judged stay."""
 
     name: Literal["reward_filter"] = "reward_filter"
@@ -39,7 +39,7 @@ class LengthFilter(OperatorSection):
         return _some_bound(self, self.at_least, self.at_most)
 
 
-class GroupVariance(Measured):
+class GroupVarianceFilter(RewardOperatorSection):
     """Keeps groups whose completions earn different rewards, as far as wanted (dynamic sampling of DAPO).
 
     Others are dropped as a whole, and the run rolls out other tasks in their place.
@@ -60,7 +60,7 @@ class GroupVariance(Measured):
         return _in_order(self, self.at_least, self.at_most)
 
 
-class InvalidReward(OperatorSection):
+class InvalidRewardFilter(OperatorSection):
     """Drops completions that have no reward, one that is not finite, or one that was judged too late."""
 
     name: Literal["invalid_reward"] = "invalid_reward"
@@ -70,7 +70,7 @@ class InvalidReward(OperatorSection):
     that the program was too slow."""
 
 
-class Truncated(OperatorSection):
+class TruncationOperator(OperatorSection):
     """What becomes of completions that were cut off at the length limit."""
 
     name: Literal["truncated"] = "truncated"
@@ -82,17 +82,17 @@ class Truncated(OperatorSection):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("reward",), self.then == "reward", "with then: reward")
+        self.reject_unused_keys(("reward",), self.then == "reward", "with then: reward")
         return self
 
 
-def _some_bound(section: Filter, low: float | None, high: float | None) -> Filter:
+def _some_bound(section: FilterT, low: float | None, high: float | None) -> FilterT:
     if low is None and high is None:
         raise ValueError("give at_least, at_most or both")
     return _in_order(section, low, high)
 
 
-def _in_order(section: Filter, low: float | None, high: float | None) -> Filter:
+def _in_order(section: FilterT, low: float | None, high: float | None) -> FilterT:
     if low is not None and high is not None and low > high:
         raise ValueError(f"at_least ({low:g}) is above at_most ({high:g}), so nothing would be left; change one")
     return section

@@ -6,10 +6,10 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import OperatorSection, Successes
+from rollmill.config.operators.base import OperatorSection, SuccessOperatorSection
 
 
-class LengthShaping(Successes):
+class LengthShaping(SuccessOperatorSection):
     """Shorter is better within a group, and a failure gains nothing (Kimi k1.5).
 
     From .5 for the shortest to -.5 for the longest, at most 0 for failures.
@@ -62,7 +62,7 @@ class RepetitionPenalty(OperatorSection):
     """Factor of the penalty."""
 
 
-class Diversity(Successes):
+class DiversityBonus(SuccessOperatorSection):
     """Successes earn more the less they are like the other completions of their group: from 0 to 1."""
 
     adds_to_rewards: ClassVar[bool] = True
@@ -80,12 +80,12 @@ class Diversity(Successes):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("ngram",), self.by == "ngrams", "with by: ngrams")
-        self.only_with(("after",), self.by == "answer", "with by: answer")
+        self.reject_unused_keys(("ngram",), self.by == "ngrams", "with by: ngrams")
+        self.reject_unused_keys(("after",), self.by == "answer", "with by: answer")
         return self
 
 
-class Scale(OperatorSection):
+class RewardScaling(OperatorSection):
     """reward * factor + offset, then within bounds."""
 
     adds_to_rewards: ClassVar[bool] = True

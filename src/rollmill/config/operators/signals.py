@@ -6,10 +6,10 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, Successes
+from rollmill.config.operators.base import RewardOperatorSection, SuccessOperatorSection
 
 
-class Priority(Measured):
+class ReplayPriority(RewardOperatorSection):
     """Sets the priority with which a group is learned from again (`buffer.replay`, order `priority`)."""
 
     name: Literal["priority"] = "priority"
@@ -24,11 +24,11 @@ class Priority(Measured):
     @model_validator(mode="after")
     def _honoured(self) -> Self:
         rewarded = self.by not in ("length", "recency")
-        self.only_with(("part", "threshold"), rewarded, "by those that look at rewards, not by: " + self.by)
+        self.reject_unused_keys(("part", "threshold"), rewarded, "by those that look at rewards, not by: " + self.by)
         return self
 
 
-class SuccessRate(Successes):
+class SuccessRateOperator(SuccessOperatorSection):
     """Says which completions count as a success, for samplers that choose tasks by it. Put it before filters.
 
     Without it samplers see the rewards of all completions, within 0 and 1.

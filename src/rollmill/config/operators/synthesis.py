@@ -6,14 +6,14 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.operators.base import Measured, Successes, unweighted
+from rollmill.config.operators.base import RewardOperatorSection, SuccessOperatorSection, reject_weighting_keys
 from rollmill.config.rewards import CodeReward, RewardSection
 
 
-class Demonstrations(Successes):
+class DemonstrationOperator(SuccessOperatorSection):
     """Successes become expert experiences, which `mix`, `chord` and `sft` imitate."""
 
-    makes_experiences: ClassVar[bool] = True
+    creates_experiences: ClassVar[bool] = True
 
     name: Literal["demonstrations"] = "demonstrations"
     choose: Literal["best", "shortest", "first"] = "best"
@@ -27,14 +27,14 @@ class Demonstrations(Successes):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("memory",), self.per_task is not None, "with per_task")
+        self.reject_unused_keys(("memory",), self.per_task is not None, "with per_task")
         return self
 
 
-class Pairs(Successes):
+class PreferencePairOperator(SuccessOperatorSection):
     """Pairs of a group's completions, of which one is preferred, for `dpo` and reward models."""
 
-    makes_experiences: ClassVar[bool] = True
+    creates_experiences: ClassVar[bool] = True
 
     name: Literal["pairs"] = "pairs"
     by: Literal["reward", "length"] = "reward"
@@ -49,15 +49,15 @@ class Pairs(Successes):
 
     @model_validator(mode="after")
     def _honoured(self) -> Self:
-        self.only_with(("margin",), self.by == "reward", "with by: reward")
-        self.only_with(("longer", "threshold"), self.by == "length", "with by: length")
+        self.reject_unused_keys(("margin",), self.by == "reward", "with by: reward")
+        self.reject_unused_keys(("longer", "threshold"), self.by == "length", "with by: length")
         return self
 
 
-class Reflection(Successes):
+class ReflectionOperator(SuccessOperatorSection):
     """A failed attempt, a second thought and a correct solution become one expert experience; the attempt is masked."""
 
-    makes_experiences: ClassVar[bool] = True
+    creates_experiences: ClassVar[bool] = True
 
     name: Literal["reflection"] = "reflection"
     cue: str = Field("\n\nWait, that is not right. Let me try again.\n\n", min_length=1)
@@ -71,7 +71,7 @@ class Reflection(Successes):
     """How many of a group at most."""
 
 
-class GeneratedTests(Measured):
+class GeneratedTestsOperator(RewardOperatorSection):
     """Code that passed its tests has to pass generated ones, too, once there are enough solutions to make them.
 
     Tasks with a column `generator` (a program that reads a number and prints a case) get tests by Kimi k1.5's rules
@@ -100,13 +100,13 @@ class GeneratedTests(Measured):
     """How programs are run and compared: a reward `code`."""
 
     @property
-    def judges_by(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
+    def reward_lists(self) -> list[tuple[tuple[str | int, ...], list[RewardSection]]]:
         """The reward `code`."""
         return [(("code",), [self.code])]
 
     @model_validator(mode="after")
     def _enough(self) -> Self:
-        unweighted(self.code, "code", "tests are passed or failed")
+        reject_weighting_keys(self.code, "code", "tests are passed or failed")
         for key in ("agree", "solve"):
             if getattr(self, key) > self.submissions:
                 raise ValueError(f"{key} ({getattr(self, key)}) is above submissions ({self.submissions}); lower it")

@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 
 
 class GateConfig(Section):

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from rollmill.config.rewards.base import RewardSection
 
-CodePlace = Literal["auto", "fence", "whole"]
-Comparison = Literal["lines", "exact", "tokens"]
+CodeExtraction = Literal["auto", "fence", "whole"]
+OutputComparison = Literal["lines", "exact", "tokens"]
 
 
 class CodeReward(RewardSection):
@@ -20,7 +20,7 @@ class CodeReward(RewardSection):
     """`all`: 1 if every test passes, else 0. `fraction`: the weight of the tests that pass, of the weight of all."""
     kinds: list[str] = []
     """Kinds of tests that are run and count, such as visible, hidden and generated. Empty: all of them."""
-    extract: CodePlace = "auto"
+    extract: CodeExtraction = "auto"
     """Where the code stands: in the last fenced block, in the whole text, or in the first of these found."""
     time_limit_s: float = Field(5.0, gt=0)
     """Hard limit for one test (of a check function: for all it does)."""
@@ -32,7 +32,7 @@ class CodeReward(RewardSection):
     """What the code may print in one test, and the size of a value that it may return, KiB."""
     packages: list[str] = []
     """Import names of packages that the code may use beside the standard library, with what they need themselves."""
-    compare: Comparison = "lines"
+    compare: OutputComparison = "lines"
     """How the output of programs is compared: line by line without regard to the amount of white space, exactly, or
     word by word with `tolerance` for numbers that are not whole."""
     tolerance: float = Field(1e-6, ge=0, lt=1)

@@ -9,10 +9,10 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Endpoint
 from rollmill.config.rewards.base import RewardSection
+from rollmill.config.section import Endpoint
 
-PLACE = re.compile(r"\{(\w+)\}")
+PLACEHOLDER = re.compile(r"\{(\w+)\}")
 _OF_ENDPOINTS = (
     "model",
     "api_key_env",
@@ -122,7 +122,7 @@ class JudgeSection(RewardSection):
     @model_validator(mode="after")
     def _template_has_places(self) -> Self:
         if self.template is not None:
-            found = PLACE.findall(self.template)
+            found = PLACEHOLDER.findall(self.template)
             missing = [place for place in self.needed if place not in found]
             unknown = [place for place in found if place not in self.places]
             if missing or unknown:

@@ -6,9 +6,9 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from rollmill.config.base import Section
 from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.judges import JudgeReward
+from rollmill.config.section import Section
 
 K12Type = Literal["single", "multiple", "true_false", "blank", "numeric", "ordering", "matching", "short"]
 

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from rollmill.config.rewards.base import RewardSection
 
-AnswerPlace = Literal["auto", "boxed", "hash", "last_number"]
+AnswerExtraction = Literal["auto", "boxed", "hash", "last_number"]
 
 
 class MathReward(RewardSection):
@@ -18,10 +18,10 @@ class MathReward(RewardSection):
     name: Literal["math"]
     time_limit_s: float = Field(1.5, gt=0)
     """Hard limit for one answer; past it the grader process is killed and the outcome is `timeout`."""
-    extract: AnswerPlace = "auto"
+    extract: AnswerExtraction = "auto"
     """Where the answer stands: the last \\boxed{}, after `####`, the last number; `auto`: the best evidence of a box,
     `####`, "the answer is" and the last conclusion, inside the last `<answer>...</answer>`, where there is one."""
-    extract_by_taskset: dict[str, AnswerPlace] = {}
+    extract_by_taskset: dict[str, AnswerExtraction] = {}
     """Same for single tasksets, by the name of file (without suffix), generator or function."""
     tolerance: float = Field(0.0, ge=0, lt=1)
     """Relative difference that numbers may have. At 0, 0.3333 is not 1/3."""

@@ -10,7 +10,7 @@ from rollmill.config.rewards.base import RewardSection
 from rollmill.config.rewards.python import PythonReward
 
 
-def part_names(rewards: Sequence[RewardSection]) -> list[str]:
+def reward_part_names(rewards: Sequence[RewardSection]) -> list[str]:
     """One name per reward: its own, a Python function's; the second of a name is name#2."""
     seen: Counter[str] = Counter()
     names = []

@@ -41,7 +41,7 @@ class VisionReward(TextReward):
         return self.model_validate(self.model_dump() | own) if own else self
 
 
-class PlacedReward(VisionReward):
+class LocalizationReward(VisionReward):
     """Keys of rewards that compare places in a picture."""
 
     coordinates: Coordinates = "pixels"
@@ -53,7 +53,7 @@ class PlacedReward(VisionReward):
     """Where the reference has a label, only a place with the same label counts."""
 
 
-class BoxesReward(PlacedReward):
+class BoxesReward(LocalizationReward):
     """F1 of boxes: twice the overlap of the best one-to-one matching over the number of boxes on both sides."""
 
     name: Literal["boxes"]
@@ -76,7 +76,7 @@ class BoxesReward(PlacedReward):
         return self
 
 
-class PointsReward(PlacedReward):
+class PointsReward(LocalizationReward):
     """F1 of points: each has to hit a place of the reference (a box, a polygon or a point) of its own."""
 
     name: Literal["points"]

@@ -6,49 +6,49 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import Chosen, name_alone
-from rollmill.config.workflows.agents import React, ToolTurns
+from rollmill.config.parts import RegisteredUnion, expand_name
+from rollmill.config.workflows.agents import ReActWorkflow, ToolWorkflow
 from rollmill.config.workflows.base import WorkflowSection
-from rollmill.config.workflows.environment import EnvironmentTurns
-from rollmill.config.workflows.program import Program
-from rollmill.config.workflows.second import FewShot, Judged, Reflection, Vote
-from rollmill.config.workflows.single import SingleTurn
-from rollmill.config.workflows.traffic import Traffic
-from rollmill.config.workflows.verifiers import Verifiers
+from rollmill.config.workflows.environment import EnvironmentWorkflow
+from rollmill.config.workflows.program import ProgramWorkflow
+from rollmill.config.workflows.second import FewShotWorkflow, JudgedWorkflow, ReflectionWorkflow, VoteWorkflow
+from rollmill.config.workflows.single import SingleTurnWorkflow
+from rollmill.config.workflows.traffic import TrafficWorkflow
+from rollmill.config.workflows.verifiers import VerifiersWorkflow
 
 WorkflowConfig = Annotated[
     SerializeAsAny[
         Annotated[
-            SingleTurn
-            | FewShot
-            | ToolTurns
-            | React
-            | EnvironmentTurns
-            | Reflection
-            | Vote
-            | Judged
-            | Verifiers
-            | Program
-            | Traffic,
+            SingleTurnWorkflow
+            | FewShotWorkflow
+            | ToolWorkflow
+            | ReActWorkflow
+            | EnvironmentWorkflow
+            | ReflectionWorkflow
+            | VoteWorkflow
+            | JudgedWorkflow
+            | VerifiersWorkflow
+            | ProgramWorkflow
+            | TrafficWorkflow,
             Field(discriminator="name"),
         ]
     ],
-    WrapValidator(Chosen("workflow")),
-    BeforeValidator(name_alone),
+    WrapValidator(RegisteredUnion("workflow")),
+    BeforeValidator(expand_name),
 ]
 
 __all__ = [
-    "EnvironmentTurns",
-    "FewShot",
-    "Judged",
-    "Program",
-    "React",
-    "Reflection",
-    "SingleTurn",
-    "ToolTurns",
-    "Traffic",
-    "Verifiers",
-    "Vote",
+    "EnvironmentWorkflow",
+    "FewShotWorkflow",
+    "JudgedWorkflow",
+    "ProgramWorkflow",
+    "ReActWorkflow",
+    "ReflectionWorkflow",
+    "SingleTurnWorkflow",
+    "ToolWorkflow",
+    "TrafficWorkflow",
+    "VerifiersWorkflow",
+    "VoteWorkflow",
     "WorkflowConfig",
     "WorkflowSection",
 ]

@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class AgentSection(WorkflowSection):
+class ToolWorkflowSection(WorkflowSection):
     """Keys of workflows that call tools."""
 
     uses_tools: ClassVar[bool] = True
@@ -24,7 +24,7 @@ class AgentSection(WorkflowSection):
     `malformed_calls`."""
 
 
-class ToolTurns(AgentSection):
+class ToolWorkflow(ToolWorkflowSection):
     """The policy calls tools until a turn makes no call: that turn is the answer, judged by `rewards`."""
 
     name: Literal["tools"] = "tools"
@@ -41,7 +41,7 @@ class ToolTurns(AgentSection):
         return value
 
 
-class React(AgentSection):
+class ReActWorkflow(ToolWorkflowSection):
     """Thought, Action, Action Input and Observation in one text (arXiv:2210.03629); what follows `Final Answer:` is
     judged by `rewards`."""
 

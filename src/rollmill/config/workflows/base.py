@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollmill.config.parts import Part
+from rollmill.config.parts import NamedSection
 
 
-class WorkflowSection(Part):
+class WorkflowSection(NamedSection):
     """A workflow chosen by name; its other keys are its options."""
 
-    asks_judge: ClassVar[bool] = True  #: what it returns is what `rewards` say
+    uses_rewards: ClassVar[bool] = True  #: what it returns is what `rewards` say
     uses_environment: ClassVar[bool] = False
     uses_tools: ClassVar[bool] = False
     uses_tasks: ClassVar[bool] = True  #: else rollouts come from outside
@@ -21,7 +21,7 @@ class WorkflowSection(Part):
     @property
     def judged(self) -> bool:
         """Whether it asks `rewards`, with these options."""
-        return type(self).asks_judge
+        return type(self).uses_rewards
 
     @property
     def needs_rewards(self) -> bool:

@@ -9,10 +9,10 @@ from pydantic import Field
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class EnvironmentTurns(WorkflowSection):
+class EnvironmentWorkflow(WorkflowSection):
     """Turns with the section `environment` until it is done; the reward is the sum of its rewards."""
 
-    asks_judge: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = False
     uses_environment: ClassVar[bool] = True
     multi_step: ClassVar[bool] = True
 

@@ -10,7 +10,7 @@ from pydantic import Field
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class Program(WorkflowSection):
+class ProgramWorkflow(WorkflowSection):
     """A program that uses the policy through an OpenAI-compatible endpoint, started once per rollout (extra `serve`).
 
     It finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment, as OpenAI's clients expect, and the task as JSON on

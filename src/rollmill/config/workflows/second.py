@@ -7,11 +7,11 @@ from typing import ClassVar, Literal, Self
 import regex
 from pydantic import Field, model_validator
 
-from rollmill.config.base import Section
+from rollmill.config.section import Section
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class GivenExample(Section):
+class FewShotExample(Section):
     """A worked example."""
 
     prompt: str
@@ -20,11 +20,11 @@ class GivenExample(Section):
     """How it is answered."""
 
 
-class FewShot(WorkflowSection):
+class FewShotWorkflow(WorkflowSection):
     """One completion of the task's prompt behind worked examples, judged by `rewards`."""
 
     name: Literal["few_shot"] = "few_shot"
-    examples: list[GivenExample] = []
+    examples: list[FewShotExample] = []
     """The examples. Default: tasks of the training taskset that have a worked solution; never the task itself."""
     count: int = Field(3, ge=1)
     """How many are shown."""
@@ -42,7 +42,7 @@ class FewShot(WorkflowSection):
         return self
 
 
-class Reflection(WorkflowSection):
+class ReflectionWorkflow(WorkflowSection):
     """The policy answers; where the answer is wrong it is told so, thinks about it and answers again."""
 
     multi_step: ClassVar[bool] = True
@@ -68,7 +68,7 @@ class Reflection(WorkflowSection):
         return self.critic == "rewards"
 
 
-class Vote(WorkflowSection):
+class VoteWorkflow(WorkflowSection):
     """Several answers to the task, each an experience of its own; the most frequent one wins (arXiv:2203.11171)."""
 
     multi_step: ClassVar[bool] = True
@@ -101,10 +101,10 @@ class Vote(WorkflowSection):
         return self
 
 
-class Judged(WorkflowSection):
+class JudgedWorkflow(WorkflowSection):
     """One completion of the task's prompt, scored from 0 to 1 by a model of `models`."""
 
-    asks_judge: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = False
 
     name: Literal["judged"] = "judged"
     by: str = "scorer"

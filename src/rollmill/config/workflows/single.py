@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class SingleTurn(WorkflowSection):
+class SingleTurnWorkflow(WorkflowSection):
     """One completion of the task's prompt, judged by `rewards`."""
 
     single_turn: ClassVar[bool] = True

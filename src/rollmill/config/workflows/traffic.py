@@ -9,10 +9,10 @@ from pydantic import Field
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class Traffic(WorkflowSection):
+class TrafficWorkflow(WorkflowSection):
     """What applications do with the model that `rollmill serve RUN.yaml --train` serves; feedback rewards it."""
 
-    asks_judge: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = False
     uses_tasks: ClassVar[bool] = False
     single_turn: ClassVar[bool] = True
     multi_step: ClassVar[bool] = True

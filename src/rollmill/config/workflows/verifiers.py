@@ -10,13 +10,13 @@ from pydantic import Field
 from rollmill.config.workflows.base import WorkflowSection
 
 
-class Verifiers(WorkflowSection):
+class VerifiersWorkflow(WorkflowSection):
     """An environment of the library verifiers (0.4), as it is: its tasks, tools and rewards, against our endpoint.
 
-    It runs in a Python of its own, which `make verifiers-setup` makes; tasks come from `rollmill.tasks.verifiers:rows`.
+    It runs in a Python of its own, which `make verifiers-setup` makes; tasks come from `rollmill.data.verifiers:rows`.
     """
 
-    asks_judge: ClassVar[bool] = False
+    uses_rewards: ClassVar[bool] = False
     multi_step: ClassVar[bool] = True
 
     name: Literal["verifiers"] = "verifiers"

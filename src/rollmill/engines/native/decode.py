@@ -16,18 +16,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollmill.engines.native.cache import Bucket, Entry, stacked
-from rollmill.models.attention import AttentionOptions, Reach, out_of_reach, within_reach
-from rollmill.models.recurrent import RecurrentCall, State
+from rollmill.engines.native.kv_cache import CacheBucket, CacheEntry, stack_states
+from rollmill.models.attention import AttentionOptions, AttentionWindow, fits_window, window_mask
+from rollmill.models.recurrent import RecurrentCall, RecurrentState
 
-NEVER = -1e30  # finite, so that fully masked rows stay free of NaN
+MASKED_SCORE = -1e30  # finite, so that fully masked rows stay free of NaN
 
 
 @dataclass(slots=True)
-class OwnPiece:
+class CompletionSegment:
     """Rows start..end of the batch own the entries of one bucket."""
 
-    bucket: Bucket
+    bucket: CacheBucket
     start: int
     end: int
     lengths_n: Tensor  # tokens before this step
@@ -36,10 +36,10 @@ class OwnPiece:
 
 
 @dataclass(slots=True)
-class PromptPiece:
+class PromptSegment:
     """Prompts of one bucket and the batch rows below each of them."""
 
-    bucket: Bucket
+    bucket: CacheBucket
     index_P: Tensor  # entries
     rows_PG: Tensor  # batch rows, padded with row 0
     lengths_P: Tensor
@@ -50,7 +50,7 @@ class PromptPiece:
 
 
 @dataclass(slots=True)
-class Partial:
+class PartialAttention:
     """Attention to a part of the tokens: largest score, sum of exponentials [.., 1], weighted mean of values
     [.., D]."""
 
@@ -66,7 +66,7 @@ class DecodeContext:
     change freely. Without it all shapes stay the same from step to step, as a captured graph needs.
     """
 
-    def __init__(self, entries: list[Entry], device: torch.device, last_position: int, exact: bool = True) -> None:
+    def __init__(self, entries: list[CacheEntry], device: torch.device, last_position: int, exact: bool = True) -> None:
         self.device, self.exact = device, exact
         self._last_position = last_position  # of the model; only finished rows left in the batch get there
         self._entries = entries
@@ -75,8 +75,8 @@ class DecodeContext:
         self.prompts, self.order_B = _prompt_pieces(entries, device)
         self.positions_B = torch.tensor([entry.offset + entry.length for entry in entries], device=device)
         self.prompt_lengths_B = torch.tensor([entry.offset for entry in entries], device=device)
-        self._masks: dict[tuple[int, Reach], Tensor | None] = {}
-        self._states: dict[int, State] = {}  # of recurrent layers, row by row
+        self._masks: dict[tuple[int, AttentionWindow], Tensor | None] = {}
+        self._states: dict[int, RecurrentState] = {}  # of recurrent layers, row by row
         self._layers = 0  # called so far in this pass
 
     def begin(self) -> None:
@@ -129,12 +129,12 @@ class DecodeContext:
         layer, self._layers = self._layers, self._layers + 1
         rows = len(self._entries)
         if layer not in self._states:
-            self._states[layer] = stacked([entry.states[layer] for entry in self._entries])
+            self._states[layer] = stack_states([entry.states[layer] for entry in self._entries])
         output, after = call(torch.arange(rows, device=self.device)[:, None], self._states[layer])
         self._states[layer] = after
         return output.transpose(0, 1)
 
-    def hand_back(self) -> None:
+    def write_back_states(self) -> None:
         """Give the rows' entries their states, which the steps have moved on."""
         for layer, states in self._states.items():
             for i, entry in enumerate(self._entries):
@@ -143,7 +143,7 @@ class DecodeContext:
 
     def _own(
         self, i: int, layer: int, q_BKRD: Tensor, k_BKD: Tensor, v_BKD: Tensor, options: AttentionOptions
-    ) -> Partial:
+    ) -> PartialAttention:
         piece = self.own[i]
         n, rows = piece.end - piece.start, slice(piece.start, piece.end)
         store_k, store_v = piece.bucket.layer(layer, k_BKD.transpose(0, 1)[None], v_BKD.transpose(0, 1)[None])
@@ -155,7 +155,7 @@ class DecodeContext:
             store_k[at, :, piece.lengths_n] = k_BKD[rows]
             store_v[at, :, piece.lengths_n] = v_BKD[rows]
         length = piece.longest + 1 if self.exact and not _dense(store_k) else piece.bucket.capacity
-        mask = self._own_mask(i, length, options.reach)
+        mask = self._own_mask(i, length, options.window)
         partial = _attend(
             q_BKRD[rows].flatten(0, 1),
             store_k[:n].flatten(0, 1)[:, :length],
@@ -167,7 +167,7 @@ class DecodeContext:
 
     def _prompt(
         self, i: int, layer: int, q_BKRD: Tensor, key: Tensor, value: Tensor, options: AttentionOptions
-    ) -> Partial:
+    ) -> PartialAttention:
         piece = self.prompts[i]
         kv_heads, repeats = q_BKRD.shape[1:3]
         prompts, rows = piece.rows_PG.shape
@@ -179,7 +179,7 @@ class DecodeContext:
         length = piece.longest if self.exact else piece.bucket.capacity
         q_PGKRD = q_BKRD.unflatten(0, (prompts, rows)) if piece.in_order else q_BKRD[piece.rows_PG]
         q = q_PGKRD.transpose(1, 2).reshape(prompts * kv_heads, rows * repeats, -1)
-        mask = self._prompt_mask(i, length, options.reach)
+        mask = self._prompt_mask(i, length, options.window)
         if mask is not None:  # [P, G, L] -> [P*K, G*R, L]
             mask = mask[:, None, :, None].expand(-1, kv_heads, -1, repeats, -1).reshape(q.shape[0], -1, length)
         keys, values = store_k.flatten(0, 1)[:, :length], store_v.flatten(0, 1)[:, :length]
@@ -187,7 +187,7 @@ class DecodeContext:
         shape = (prompts, kv_heads, rows, repeats)
         return _map(partial, lambda x: x.view(*shape, -1).transpose(1, 2).flatten(0, 1))
 
-    def _own_mask(self, i: int, length: int, reach: Reach) -> Tensor | None:
+    def _own_mask(self, i: int, length: int, reach: AttentionWindow) -> Tensor | None:
         """True where hidden, [n, L]; None where nothing is."""
         piece = self.own[i]
         if self.exact and piece.even and length == piece.longest + 1 and self._sees_all(reach):
@@ -197,11 +197,11 @@ class DecodeContext:
             hidden = at > piece.lengths_n[:, None]
             rows = slice(piece.start, piece.end)
             starts, ends = self.prompt_lengths_B[rows, None], self.positions_B[rows, None]
-            far = out_of_reach(ends, starts + at, reach)
+            far = window_mask(ends, starts + at, reach)
             self._masks[2 * i, reach] = hidden if far is None else hidden | far
         return self._masks[2 * i, reach]
 
-    def _prompt_mask(self, i: int, length: int, reach: Reach) -> Tensor | None:
+    def _prompt_mask(self, i: int, length: int, reach: AttentionWindow) -> Tensor | None:
         """True where hidden, [P, G, L]; None where nothing is."""
         piece = self.prompts[i]
         if (2 * i + 1, reach) not in self._masks:
@@ -209,14 +209,14 @@ class DecodeContext:
             hidden = (at >= piece.lengths_P[:, None])[:, None].expand(-1, piece.rows_PG.shape[1], -1)
             nothing = self.exact and piece.even
             if not (nothing and self._sees_all(reach)):
-                far = out_of_reach(self.positions_B[piece.rows_PG][..., None], at, reach)
+                far = window_mask(self.positions_B[piece.rows_PG][..., None], at, reach)
                 hidden, nothing = (hidden, nothing) if far is None else (hidden | far, False)
             self._masks[2 * i + 1, reach] = None if nothing else hidden
         return self._masks[2 * i + 1, reach]
 
-    def _sees_all(self, reach: Reach) -> bool:
+    def _sees_all(self, reach: AttentionWindow) -> bool:
         """Whether no row is so long that a window or a chunk hides something from it."""
-        return within_reach(self._longest + 1, reach)
+        return fits_window(self._longest + 1, reach)
 
 
 def _dense(store: Tensor) -> bool:
@@ -225,7 +225,7 @@ def _dense(store: Tensor) -> bool:
     return store.device.type == "cpu" and store.dtype in (torch.bfloat16, torch.float16)
 
 
-def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> Partial:
+def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: float | None) -> PartialAttention:
     """q [N, M, D], k and v [N, L, D], hidden [N, M or 1, L]; scores are summed in fp32.
 
     `softmax` and not `exp`, which takes ten times as long where the result underflows (all that is hidden, on a CPU).
@@ -234,29 +234,31 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor | None, softcap: flo
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
     if hidden is not None:
-        scores.masked_fill_(hidden, NEVER)
+        scores.masked_fill_(hidden, MASKED_SCORE)
     top = scores.amax(-1, keepdim=True)
     weights = torch.softmax(scores, -1)
     total = weights.amax(-1, keepdim=True).reciprocal_()  # the largest weight is exp(0) / total
-    return Partial(top, total, torch.bmm(weights.to(v.dtype), v).float())
+    return PartialAttention(top, total, torch.bmm(weights.to(v.dtype), v).float())
 
 
-def _map(partial: Partial, function: Callable[[Tensor], Tensor]) -> Partial:
-    return Partial(function(partial.top), function(partial.total), function(partial.output))
+def _map(partial: PartialAttention, function: Callable[[Tensor], Tensor]) -> PartialAttention:
+    return PartialAttention(function(partial.top), function(partial.total), function(partial.output))
 
 
-def _concatenate(parts: list[Partial]) -> Partial:
+def _concatenate(parts: list[PartialAttention]) -> PartialAttention:
     if len(parts) == 1:
         return parts[0]
-    return Partial(*(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "total", "output")))
+    return PartialAttention(
+        *(torch.cat([getattr(part, name) for part in parts]) for name in ("top", "total", "output"))
+    )
 
 
-def _reorder(parts: list[Partial], order_B: Tensor | None) -> Partial:
+def _reorder(parts: list[PartialAttention], order_B: Tensor | None) -> PartialAttention:
     partial = _concatenate(parts)
     return partial if order_B is None else _map(partial, lambda x: x[order_B])
 
 
-def _merge(a: Partial, b: Partial, sinks: Tensor | None) -> Tensor:
+def _merge(a: PartialAttention, b: PartialAttention, sinks: Tensor | None) -> Tensor:
     """Attention over both parts, [B, K, R, V]; sinks [K * R] take part in the softmax and have no value."""
     top = torch.maximum(a.top, b.top)
     weight_a, weight_b = a.total * torch.exp(a.top - top), b.total * torch.exp(b.top - top)
@@ -268,25 +270,25 @@ def _merge(a: Partial, b: Partial, sinks: Tensor | None) -> Tensor:
     return output * torch.sigmoid(logsumexp - sinks.float().view(*top.shape[1:]))
 
 
-def _own_pieces(entries: list[Entry], device: torch.device) -> list[OwnPiece]:
+def _own_pieces(entries: list[CacheEntry], device: torch.device) -> list[CompletionSegment]:
     pieces, start = [], 0
     while start < len(entries):
         bucket = entries[start].bucket
         end = start + len(bucket.entries)
         lengths = [entry.length for entry in entries[start:end]]
         tensor = torch.tensor(lengths, device=device)
-        pieces.append(OwnPiece(bucket, start, end, tensor, min(lengths) == max(lengths), max(lengths)))
+        pieces.append(CompletionSegment(bucket, start, end, tensor, min(lengths) == max(lengths), max(lengths)))
         start = end
     return pieces
 
 
-def _prompt_pieces(entries: list[Entry], device: torch.device) -> tuple[list[PromptPiece], Tensor | None]:
+def _prompt_pieces(entries: list[CacheEntry], device: torch.device) -> tuple[list[PromptSegment], Tensor | None]:
     """The prompt pieces, and where in their concatenated rows each batch row is found (None: in batch order)."""
-    below: dict[Entry, list[int]] = {}
+    below: dict[CacheEntry, list[int]] = {}
     for row, entry in enumerate(entries):
         assert entry.parent is not None
         below.setdefault(entry.parent, []).append(row)
-    by_bucket: dict[int, list[Entry]] = {}
+    by_bucket: dict[int, list[CacheEntry]] = {}
     for parent in below:
         by_bucket.setdefault(id(parent.bucket), []).append(parent)
     pieces, order, base = [], [0] * len(entries), 0
@@ -299,7 +301,7 @@ def _prompt_pieces(entries: list[Entry], device: torch.device) -> tuple[list[Pro
         lengths = [parent.length for parent in parents]
         rows = [below[parent] + [0] * (most - len(below[parent])) for parent in parents]
         pieces.append(
-            PromptPiece(
+            PromptSegment(
                 bucket=parents[0].bucket,
                 index_P=torch.tensor([parent.index for parent in parents], device=device),
                 rows_PG=torch.tensor(rows, device=device),

@@ -17,16 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollmill.core.errors import EngineError
-from rollmill.core.types import Completion, StopReason
-from rollmill.engines.base import Request
-from rollmill.engines.native.cache import Cache
-from rollmill.engines.native.drafting import Drafting
-from rollmill.engines.native.runner import Runner
-from rollmill.engines.native.sampler import Found
-from rollmill.engines.native.sequence import Group, Row, make_group
-from rollmill.engines.native.telling import tell
-from rollmill.engines.native.weights import Weights
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native.draft_verifier import DraftVerifier
+from rollmill.engines.native.kv_cache import KVCache
+from rollmill.engines.native.model_runner import ModelRunner
+from rollmill.engines.native.sampler import HostSamplerOutput
+from rollmill.engines.native.sequence import SequenceGroup, SequenceState, build_sequence_group
+from rollmill.engines.native.token_stream import emit_tokens
+from rollmill.engines.native.weights import EngineWeights
+from rollmill.errors import EngineError
+from rollmill.types import Completion, StopReason
 
 
 class NativeEngine:
@@ -66,12 +66,12 @@ class NativeEngine:
         self._prefill_tokens = prefill_tokens
         self._keep = keep
         model.eval()  # the trainer switches to training mode by itself, where it needs it
-        self._weights = Weights(model, dtype)
-        self._cache = Cache()
-        self._runner = Runner(self._weights.model, self._cache, prefill_tokens, context, record_routing)
-        self.drafting = Drafting(self._runner)
-        self._queue: deque[Group] = deque()  # not all of their completions have started
-        self._rows: list[Row] = []
+        self._weights = EngineWeights(model, dtype)
+        self._cache = KVCache()
+        self._runner = ModelRunner(self._weights.model, self._cache, prefill_tokens, context, record_routing)
+        self.drafting = DraftVerifier(self._runner)
+        self._queue: deque[SequenceGroup] = deque()  # not all of their completions have started
+        self._rows: list[SequenceState] = []
         self._paused = False
         self._stale = True  # cached keys and values, and a cast of the weights, belong to an older version
         self._lost = False  # there are no cached keys and values
@@ -80,11 +80,11 @@ class NativeEngine:
 
     # -- the RolloutEngine protocol ------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
 
-    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served."""
         group = self.submit(request)
         try:
@@ -141,7 +141,7 @@ class NativeEngine:
     # -- memory ------------------------------------------------------------------------------------------------
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> EngineWeights:
         """What it decodes with."""
         return self._weights
 
@@ -157,7 +157,7 @@ class NativeEngine:
     def destroy_cache(self) -> None:
         """Hand back the memory of cached keys and values; what is running is computed anew."""
         self._sweep()
-        self._cache = Cache()
+        self._cache = KVCache()
         self._runner.reset(self._cache)
         self._stale = self._lost = True
 
@@ -173,7 +173,7 @@ class NativeEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> Group:
+    def submit(self, request: GenerationRequest) -> SequenceGroup:
         """Take a request; its completions come into the queue `results` of what is returned."""
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
@@ -182,7 +182,7 @@ class NativeEngine:
                 f"{request.id}: the model has recurrent layers, whose state cannot go back to before a draft that is "
                 "rejected; ask without drafts and ngram_draft"
             )
-        group = make_group(request, self._tokenizer, self._eos_ids, self._context)
+        group = build_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
         if group.unfinished:
             self._queue.append(group)
         self._ensure_driver()
@@ -193,7 +193,7 @@ class NativeEngine:
         if not self._paused and (self._queue or self._rows) and (self._driver is None or self._driver.done()):
             self._driver = asyncio.get_running_loop().create_task(self._drive())
 
-    def _abort(self, group: Group) -> None:
+    def _abort(self, group: SequenceGroup) -> None:
         """Forget what is unfinished of a request (nothing, when it ended well)."""
         if group.unfinished == 0:
             return
@@ -223,7 +223,7 @@ class NativeEngine:
         for group in groups:
             group.unfinished = 0
             group.results.put_nowait(error)
-        self._cache = Cache()
+        self._cache = KVCache()
         self._runner.reset(self._cache)
 
     # -- one step ----------------------------------------------------------------------------------------------
@@ -235,13 +235,13 @@ class NativeEngine:
             self._take_over()
         self._runner.prefill(self._queue, self._max_sequences - len(self._rows))
         self._start()
-        if drafted := [row for row in self._rows if row.drafted]:
+        if drafted := [row for row in self._rows if row.has_draft]:
             self._check(drafted, self.drafting.drafts)
             return
-        guessed = [row for row in self._rows if row.guess()]
+        guessed = [row for row in self._rows if row.propose()]
         others = len(self._rows) - len(guessed)
         if guessed:
-            self._check(guessed, self.drafting.guesses)
+            self._check(guessed, self.drafting.verify_ngram_drafts)
         if others and self._rows:
             self._absorb(self._rows, self._runner.decode(self._rows))
 
@@ -260,7 +260,7 @@ class NativeEngine:
         """Running rows keep what is cached of them."""
         running = {row.group for row in self._rows}
         for group in self._queue:
-            group.begin_anew()
+            group.reset_prompt()
             if group not in running:
                 self._cache.remove(group.prompts())
 
@@ -269,7 +269,7 @@ class NativeEngine:
         self._cache.clear()
         groups = {row.group: None for row in self._rows}
         for group in [*groups, *self._queue]:
-            group.begin_anew()
+            group.reset_prompt()
             group.prompts()
         self._runner.prefill_all(list(groups))
         self._runner.restore(self._rows)
@@ -280,8 +280,8 @@ class NativeEngine:
         if not started:
             return
         self._sweep()
-        first = [row for row in started if not row.tokens and not row.drafted]
-        drafted = [row for row in started if not row.tokens and row.drafted]
+        first = [row for row in started if not row.tokens and not row.has_draft]
+        drafted = [row for row in started if not row.tokens and row.has_draft]
         logits = [row.group.logits_V for row in first if row.group.logits_V is not None]
         self._runner.enter([row for row in started if not row.tokens])
         self._runner.restore([row for row in started if row.tokens])
@@ -297,9 +297,9 @@ class NativeEngine:
         if first:
             self._absorb(first, torch.stack(logits))
 
-    def _take_waiting(self) -> list[Row]:
+    def _take_waiting(self) -> list[SequenceState]:
         """Those for which there is room, while the tokens that they are begun with are fewer than a step's."""
-        taken: list[Row] = []
+        taken: list[SequenceState] = []
         room, begun = self._max_sequences - len(self._rows), 0
         for group in self._queue:
             while group.waiting and group.logits_V is not None and len(taken) < room and begun < self._prefill_tokens:
@@ -307,18 +307,18 @@ class NativeEngine:
                 begun += len(taken[-1].tokens)
         return taken
 
-    def _check(self, rows: list[Row], check: Callable[[list[Row], int], None]) -> None:
+    def _check(self, rows: list[SequenceState], check: Callable[[list[SequenceState], int], None]) -> None:
         """Extend rows by what is right of their proposals; retire those that have finished."""
         before = sum(len(row.tokens) for row in rows)
         check(rows, self.version)
         self.tokens_generated += sum(len(row.tokens) for row in rows) - before
         self._retire([row for row in rows if row.stop_reason is not None])
 
-    def _absorb(self, rows: list[Row], logits_BV: Tensor) -> None:
+    def _absorb(self, rows: list[SequenceState], logits_BV: Tensor) -> None:
         """Sample a token for each row from its logits; retire the rows that have finished."""
         top = max(row.group.request.record_top for row in rows)
-        found = Found.of(*self._runner.sample(rows, logits_BV, top))
-        tell(rows, found.tokens, found.logprobs, found.kept, logits_BV)
+        found = HostSamplerOutput.of(*self._runner.sample(rows, logits_BV, top))
+        emit_tokens(rows, found.tokens, found.logprobs, found.kept, logits_BV)
         self.tokens_generated += sum(row.stop_reason is None for row in rows)
         finished = [
             row
@@ -327,7 +327,7 @@ class NativeEngine:
         ]
         self._retire(finished)
 
-    def _retire(self, finished: list[Row]) -> None:
+    def _retire(self, finished: list[SequenceState]) -> None:
         for row in finished:
             row.group.hand_out(row)
         self._sweep(self._runner.slack)

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from rollmill.engines.native.cache import Entry, stacked
-from rollmill.models.attention import AttentionOptions, out_of_reach, with_sinks, within_reach
+from rollmill.engines.native.kv_cache import CacheEntry, stack_states
+from rollmill.models.attention import AttentionOptions, append_sinks, fits_window, window_mask
 from rollmill.models.recurrent import RecurrentCall
-from rollmill.models.varlen import Varlen, available
+from rollmill.models.varlen import VarlenAttention, varlen_available
 
 
 @dataclass(slots=True)
-class Segment:
+class PrefillChunk:
     """Tokens that extend `entry` from its position `start` (relative to the entry) on."""
 
-    entry: Entry
+    entry: CacheEntry
     start: int
     tokens: list[int]
 
@@ -34,10 +34,10 @@ class Segment:
 class PrefillContext:
     """Attention context of one forward pass over segments laid end to end."""
 
-    def __init__(self, segments: list[Segment]) -> None:
+    def __init__(self, segments: list[PrefillChunk]) -> None:
         self.segments = segments
         self._layers = 0  # called so far
-        self._varlen: Varlen | None = None
+        self._varlen: VarlenAttention | None = None
 
     def begin(self) -> None:
         """A forward pass begins: layers are numbered in the order of their calls."""
@@ -67,10 +67,10 @@ class PrefillContext:
             span = slice(segment.start, segment.start + len(segment.tokens))
             store_k[segment.entry.index, :, span] = k[0]
             store_v[segment.entry.index, :, span] = v[0]
-        plain = options.softcap is None and options.sinks is None and within_reach(max(lengths), options.reach)
+        plain = options.softcap is None and options.sinks is None and fits_window(max(lengths), options.window)
         if plain and all(segment.fresh for segment in self.segments):
-            if value.dtype in (torch.bfloat16, torch.float16) and available(value.device):
-                self._varlen = self._varlen or Varlen(lengths, [-1] * len(lengths), value.device)
+            if value.dtype in (torch.bfloat16, torch.float16) and varlen_available(value.device):
+                self._varlen = self._varlen or VarlenAttention(lengths, [-1] * len(lengths), value.device)
                 q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
                 return self._varlen.attend(q, k, v, options.scaling, None)[None]
             return _fresh(query, key, value, lengths, options.scaling)
@@ -83,7 +83,7 @@ class PrefillContext:
     def recur(self, hidden: Tensor, call: RecurrentCall) -> Tensor:
         """See AttentionContext. Segments share a call with others of their length; entries keep the states."""
         layer, self._layers = self._layers, self._layers + 1
-        calls: dict[tuple[int, bool], list[tuple[int, Segment]]] = {}
+        calls: dict[tuple[int, bool], list[tuple[int, PrefillChunk]]] = {}
         start = 0
         for segment in self.segments:
             calls.setdefault((len(segment.tokens), segment.fresh), []).append((start, segment))
@@ -92,7 +92,7 @@ class PrefillContext:
         for (length, fresh), members in calls.items():
             firsts = torch.tensor([first for first, _ in members], device=hidden.device)
             places = firsts[:, None] + torch.arange(length, device=hidden.device)
-            before = None if fresh else stacked([segment.entry.states[layer] for _, segment in members])
+            before = None if fresh else stack_states([segment.entry.states[layer] for _, segment in members])
             output, after = call(places, before)
             row[places.flatten()] = output.flatten(0, 1)
             for i, (_, segment) in enumerate(members):
@@ -101,11 +101,11 @@ class PrefillContext:
 
     @staticmethod
     def _one(
-        segment: Segment, layer: int, query: Tensor, like_k: Tensor, like_v: Tensor, options: AttentionOptions
+        segment: PrefillChunk, layer: int, query: Tensor, like_k: Tensor, like_v: Tensor, options: AttentionOptions
     ) -> Tensor:
         """One segment against its entry and its ancestors; [1, n, H, V]."""
         n, end = len(segment.tokens), segment.start + len(segment.tokens)
-        spans: list[tuple[Entry, int]] = [(segment.entry, end)]
+        spans: list[tuple[CacheEntry, int]] = [(segment.entry, end)]
         while (parent := spans[0][0].parent) is not None:
             spans.insert(0, (parent, parent.length))
         stores = [(entry, length, entry.bucket.layer(layer, like_k, like_v)) for entry, length in spans]
@@ -115,7 +115,7 @@ class PrefillContext:
         at_query = torch.arange(total - n, total, device=key.device)[:, None]
         at_key = torch.arange(total, device=key.device)[None]
         unseen = at_key > at_query
-        hidden = out_of_reach(at_query, at_key, options.reach)
+        hidden = window_mask(at_query, at_key, options.window)
         return masked_attention(query, key, value, unseen if hidden is None else unseen | hidden, options)
 
 
@@ -145,7 +145,7 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, hidden: Tensor, 
         None, None
     ]
     if options.sinks is not None:
-        query, key, value, mask = with_sinks(query, key, value, mask, options)
+        query, key, value, mask = append_sinks(query, key, value, mask, options)
     if options.softcap is None:
         gqa = query.shape[1] != key.shape[1]
         output = scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=options.scaling, enable_gqa=gqa)

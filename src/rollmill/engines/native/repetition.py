@@ -7,7 +7,7 @@ import numpy as np
 from rollmill.config.rollout import RepetitionConfig
 
 
-class Repetition:
+class RepetitionDetector:
     """Watches one completion. A token costs a comparison with each of the last `period` tokens."""
 
     def __init__(self, config: RepetitionConfig) -> None:

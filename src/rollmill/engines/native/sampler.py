@@ -14,14 +14,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rollmill.core.types import FloatArray, IntArray
+from rollmill.types import FloatArray, IntArray
 
-Top = tuple[IntArray, FloatArray]
+TopTokens = tuple[IntArray, FloatArray]
 """The tokens most probable at one position, and their probabilities; [K] each."""
 
 BLOCK = 128
 #: Elements handled at a time (four rows at least): the passes over a slice stay in cache, its memory is not new.
-SLICE = 1 << 18
+SLICE_ELEMENTS = 1 << 18
 #: Candidates that top-p looks at before it sorts the whole vocabulary.
 TOP_P_CANDIDATES = 512
 
@@ -63,7 +63,7 @@ class SamplingTensors:
         )  # fmt: skip
 
 
-class Sampled(NamedTuple):
+class SamplerOutput(NamedTuple):
     """One token per row.
 
     Log-probs are under the distribution sampled from, after temperature and truncation (greedy rows report the log-prob
@@ -79,7 +79,7 @@ class Sampled(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class HostSamplerOutput:
     """Tokens with what is said of them, on the CPU; one entry per position."""
 
     tokens: list[int]
@@ -89,7 +89,9 @@ class Found:
     top_probs: FloatArray
 
     @classmethod
-    def of(cls, token_P: Tensor, logprob_P: Tensor, kept_P: Tensor, top_PK: Tensor, probs_PK: Tensor) -> Found:
+    def of(
+        cls, token_P: Tensor, logprob_P: Tensor, kept_P: Tensor, top_PK: Tensor, probs_PK: Tensor
+    ) -> HostSamplerOutput:
         """From tensors."""
         ids, probs = top_PK.to(torch.int32).cpu().numpy(), probs_PK.cpu().numpy()
         return cls(token_P.tolist(), logprob_P.tolist(), kept_P.tolist(), ids, probs)
@@ -98,12 +100,12 @@ class Found:
         """Token, log-prob and log of the mass kept."""
         return self.tokens[position], self.logprobs[position], self.kept[position]
 
-    def top(self, position: int) -> Top | None:
+    def top(self, position: int) -> TopTokens | None:
         """The most probable tokens, where they are recorded."""
         return (self.top_ids[position], self.top_probs[position]) if self.top_ids.shape[1] else None
 
 
-def sample(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor, top: int = 0) -> Sampled:
+def sample_tokens(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor, top: int = 0) -> SamplerOutput:
     """Draw one token per row.
 
     Args:
@@ -113,19 +115,19 @@ def sample(logits_BV: Tensor, params: SamplingTensors, uniform_B: Tensor, top: i
         top: K.
     """
     parts = []
-    for cut in slices(logits_BV):
+    for cut in row_slices(logits_BV):
         logits, own = logits_BV[cut], params.part(cut)
-        probs, kept = probabilities(logits, own)
-        tokens = inverse_cdf(probs, uniform_B[cut])
+        probs, kept = truncated_probs(logits, own)
+        tokens = sample_inverse_cdf(probs, uniform_B[cut])
         if params.greedy:
             tokens = torch.where(own.temperature_B > 0, tokens, logits.argmax(-1))
         picked = probs.gather(1, tokens[:, None])[:, 0]
-        strongest = most_probable(drawn_from(probs, kept, logits, own), top) if top else _none(tokens)
+        strongest = select_top_tokens(normalized_probs(probs, kept, logits, own), top) if top else _none(tokens)
         parts.append((tokens, torch.log(picked / kept), torch.log(kept), *strongest))
-    return Sampled(*(torch.cat(each) for each in zip(*parts, strict=True)))
+    return SamplerOutput(*(torch.cat(each) for each in zip(*parts, strict=True)))
 
 
-def most_probable(probs_BV: Tensor, top: int) -> tuple[Tensor, Tensor]:
+def select_top_tokens(probs_BV: Tensor, top: int) -> tuple[Tensor, Tensor]:
     """Ids and probabilities [B, K] of the most probable tokens; K is `top`, or V if that is less."""
     found = probs_BV.topk(min(top, probs_BV.shape[1]), dim=-1)
     return found.indices, found.values
@@ -135,13 +137,13 @@ def _none(tokens_B: Tensor) -> tuple[Tensor, Tensor]:
     return tokens_B[:, None][:, :0], torch.empty(len(tokens_B), 0, device=tokens_B.device)
 
 
-def slices(logits_BV: Tensor) -> list[slice]:
+def row_slices(logits_BV: Tensor) -> list[slice]:
     """Rows that are handled at a time."""
-    rows = len(logits_BV) if logits_BV.is_cuda else max(4, SLICE // logits_BV.shape[1])
+    rows = len(logits_BV) if logits_BV.is_cuda else max(4, SLICE_ELEMENTS // logits_BV.shape[1])
     return [slice(start, start + rows) for start in range(0, len(logits_BV), rows)]
 
 
-def probabilities(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
+def truncated_probs(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor, Tensor]:
     """After temperature (1 for greedy rows), 0 where truncated; and how much is left of each row, [B].
 
     The first sum to the second. Both float32.
@@ -153,11 +155,11 @@ def probabilities(logits_BV: Tensor, params: SamplingTensors) -> tuple[Tensor, T
     probs_BV = torch.softmax(scaled_BV, dim=-1)
     if not params.truncated:
         return probs_BV, torch.ones_like(probs_BV[:, 0])
-    probs_BV = torch.where(_keep(probs_BV, params), probs_BV, 0.0)
+    probs_BV = torch.where(_truncation_mask(probs_BV, params), probs_BV, 0.0)
     return probs_BV, probs_BV.sum(-1)
 
 
-def drawn_from(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params: SamplingTensors) -> Tensor:
+def normalized_probs(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params: SamplingTensors) -> Tensor:
     """What `probabilities` gave, normalised [B, V]: for greedy rows all of it is at one token."""
     probs_BV = probs_BV / kept_B[:, None] if params.truncated else probs_BV
     if not params.greedy:
@@ -166,7 +168,7 @@ def drawn_from(probs_BV: Tensor, kept_B: Tensor, logits_BV: Tensor, params: Samp
     return torch.where(params.temperature_B[:, None] > 0, probs_BV, best_BV)
 
 
-def inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
+def sample_inverse_cdf(weights_BV: Tensor, uniform_B: Tensor) -> Tensor:
     """Index drawn in proportion to non-negative weights: the first whose cumulative weight exceeds uniform x total."""
     rows, vocab = weights_BV.shape
     pad = -vocab % BLOCK
@@ -191,7 +193,7 @@ def _first_above(cumulative_BN: Tensor, target_B: Tensor) -> Tensor:
     return found_B.clamp(max=cumulative_BN.shape[1] - 1)  # NaN finds nothing; the caller sees it in the log-prob
 
 
-def _keep(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
+def _truncation_mask(probs_BV: Tensor, params: SamplingTensors) -> Tensor:
     """Which tokens survive top-k, then top-p on the renormalised rest, then min-p (ties at a threshold survive)."""
     floor_B = torch.zeros_like(params.min_p_B)
     if bool((params.top_k_B > 0).any()):

@@ -12,35 +12,35 @@ import numpy as np
 from torch import Tensor
 
 from rollmill.config.rollout import NgramConfig
-from rollmill.core.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
-from rollmill.engines.base import Begun, Request
-from rollmill.engines.native.cache import Entry
-from rollmill.engines.native.guessing import Guesser
-from rollmill.engines.native.proposal import Proposal, from_draft, from_guess
-from rollmill.engines.native.repetition import Repetition
-from rollmill.engines.native.rng import fold
-from rollmill.engines.native.sampler import Top
-from rollmill.engines.requests import room_for, stops_of, text_of
-from rollmill.engines.stops import StopStrings
+from rollmill.engines.base import CompletionPrefix, GenerationRequest
+from rollmill.engines.native.draft import ActiveDraft, activate_draft, activate_ngram_draft
+from rollmill.engines.native.kv_cache import CacheEntry
+from rollmill.engines.native.ngram_speculator import NgramSpeculator
+from rollmill.engines.native.repetition import RepetitionDetector
+from rollmill.engines.native.sampler import TopTokens
+from rollmill.engines.request_limits import completion_text, max_new_tokens_for, stop_matcher_for
+from rollmill.engines.stop_strings import StopStringMatcher
+from rollmill.seeds import derive_seed
+from rollmill.types import Completion, FloatArray, IntArray, RoutingArray, StopReason
 
 
 @dataclass(slots=True, eq=False)
-class Group:
+class SequenceGroup:
     """A request: its prompt in the cache, and completions waiting for a place in the batch."""
 
-    request: Request
+    request: GenerationRequest
     limit: int  # new tokens per completion
     stop_ids: frozenset[int]
-    stops: StopStrings | None
+    stops: StopStringMatcher | None
     tokenizer: Any
     results: asyncio.Queue[Completion | BaseException] = field(default_factory=asyncio.Queue)
     submitted_at: float = field(default_factory=time.perf_counter)
-    entry: Entry | None = None
-    older: list[Entry] = field(default_factory=list)  # of older weights, which running completions look at
+    entry: CacheEntry | None = None
+    older: list[CacheEntry] = field(default_factory=list)  # of older weights, which running completions look at
     prefilled: int = 0
     logits_V: Tensor | None = None  # after the prompt's last token
     routing: list[RoutingArray] = field(default_factory=list)  # of the prompt's tokens, where it is recorded
-    waiting: deque[Row] = field(default_factory=deque)
+    waiting: deque[SequenceState] = field(default_factory=deque)
     unfinished: int = 0
 
     def __post_init__(self) -> None:
@@ -50,50 +50,50 @@ class Group:
         begun = dict(enumerate(request.begun))
         drafts = dict(enumerate(request.drafts))
         for index in range(request.n):
-            row, earlier, draft = Row(self, index), begun.get(index), drafts.get(index)
+            row, earlier, draft = SequenceState(self, index), begun.get(index), drafts.get(index)
             if earlier is not None and row.begin(earlier):
                 self.hand_out(row)
                 continue
             if draft is not None and request.on_token is None:
-                row.proposal = from_draft(draft, row.tokens, self.limit)
+                row.proposal = activate_draft(draft, row.tokens, self.limit)
             self.waiting.append(row)
 
-    def begin_anew(self) -> None:
+    def reset_prompt(self) -> None:
         """Completions that are waiting shall begin with the newest weights; running ones keep the prompt they have."""
         if self.entry is not None:
             self.older.append(self.entry)
         self.entry, self.prefilled, self.logits_V, self.routing = None, 0, None, []
 
-    def prompts(self) -> list[Entry]:
+    def prompts(self) -> list[CacheEntry]:
         """Give up all that is cached of the prompt."""
         found = [*self.older, *([] if self.entry is None else [self.entry])]
         self.entry, self.older = None, []
         return found
 
-    def hand_out(self, row: Row) -> None:
+    def hand_out(self, row: SequenceState) -> None:
         """Give a completion that has ended to whoever asked for it."""
         self.unfinished -= 1
         self.results.put_nowait(row.completion())
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class SequenceState:
     """One completion. Its last token is sampled but not yet in the cache."""
 
-    group: Group
+    group: SequenceGroup
     index: int
     seed: int = 0
-    entry: Entry | None = None
+    entry: CacheEntry | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     kept: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     started_at: float | None = None
     stop_reason: StopReason | None = None
-    repetition: Repetition | None = None
-    guesser: Guesser | None = None
-    proposal: Proposal | None = None
-    top: list[Top | None] = field(default_factory=list)
+    repetition: RepetitionDetector | None = None
+    guesser: NgramSpeculator | None = None
+    proposal: ActiveDraft | None = None
+    top: list[TopTokens | None] = field(default_factory=list)
     prompt_routing: list[RoutingArray] | None = None
     """Experts of the prompt's tokens in the pass that its first token was sampled after."""
     routing: list[RoutingArray] = field(default_factory=list)
@@ -101,43 +101,43 @@ class Row:
 
     def __post_init__(self) -> None:
         request = self.group.request
-        self.seed = fold(request.seed, self.index)
+        self.seed = derive_seed(request.seed, self.index)
         if request.sampling.repetition is not None:
-            self.repetition = Repetition(request.sampling.repetition)
+            self.repetition = RepetitionDetector(request.sampling.repetition)
         if request.sampling.ngram_draft is not None and request.on_token is None:
-            self.guesser = Guesser(request.sampling.ngram_draft, request.prompt_ids)
+            self.guesser = NgramSpeculator(request.sampling.ngram_draft, request.prompt_ids)
 
-    def begin(self, begun: Begun) -> bool:
+    def begin(self, begun: CompletionPrefix) -> bool:
         """Take over tokens that were sampled earlier, up to one that ends the completion; True if one does."""
         arrays = (begun.token_ids, begun.logprobs, begun.kept_logmass, begun.versions)
         if begun.routing is not None and len(begun.token_ids):
             prompt = len(self.group.request.prompt_ids)
             self.prompt_routing, self.routing = list(begun.routing[:prompt]), list(begun.routing[prompt:])
-        top: list[Top | None] = [None] * len(begun.token_ids)
+        top: list[TopTokens | None] = [None] * len(begun.token_ids)
         if begun.top_ids is not None and begun.top_probs is not None:
             top = list(zip(begun.top_ids, begun.top_probs, strict=True))
         return any(self.append(*each) for each in zip(*(array.tolist() for array in arrays), top, strict=True))
 
     @property
-    def drafted(self) -> bool:
+    def has_draft(self) -> bool:
         """Whether there are tokens of an earlier completion to be accepted."""
         return self.proposal is not None and not self.proposal.guessed and self.stop_reason is None
 
-    def proposed(self, count: int) -> list[int]:
+    def next_draft_tokens(self, count: int) -> list[int]:
         """Up to `count` tokens that may come next."""
         if self.proposal is None:
             return []
         tokens: list[int] = self.proposal.part(len(self.tokens), count)[0].tolist()
         return tokens
 
-    def guess(self) -> bool:
+    def propose(self) -> bool:
         """Whether there is a guess at what follows."""
         at, group = len(self.tokens), self.group
         if self.stop_reason is not None:
             return False
         if self.proposal is None and self.guesser is not None:
-            tokens = self.guesser.guess(self.tokens)[: group.limit - at]
-            self.proposal = from_guess(at, tokens) if tokens else None
+            tokens = self.guesser.propose(self.tokens)[: group.limit - at]
+            self.proposal = activate_ngram_draft(at, tokens) if tokens else None
         if self.proposal is not None and self.proposal.left(at) <= 0:
             self.proposal = None
         return self.proposal is not None
@@ -150,7 +150,7 @@ class Row:
         before, self.proposal = self.proposal, self.proposal.after(accepted, tested)
         if self.proposal is None and self.guesser is None:  # where does the earlier completion go on like this one?
             text = [*self.group.request.prompt_ids, *before.token_ids.tolist()]
-            self.guesser = Guesser(NgramConfig(length=3, tokens=8), text)
+            self.guesser = NgramSpeculator(NgramConfig(length=3, tokens=8), text)
         if self.proposal is not None and self.proposal.left(len(self.tokens)) <= 0:
             self.proposal = None
 
@@ -158,7 +158,7 @@ class Row:
         """Note the experts of its tokens from `start` on, unless an earlier pass has. Empty: none are noted."""
         self.routing.extend(routing[len(self.routing) - start :])
 
-    def append(self, token: int, logprob: float, kept: float, version: int, top: Top | None = None) -> bool:
+    def append(self, token: int, logprob: float, kept: float, version: int, top: TopTokens | None = None) -> bool:
         """Add a sampled token; True if the completion is now finished."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -219,10 +219,14 @@ class Row:
 
     def _text(self) -> str:
         group = self.group
-        return text_of(self.tokens, group.tokenizer, group.stops if self.stop_reason is StopReason.STOP else None)
+        return completion_text(
+            self.tokens, group.tokenizer, group.stops if self.stop_reason is StopReason.STOP else None
+        )
 
 
-def make_group(request: Request, tokenizer: Any, eos_ids: frozenset[int], context: int) -> Group:
+def build_sequence_group(
+    request: GenerationRequest, tokenizer: Any, eos_ids: frozenset[int], context: int
+) -> SequenceGroup:
     """The group of a request. Raises EngineError for one that cannot be served."""
-    limit, stops = room_for(request, context), stops_of(request, tokenizer)
-    return Group(request, limit, eos_ids | frozenset(request.sampling.stop_token_ids), stops, tokenizer)
+    limit, stops = max_new_tokens_for(request, context), stop_matcher_for(request, tokenizer)
+    return SequenceGroup(request, limit, eos_ids | frozenset(request.sampling.stop_token_ids), stops, tokenizer)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rollmill.models.lora import adapted_layers, merged_weight, plain_twin
+from rollmill.models.lora import adapted_layers, copy_without_adapters, merged_weight
 
 
-class Weights:
+class EngineWeights:
     """`model` computes in `dtype`.
 
     If the trainer's model already has that type and no adapters, it is that very model: nothing is copied and nothing
@@ -71,7 +71,7 @@ class Weights:
             else:
                 self._merged.append((twin.data, _merge_of(layer)))
         memo[id(model.config)] = copy.deepcopy(model.config, memo)
-        return plain_twin(model, memo)
+        return copy_without_adapters(model, memo)
 
 
 def _merge_of(layer: nn.Module) -> Callable[[], Tensor]:

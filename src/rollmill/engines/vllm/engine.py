@@ -16,11 +16,11 @@ from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import Any
 
-from rollmill.core.errors import EngineError, RollmillError
-from rollmill.core.types import Completion
-from rollmill.engines.base import Request
-from rollmill.engines.vllm.process import Launch, VLLMProcess
-from rollmill.engines.vllm.sample import Sample, make_group
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.vllm.process import VLLMLaunchConfig, VLLMProcess
+from rollmill.engines.vllm.sequence import VLLMSequence, build_vllm_sequence_group
+from rollmill.errors import EngineError, RollmillError
+from rollmill.types import Completion
 
 
 class VLLMEngine:
@@ -37,7 +37,7 @@ class VLLMEngine:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: VLLMLaunchConfig,
         tokenizer: Any,
         *,
         eos_ids: frozenset[int],
@@ -55,7 +55,7 @@ class VLLMEngine:
         self._eos_ids, self._context = eos_ids, context
         self._restarts_left = restarts
         self._numbers = itertools.count(1)
-        self._running: dict[int, Sample] = {}
+        self._running: dict[int, VLLMSequence] = {}
         self._process: VLLMProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         self._paused = False
@@ -66,14 +66,14 @@ class VLLMEngine:
 
     # -- the RolloutEngine protocol ------------------------------------------------------------------------------
 
-    async def generate(self, request: Request) -> list[Completion]:
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
         """See RolloutEngine."""
         return sorted([completion async for completion in self.stream(request)], key=lambda c: c.index)
 
-    async def stream(self, request: Request) -> AsyncIterator[Completion]:
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
         """See RolloutEngine. Raises EngineError for requests that cannot be served, and where the process ends."""
-        group = make_group(request, self._tokenizer, self._eos_ids, self._context)
-        samples = [Sample(group, index, next(self._numbers)) for index in range(request.n)]
+        group = build_vllm_sequence_group(request, self._tokenizer, self._eos_ids, self._context)
+        samples = [VLLMSequence(group, index, next(self._numbers)) for index in range(request.n)]
         self._submit(samples)
         try:
             for _ in samples:
@@ -152,7 +152,7 @@ class VLLMEngine:
 
     # -- requests ----------------------------------------------------------------------------------------------
 
-    def _submit(self, samples: list[Sample]) -> None:
+    def _submit(self, samples: list[VLLMSequence]) -> None:
         if self._failure is not None:
             raise EngineError(f"the engine has failed and takes no more requests: {self._failure}") from self._failure
         self._running |= {sample.number: sample for sample in samples}
@@ -161,7 +161,7 @@ class VLLMEngine:
         elif self._starting is None:
             self._starting = asyncio.ensure_future(self._start())
 
-    def _send(self, process: VLLMProcess, samples: list[Sample]) -> None:
+    def _send(self, process: VLLMProcess, samples: list[VLLMSequence]) -> None:
         for group, own in itertools.groupby(samples, lambda sample: sample.group):
             process.say("generate", 0, **group.message([(sample.number, sample.seed) for sample in own]))
 
@@ -179,7 +179,7 @@ class VLLMEngine:
         if "ended" in message:
             self._hand_out(sample, sample.completion(message))
 
-    def _hand_out(self, sample: Sample, result: Completion | RollmillError) -> None:
+    def _hand_out(self, sample: VLLMSequence, result: Completion | RollmillError) -> None:
         del self._running[sample.number]
         sample.group.results.put_nowait(result)
 

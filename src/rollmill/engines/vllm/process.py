@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import rollmill
-from rollmill.core.errors import ConfigError, DeadlineError, EngineError
-from rollmill.core.patience import patiently
-from rollmill.engines.vllm.worker import LONGEST_LINE
+from rollmill.engines.vllm.worker import MAX_LINE_BYTES
+from rollmill.errors import ConfigError, DeadlineError, EngineError
+from rollmill.timeouts import wait_with_grace
 
 _PROGRAM = "rollmill.engines.vllm.worker"
 _LOG = "vllm.log"
@@ -35,11 +35,11 @@ print(json.dumps(found | {"version": sys.version_info[:2]}))
 
 
 @dataclass(frozen=True, slots=True)
-class Launch:
+class VLLMLaunchConfig:
     """How a process is started.
 
     Args:
-        python: a Python that has vLLM; see `look_at`.
+        python: a Python that has vLLM; see `probe_python`.
         folder: its own, for the log, vLLM's sockets and the model's configuration.
         settings: what `worker` is told first.
         threads: how many CPU threads it computes with.
@@ -58,7 +58,7 @@ class Launch:
         return self.folder / _LOG
 
 
-def look_at(python: Path) -> dict[str, bool]:
+def probe_python(python: Path) -> dict[str, bool]:
     """Which of vllm and xxhash a Python can import. Raises ConfigError where it is of no use."""
     advice = "give a Python that has vLLM, such as .venv-vllm/bin/python (`make vllm-setup` makes it)"
     try:
@@ -84,7 +84,7 @@ class VLLMProcess:
 
     def __init__(
         self,
-        launch: Launch,
+        launch: VLLMLaunchConfig,
         process: asyncio.subprocess.Process,
         streams: tuple[asyncio.StreamReader, asyncio.StreamWriter],
         told: Callable[[dict[str, Any]], None],
@@ -101,7 +101,7 @@ class VLLMProcess:
 
     @classmethod
     async def start(
-        cls, launch: Launch, told: Callable[[dict[str, Any]], None], ended: Callable[[], None]
+        cls, launch: VLLMLaunchConfig, told: Callable[[dict[str, Any]], None], ended: Callable[[], None]
     ) -> tuple[VLLMProcess, int]:
         """Start one; it, and the version of the weights that it has.
 
@@ -121,7 +121,7 @@ class VLLMProcess:
                 env=_environment(launch),
                 start_new_session=True,
             )
-        made = cls(launch, process, await asyncio.open_connection(sock=ours, limit=LONGEST_LINE), told, ended)
+        made = cls(launch, process, await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES), told, ended)
         try:
             first = made._await(0)
             made._write(launch.settings)
@@ -187,7 +187,7 @@ class VLLMProcess:
     async def _answer(self, number: int, future: asyncio.Future[Any], what: str) -> Any:
         limit = self._launch.deadline_s
         try:
-            return await patiently(future, limit)
+            return await wait_with_grace(future, limit)
         except TimeoutError:
             advice = f"Its log is {self._launch.log}. Raise engine.deadline_s, or see what holds it up."
             raise DeadlineError("the engine", f"vLLM's process to {what}", limit, advice) from None
@@ -242,7 +242,7 @@ def _plain_environment() -> dict[str, str]:
     return {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")}
 
 
-def _environment(launch: Launch) -> dict[str, str]:
+def _environment(launch: VLLMLaunchConfig) -> dict[str, str]:
     """Environment variables of the process. It finds rollmill, and no other package of this Python."""
     packages = launch.folder / "packages"
     packages.mkdir(exist_ok=True)
@@ -262,6 +262,6 @@ def _environment(launch: Launch) -> dict[str, str]:
     return defaults | _plain_environment() | own
 
 
-def this_python() -> Path:
+def current_python() -> Path:
     """The Python that runs rollmill."""
     return Path(sys.executable)

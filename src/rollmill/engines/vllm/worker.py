@@ -20,12 +20,12 @@ import sys
 import traceback
 from typing import Any
 
-LONGEST_LINE = 1 << 28
-_EXTENSION = "rollmill.sync.in_vllm.SharedWeights"
+MAX_LINE_BYTES = 1 << 28
+_EXTENSION = "rollmill.weights.vllm_extension.SharedWeightsExtension"
 _METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 
 
-class Server:
+class VLLMServer:
     """Serves one parent."""
 
     def __init__(self, engine: Any, weights: str, writer: asyncio.StreamWriter) -> None:
@@ -99,7 +99,7 @@ class Server:
         self._tasks.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
-            end(1)
+            terminate_process(1)
 
     async def _generate(self, number: int, seed: int, asked: dict[str, Any]) -> None:
         from vllm import SamplingParams
@@ -143,7 +143,7 @@ class Server:
         self.say(**message)
 
 
-def start(settings: dict[str, Any]) -> Any:
+def start_engine(settings: dict[str, Any]) -> Any:
     """vLLM's engine with random weights."""
     from vllm import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -169,7 +169,7 @@ def start(settings: dict[str, Any]) -> Any:
     )
 
 
-def end(code: int) -> None:
+def terminate_process(code: int) -> None:
     """End this process and all that it has started; Python's resource tracker stays, until it has removed what is left
     of them in shared memory."""
     sys.stderr.flush()
@@ -180,10 +180,10 @@ def end(code: int) -> None:
 
 async def serve(connection: socket.socket) -> None:
     """Start what the first line says, and serve until the parent closes the socket."""
-    reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
+    reader, writer = await asyncio.open_connection(sock=connection, limit=MAX_LINE_BYTES)
     settings = json.loads(await reader.readline())
-    engine = start(settings)
-    server = Server(engine, settings["weights"], writer)
+    engine = start_engine(settings)
+    server = VLLMServer(engine, settings["weights"], writer)
     server.say(id=0, value=await server.load())
     while line := await reader.readline():
         await server.handle(json.loads(line))
@@ -198,5 +198,5 @@ if __name__ == "__main__":
             asyncio.run(serve(connection))
         except BaseException:
             traceback.print_exc()
-            end(1)
-        end(0)
+            terminate_process(1)
+        terminate_process(0)

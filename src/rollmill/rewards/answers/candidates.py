@@ -6,31 +6,31 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
-from rollmill.rewards.answers.doubts import (
-    MIGHT,
-    NOT,
+from rollmill.rewards.answers.hedging import (
+    NEGATION,
     OTHER_ANSWER,
-    correction,
+    POSSIBILITY,
+    find_correction,
+    find_replacement,
     is_denied,
     is_disbelieved,
-    is_possible,
+    is_only_possible,
     is_retracted,
-    replaced,
 )
-from rollmill.rewards.answers.passage import Passage
-from rollmill.rewards.answers.phrase import has_conclusion, has_value, tidy, value_of
-from rollmill.rewards.answers.writing import CJK
+from rollmill.rewards.answers.normalization import CJK
+from rollmill.rewards.answers.phrase import extract_value, has_conclusion, has_value, strip_markup
+from rollmill.rewards.answers.segmentation import SegmentedText
 
-Kind = Literal["boxed", "hash", "said", "corrected", "bare", "bold", "sentence", "line"]
+AnswerKind = Literal["boxed", "hash", "said", "corrected", "bare", "bold", "sentence", "line"]
 """A box; `#### 12`; behind words such as "the answer is"; behind "it should be"; the whole text; a bold or code value;
 the last sentence that concludes something; the last line."""
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class AnswerCandidate:
     """A piece of text that may be the answer: `text` is as written, `start` and `end` say where it stands."""
 
-    kind: Kind
+    kind: AnswerKind
     text: str
     start: int
     end: int
@@ -122,7 +122,7 @@ _MOST_SENTENCES = 12
 _MOST_MARKS = 40
 
 
-def boxes(text: str) -> list[Candidate]:
+def find_boxes(text: str) -> list[AnswerCandidate]:
     r"""Every outermost \boxed{} with balanced braces, in order; without one, `\boxed 5`."""
     found: list[tuple[int, int]] = []
     open_braces: list[int] = []  # start of the box that a brace opens, -1 for other braces
@@ -138,24 +138,26 @@ def boxes(text: str) -> list[Candidate]:
         else:
             open_braces.append(token.start() if len(token[0]) > 1 else -1)
     if not found:
-        return [Candidate("boxed", each[1] or each[2], *each.span()) for each in _UNBRACED.finditer(text)]
-    return [Candidate("boxed", _OPENING.sub("", text[start:end])[1:-1].strip(), start, end) for start, end in found]
+        return [AnswerCandidate("boxed", each[1] or each[2], *each.span()) for each in _UNBRACED.finditer(text)]
+    return [
+        AnswerCandidate("boxed", _OPENING.sub("", text[start:end])[1:-1].strip(), start, end) for start, end in found
+    ]
 
 
-def hashed(text: str) -> Candidate | None:
+def find_hash_answer(text: str) -> AnswerCandidate | None:
     """What follows the last "####" on its line."""
     mark = text.rfind("####")
     line = text[mark + 4 :].lstrip("# \t\n").partition("\n")[0].strip() if mark >= 0 else ""
     if not line:
         return None
     start = text.find(line, mark)
-    return Candidate("hash", line, start, start + len(line))
+    return AnswerCandidate("hash", line, start, start + len(line))
 
 
-def said(passage: Passage) -> list[Candidate]:
+def find_stated_answers(passage: SegmentedText) -> list[AnswerCandidate]:
     """What follows each "the answer is" up to the end of its sentence, where that is a claim; and corrections."""
     text = passage.text
-    found: list[Candidate] = []
+    found: list[AnswerCandidate] = []
     for mark in list(_SAID.finditer(text))[-_MOST_MARKS:]:
         if (at := _SKIP.match(text, mark.end())) is None or at.end() >= len(text):
             continue
@@ -174,32 +176,32 @@ def said(passage: Passage) -> list[Candidate]:
         if heading and re.match(r"[\s*]*neither\b", claim, re.IGNORECASE):
             claim = ""  # the words of an option
         if is_denied(sentence, claim, asked=text[end : end + 1] in ("?", "？")):
-            if NOT.match(text[mark.end() : end]) and (instead := _correction(passage, start, end)) is not None:
+            if NEGATION.match(text[mark.end() : end]) and (instead := _correction(passage, start, end)) is not None:
                 found.append(instead)
             continue
-        found.append(Candidate("said", phrase, start, end))
+        found.append(AnswerCandidate("said", phrase, start, end))
     return found
 
 
-def _is_working(passage: Passage, phrase: str, end: int) -> bool:
+def _is_working(passage: SegmentedText, phrase: str, end: int) -> bool:
     """Whether what follows a heading such as "Answer:" is the beginning of a long working."""
     behind = passage.text[end:].strip()
     is_long = "\n" in behind and not has_value(phrase) and len(phrase) >= 60
     return len(behind) > 40 and (is_long or _WORKING.match(phrase) is not None)
 
 
-def _correction(passage: Passage, start: int, end: int) -> Candidate | None:
-    at = correction(passage.text[start:])
+def _correction(passage: SegmentedText, start: int, end: int) -> AnswerCandidate | None:
+    at = find_correction(passage.text[start:])
     if at is None:
         return None
     begin = _SKIP.match(passage.text, start + at)
     place = start + at if begin is None else begin.end()
     stop = passage.sentence_end(place)
     phrase = passage.text[place:stop].strip()
-    return Candidate("corrected", phrase, place, stop) if phrase else None
+    return AnswerCandidate("corrected", phrase, place, stop) if phrase else None
 
 
-def corrected(passage: Passage, candidate: Candidate, value: str) -> Candidate | None:
+def apply_correction(passage: SegmentedText, candidate: AnswerCandidate, value: str) -> AnswerCandidate | None:
     """What takes the place of a retracted candidate; the candidate itself where nothing retracts it.
 
     None where it is called wrong and nothing is put in its place.
@@ -213,11 +215,11 @@ def corrected(passage: Passage, candidate: Candidate, value: str) -> Candidate |
     behind = text[at : at + 500]
     if is_retracted(behind):
         return _correction(passage, at, at)
-    place = replaced(value, behind)
+    place = find_replacement(value, behind)
     return candidate if place is None else _correction(passage, at, at)
 
 
-def bare(text: str) -> Candidate | None:
+def find_bare_answer(text: str) -> AnswerCandidate | None:
     """The whole text, where it is one short line without words."""
     line = text.strip()
     if (
@@ -227,10 +229,10 @@ def bare(text: str) -> Candidate | None:
         or re.search(f"[{CJK}]", line)
     ):
         return None
-    return Candidate("bare", tidy(line), 0, len(text))
+    return AnswerCandidate("bare", strip_markup(line), 0, len(text))
 
 
-def concluding(passage: Passage) -> Candidate | None:
+def find_concluding_sentence(passage: SegmentedText) -> AnswerCandidate | None:
     """The last sentence that names a value and is neither a remark, a check nor a denial; its bold value if it has one.
 
     A sentence with "so" or "therefore" comes before a later one in a passage that checks it.
@@ -262,8 +264,8 @@ def concluding(passage: Passage) -> Candidate | None:
         marked = [each for each in _MARKED.finditer(sentence) if _is_value(each)]
         if marked:
             inner = next(group for group in marked[-1].groups() if group)
-            return Candidate("bold", inner.strip(), start + marked[-1].start(), start + marked[-1].end())
-        value = value_of(sentence, leads=False)
+            return AnswerCandidate("bold", inner.strip(), start + marked[-1].start(), start + marked[-1].end())
+        value = extract_value(sentence, leads=False)
         if not value or not has_value(value):
             continue
         marks = _SAID.finditer(sentence)
@@ -271,7 +273,7 @@ def concluding(passage: Passage) -> Candidate | None:
             return None
         at = sentence.rfind(value)
         before = sentence[: max(at, 0)]
-        if MIGHT.search(before) or is_possible(sentence[max(at, 0) + len(value) :]):
+        if POSSIBILITY.search(before) or is_only_possible(sentence[max(at, 0) + len(value) :]):
             continue
         if (
             _NEGATIVE.search(before)
@@ -279,7 +281,7 @@ def concluding(passage: Passage) -> Candidate | None:
             or is_retracted(sentence[at + len(value) :] + text[end : end + 100])
         ):
             return None
-        return Candidate("sentence", sentence.strip(), start, end)
+        return AnswerCandidate("sentence", sentence.strip(), start, end)
     return None
 
 
@@ -290,17 +292,17 @@ def _conclusive(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]
 
 def _is_bare(sentence: str) -> bool:
     """Whether a sentence is nothing but a value, as in `Three. Two of them are red.`"""
-    plain = tidy(sentence)
-    return 0 < len(plain) <= 30 and "=" not in plain and has_value(plain) and value_of(plain, leads=True) == plain
+    plain = strip_markup(sentence)
+    return 0 < len(plain) <= 30 and "=" not in plain and has_value(plain) and extract_value(plain, leads=True) == plain
 
 
 def _is_value(marked: re.Match[str]) -> bool:
     inner = next(group for group in marked.groups() if group)
-    value = value_of(inner, leads=True)
-    return has_value(inner) and len(value) >= len(tidy(inner)) - 2 and not inner.rstrip().endswith(":")
+    value = extract_value(inner, leads=True)
+    return has_value(inner) and len(value) >= len(strip_markup(inner)) - 2 and not inner.rstrip().endswith(":")
 
 
-def last_line(text: str) -> Candidate | None:
+def find_last_line(text: str) -> AnswerCandidate | None:
     """The whole of a short text of one line, or the last line of a longer one."""
     line = text.strip().rpartition("\n")[2].strip()
     if not line:
@@ -308,4 +310,4 @@ def last_line(text: str) -> Candidate | None:
     start = text.rfind(line)
     if "\n" in text.strip() or len(line) > _LONGEST_LINE:
         line = line.strip(" \t\r*:")[-_LONGEST_LINE:]
-    return Candidate("line", line, start, start + len(line)) if line else None
+    return AnswerCandidate("line", line, start, start + len(line)) if line else None

@@ -8,11 +8,11 @@ from fractions import Fraction
 _DIGITS = {sign: value for value, sign in enumerate("零一二三四五六七八九")} | {"〇": 0, "两": 2}
 _PLACES = {"十": 10, "百": 100, "千": 1000}
 _MYRIADS = {"万": 10**4, "亿": 10**8}
-HAN = "零〇一二两三四五六七八九十百千万亿"
+CHINESE_DIGITS = "零〇一二两三四五六七八九十百千万亿"
 """Characters of Chinese numerals, for character classes of regular expressions."""
-CHINESE = rf"[{HAN}]{{1,20}}(?:分之[{HAN}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
+CHINESE_NUMERAL = rf"[{CHINESE_DIGITS}]{{1,20}}(?:分之[{CHINESE_DIGITS}]{{1,20}}|点[零〇一二三四五六七八九]{{1,20}})?"
 """Regular expression of a Chinese numeral, perhaps a fraction or a decimal. Linear."""
-MEASURES = "块个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
+MEASURE_WORDS = "块个只条本页张人名位棵头匹辆台件支枝颗朵份袋箱盒瓶杯碗把次倍岁层排行组队双套节班题种根片粒座间盆筐桶"
 """Chinese measure words of one character."""
 
 _SPELLED = (
@@ -39,23 +39,30 @@ NUMBER_WORDS = {word: value for value, word in enumerate(_SPELLED.split())} | {"
 _ONE_WORD = rf"(?:{'|'.join(sorted({*NUMBER_WORDS, *_SCALES, *_LARGE} - {'none'}, key=len, reverse=True))})(?![A-Za-z])"
 _PARTS = {"half": 2, "third": 3, "quarter": 4, "fourth": 4, "fifth": 5, "sixth": 6, "seventh": 7, "eighth": 8}
 _PARTS |= {"halve": 2, "ninth": 9, "tenth": 10, "hundredth": 100}
-SPELLED = (
+ENGLISH_NUMERAL = (
     rf"(?<![A-Za-z-])(?:{_ONE_WORD}(?:(?:[ -]|(?<=hundred) and |(?<=thousand) and ){_ONE_WORD}){{0,12}}"
     rf"(?:[ -](?:{'|'.join(_PARTS)})s?(?![A-Za-z])| and a (?:half|quarter)(?![A-Za-z]))?)(?!-?[A-Za-z]*(?<=-)[A-Za-z])"
 )
 """Regular expression of a number in English words: `one hundred and ten`, `two thirds`, `two and a half`."""
-_SPELLED_NUMBER = re.compile(rf"(?:(?P<sign>negative|minus) )?(?:(?P<words>{SPELLED})|(?=[$\d.√\\(]))", re.IGNORECASE)
+_SPELLED_NUMBER = re.compile(
+    rf"(?:(?P<sign>negative|minus) )?(?:(?P<words>{ENGLISH_NUMERAL})|(?=[$\d.√\\(]))", re.IGNORECASE
+)
 _WORDS = re.compile(r"[a-z]+|[^\sa-z-]")
 _SCALED = re.compile(rf"(?P<number>[+-]?[$€£¥]? ?\d[\d,]*(?:\.\d+)?) ?(?P<scale>{SCALE})")
 _MIXED = re.compile(r"(?P<high>\d{1,8}(?:\.\d{1,4})?)万(?P<low>\d{1,4})(?P<place>[千百]?)")
-_NUMERAL = re.compile(rf"(?P<sign>负|零下)?(?P<number>{CHINESE})(?![{HAN}分点])")
-_COUNTED = re.compile(rf"(?<![第{HAN}])(?:[{HAN}]{{1,20}})(?=[{MEASURES}])")
+_NUMERAL = re.compile(rf"(?P<sign>负|零下)?(?P<number>{CHINESE_NUMERAL})(?![{CHINESE_DIGITS}分点])")
+_COUNTED = re.compile(rf"(?<![第{CHINESE_DIGITS}])(?:[{CHINESE_DIGITS}]{{1,20}})(?=[{MEASURE_WORDS}])")
 
 
-def chinese(text: str) -> Fraction | None:
+def parse_chinese_numeral(text: str) -> Fraction | None:
     """`一百零五` is 105, `二〇二四` is 2024, `三点一四` is 3.14, `一万五` is 15000; None for other texts."""
     whole, point, decimals = text.partition("点")
-    if not whole or not set(whole) <= set(HAN) or not set(decimals) <= _DIGITS.keys() or (point and not decimals):
+    if (
+        not whole
+        or not set(whole) <= set(CHINESE_DIGITS)
+        or not set(decimals) <= _DIGITS.keys()
+        or (point and not decimals)
+    ):
         return None
     if all(sign in _DIGITS for sign in whole):
         if len(whole) > 1 and "两" in whole:
@@ -84,14 +91,14 @@ def _placed(whole: str) -> int:
     return total + section + digit
 
 
-def in_digits(text: str) -> str:
+def to_digits(text: str) -> str:
     """A number at the beginning of a text in digits: `一万五千元` is `15000 元`, `1.2 million` is `1.2*10^6`.
 
     In English words too: `one hundred and ten dollars` is `110 dollars`, `minus 3` is `-3`.
     """
     words = _SPELLED_NUMBER.match(text)
     if words is not None and words.end():
-        in_full = f"{spelled(words['words'])} " if words["words"] else ""
+        in_full = f"{parse_english_number(words['words'])} " if words["words"] else ""
         return f"{'-' if words['sign'] else ''}{in_full}{text[words.end() :].strip()}".strip()
     mixed = _MIXED.match(text)
     if mixed is not None:
@@ -115,27 +122,27 @@ def numeral_value(text: str) -> Fraction | None:
     """The value of a Chinese numeral, also of `三分之二` and `百分之十二`."""
     bottom, over, top = text.partition("分之")
     if not over:
-        return chinese(text)
-    above, below = chinese(top), Fraction(100) if bottom == "百" else chinese(bottom)
+        return parse_chinese_numeral(text)
+    above, below = parse_chinese_numeral(top), Fraction(100) if bottom == "百" else parse_chinese_numeral(bottom)
     return above / below if above is not None and below else None
 
 
-def counted_in_chinese(text: str) -> list[Fraction]:
+def find_chinese_counts(text: str) -> list[Fraction]:
     """The numerals that stand before a measure word, as in `有五只猫`."""
-    return [value for found in _COUNTED.findall(text) if (value := chinese(found)) is not None]
+    return [value for found in _COUNTED.findall(text) if (value := parse_chinese_numeral(found)) is not None]
 
 
-def spelled(words: str) -> Fraction:
-    """The value of a number in English words that `SPELLED` matches."""
+def parse_english_number(words: str) -> Fraction:
+    """The value of a number in English words that `ENGLISH_NUMERAL` matches."""
     whole, *part = re.split(rf"[ -](?:and a )?(?=(?:{'|'.join(_PARTS)})s?$)", words.lower(), maxsplit=1)
-    value = spoken(whole)[-1]
+    value = find_english_numbers(whole)[-1]
     if not part:
         return value
     share = Fraction(1, _PARTS[part[0].removesuffix("s")])
     return value + share if " and a " in words.lower() else value * share
 
 
-def spoken(text: str) -> list[Fraction]:
+def find_english_numbers(text: str) -> list[Fraction]:
     """The numbers in English words, in order: "twenty-five", "two hundred and five", "two dozen"."""
     found: list[Fraction] = []
     thousands, below, before = 0, 0, ""

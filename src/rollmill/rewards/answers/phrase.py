@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 
-from rollmill.rewards.answers.circumstances import OF_THEM, computed, ends_in, is_circumstance, without_details
-from rollmill.rewards.answers.values import Value, values
-from rollmill.rewards.answers.writing import CJK
+from rollmill.rewards.answers.normalization import CJK
+from rollmill.rewards.answers.qualifiers import OF_THEM, computed_value, drop_details, ends_in_value, is_qualifier
+from rollmill.rewards.answers.values import ValueSpan, find_values
 
-LONGEST_PHRASE = 2000
+MAX_PHRASE_CHARS = 2000
 
 _JOINER = re.compile(
     r"\s*\(?(?:[,;、，；]?\s*(?:and|or|and/or|以及|和|与|或者?|还是|及|且|到|至|~|–)(?![A-Za-z])|[,;、，；]|\bto\b|\\quad|&)\s*"
@@ -88,7 +88,7 @@ _LEAD = re.compile(
 _WRAPPED = re.compile(r"\\(?:text|mathrm|mathbf|textbf|textit|mbox)\s*\{([^{}]*)\}")
 
 
-def tidy(text: str) -> str:
+def strip_markup(text: str) -> str:
     """The phrase without bold marks, quotes, code marks and punctuation around it."""
     wrapped = _WRAPPED.fullmatch(text.strip(" \t\n*$.").removeprefix("\\(").removesuffix("\\)").strip())
     text = wrapped[1] if wrapped is not None else text
@@ -96,7 +96,7 @@ def tidy(text: str) -> str:
     return text[:-1].rstrip() if text.endswith(".") and not text.endswith("..") else text
 
 
-def without_asides(text: str) -> str:
+def drop_parentheticals(text: str) -> str:
     """The text without remarks in parentheses: `5 cats (2 black, 3 white)`, `9π (≈ 28.3)`. Alternatives stay."""
 
     def kept(found: re.Match[str]) -> str:
@@ -105,7 +105,7 @@ def without_asides(text: str) -> str:
     return _ASIDE.sub(kept, _ALSO.sub(" ", text)) if "(" in text else text
 
 
-def value_of(phrase: str, *, leads: bool) -> str:
+def extract_value(phrase: str, *, leads: bool) -> str:
     """The value that a phrase names, with its unit; the phrase itself, tidied, where it has none.
 
     Several values that "or", "and" or commas join are one. Where there are others, the last counts that is no
@@ -114,8 +114,8 @@ def value_of(phrase: str, *, leads: bool) -> str:
     Args:
         leads: the phrase stands behind a marker such as "the answer is", so a value at its beginning is the answer.
     """
-    text = tidy(without_asides(phrase[:LONGEST_PHRASE]))
-    groups = _groups(text, values(text))
+    text = strip_markup(drop_parentheticals(phrase[:MAX_PHRASE_CHARS]))
+    groups = _groups(text, find_values(text))
     if not groups:
         return _without_reason(text)
     groups = _main(text, groups, leads=leads)
@@ -125,22 +125,22 @@ def value_of(phrase: str, *, leads: bool) -> str:
     )  # `1吨稻谷可碾米750千克`
     if leads and lead is not None and groups[0].start <= lead.end() + 1 and not is_subject:
         return _written(text, groups[0])
-    chosen = next((group for group in reversed(groups) if not is_circumstance(text, group)), groups[-1])
-    if not leads and (result := computed(text, groups)) is not None:
+    chosen = next((group for group in reversed(groups) if not is_qualifier(text, group)), groups[-1])
+    if not leads and (result := computed_value(text, groups)) is not None:
         chosen = result
     written = _written(text, chosen)
-    return written if leads else last_side(written)
+    return written if leads else last_equation_side(written)
 
 
-def _main(text: str, groups: list[Value], *, leads: bool) -> list[Value]:
+def _main(text: str, groups: list[ValueSpan], *, leads: bool) -> list[ValueSpan]:
     """The values before any reason, without those that only explain one before."""
     reason = _REASON.search(text, groups[0].end)
     if reason is not None and "=" not in text[reason.end() :]:
         groups = [group for group in groups if group.start < reason.start()]
-    return without_details(text, groups, said=leads)
+    return drop_details(text, groups, said=leads)
 
 
-def last_side(formula: str) -> str:
+def last_equation_side(formula: str) -> str:
     r"""The last side of a worked chain with names in it, as in `s = f \theta = 50`; other formulas as they are.
 
     A chain of plain numbers stays whole, because every side of it has to be right.
@@ -156,12 +156,12 @@ def last_side(formula: str) -> str:
 
 def has_conclusion(sentence: str) -> bool:
     """Whether a sentence names a value that does not only say when or where."""
-    text = tidy(without_asides(sentence[:LONGEST_PHRASE]))
-    groups = _groups(text, values(text))
-    return any(not is_circumstance(text, group) for group in groups) or ends_in(text, groups)
+    text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
+    groups = _groups(text, find_values(text))
+    return any(not is_qualifier(text, group) for group in groups) or ends_in_value(text, groups)
 
 
-def _written(text: str, group: Value) -> str:
+def _written(text: str, group: ValueSpan) -> str:
     """The group as it is written, with what makes it a bound, as in `less than 9` and `9页以上`."""
     before = _BOUND_BEFORE.search(text, max(0, group.start - 40), group.start)
     behind = _BOUND_BEHIND.match(text, group.end) or _BOUND_BEHIND.match(text, group.unit_end)
@@ -177,29 +177,29 @@ def _written(text: str, group: Value) -> str:
     return written.replace(" (or ", " or ") if written.count("(") > written.count(")") else written
 
 
-def several(sentence: str) -> bool:
+def names_several_values(sentence: str) -> bool:
     """Whether a sentence names several values of different things and concludes none, as in `3 boats and 4 people`."""
-    text = tidy(without_asides(sentence[:LONGEST_PHRASE]))
-    groups = _groups(text, values(text))
+    text = strip_markup(drop_parentheticals(sentence[:MAX_PHRASE_CHARS]))
+    groups = _groups(text, find_values(text))
     if not groups or _DRAWS.search(text):
         return False
-    main = [each for each in _main(text, groups, leads=False) if not is_circumstance(text, each)]
+    main = [each for each in _main(text, groups, leads=False) if not is_qualifier(text, each)]
     return len({text[each.start : each.unit_end] for each in main}) > 1
 
 
 def has_value(text: str) -> bool:
     """Whether it has a number or a formula."""
-    return bool(values(text[:LONGEST_PHRASE]))
+    return bool(find_values(text[:MAX_PHRASE_CHARS]))
 
 
 def _without_reason(text: str) -> str:
     found = _TRAILING.search(text, 1)
-    return tidy(text[: found.start()]) if found is not None and text[: found.start()].strip() else text
+    return strip_markup(text[: found.start()]) if found is not None and text[: found.start()].strip() else text
 
 
-def _groups(text: str, found: list[Value]) -> list[Value]:
+def _groups(text: str, found: list[ValueSpan]) -> list[ValueSpan]:
     """Values that stand in one list, as in `x = 2 or x = 3`, as one."""
-    groups: list[Value] = []
+    groups: list[ValueSpan] = []
     for value in found:
         between = text[groups[-1].unit_end : value.start] if groups else ""
         unit = text[groups[-1].end : groups[-1].unit_end].strip() if groups else ""
@@ -210,7 +210,7 @@ def _groups(text: str, found: list[Value]) -> list[Value]:
             and not is_part
             and (goes_on or _JOINER.fullmatch(between) or _JOINER.fullmatch(text[groups[-1].end : value.start]))
         ):
-            groups[-1] = Value(groups[-1].start, value.end, value.unit_end)
+            groups[-1] = ValueSpan(groups[-1].start, value.end, value.unit_end)
         else:
             groups.append(value)
     return groups

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollmill.rewards.answers.phrase import tidy
+from rollmill.rewards.answers.phrase import strip_markup
 
 _LONGEST = 600
 _BOLD = re.compile(r"\*\*([^*\n]{1,80}?)\*\*")
@@ -31,7 +31,7 @@ _REFERS_BACK = re.compile(r"\s*(?:it|its|he|she|they|this|these|that)\b|\s*[它�
 _CONCLUDES = re.compile(r"\s*(?:so|thus|hence|therefore|所以|因此|故)\b", re.IGNORECASE)
 
 
-def stated(text: str) -> list[str]:
+def extract_statements(text: str) -> list[str]:
     """The readings of a short text without a marked answer: of `Yes, there is one` "Yes"; of `The car is red` "red".
 
     They are a leading yes or no, else the bold words, else what the only sentence says that something is. A sentence
@@ -63,7 +63,7 @@ def _bold(sentence: str) -> list[str]:
         return []
     others = sentence[: found[0].start()] + sentence[found[0].end() :]
     plain = re.sub(r"\b(?:is|are|was|were)\b", "", others)
-    return [] if _UNSURE.search(plain) else [tidy(found[0][1])]
+    return [] if _UNSURE.search(plain) else [strip_markup(found[0][1])]
 
 
 def _predicate(sentence: str) -> list[str]:
@@ -77,4 +77,4 @@ def _predicate(sentence: str) -> list[str]:
     if not said or _UNSURE.search(said) or _UNSURE.search(plain) or _DOUBTED.search(sentence, found.end("said")):
         return []
     doing = _DOING.fullmatch(said)
-    return [tidy(said), *([doing["what"]] if doing else [])]
+    return [strip_markup(said), *([doing["what"]] if doing else [])]

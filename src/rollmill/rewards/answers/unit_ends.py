@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from rollmill.rewards.answers.writing import CJK
+from rollmill.rewards.answers.normalization import CJK
 
 _NO_UNITS = """
 in on of at to for left remaining that which who when where while if because since as and or but so with by from
@@ -25,7 +25,7 @@ _MOST = 5
 _NAMED = re.compile(r"\$?[A-Za-z](?:_\w)?\s*=\s*[-+]?[\d.,/]+\$?")
 
 
-def unit_end(text: str, start: int, end: int) -> int:
+def find_unit_end(text: str, start: int, end: int) -> int:
     """Where the unit behind a value ends, such as ` square feet per second` or `个苹果`.
 
     Of equations only those of a name and a number have one, as in `v = 18 km/h`.

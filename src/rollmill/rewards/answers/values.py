@@ -8,10 +8,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES, SPELLED
-from rollmill.rewards.answers.passage import Formula, Passage
-from rollmill.rewards.answers.unit_ends import unit_end
-from rollmill.rewards.answers.writing import CJK
+from rollmill.rewards.answers.normalization import CJK
+from rollmill.rewards.answers.numerals import CHINESE_DIGITS, CHINESE_NUMERAL, ENGLISH_NUMERAL, MEASURE_WORDS
+from rollmill.rewards.answers.segmentation import Formula, SegmentedText
+from rollmill.rewards.answers.unit_ends import find_unit_end
 
 _FUNCTION = r"(?:arc)?(?:sin|cos|tan|cot|sec|csc)|sqrt|log|ln|exp|pi|infty|infinity|max|min|lim"
 _COMMAND = re.compile(
@@ -25,7 +25,7 @@ _NUMBER = re.compile(
 )
 _WORD = re.compile(
     rf"\d+(?:st|nd|rd|th)\b(?! root)|\d+-[A-Za-z]{{2,}}[A-Za-z-]*|[A-Za-z]-[A-Za-z]{{2,}}[A-Za-z-]*"
-    rf"|(?!(?:{_FUNCTION})(?![a-z]))[A-Za-z]{{2,}}(?:[-'’][A-Za-z]+)*|第[{HAN}\d]+|[{CJK}]|['’\"“”]"
+    rf"|(?!(?:{_FUNCTION})(?![a-z]))[A-Za-z]{{2,}}(?:[-'’][A-Za-z]+)*|第[{CHINESE_DIGITS}\d]+|[{CJK}]|['’\"“”]"
 )
 _FUNCTIONS = re.compile(rf"(?:{_FUNCTION})(?![a-z])")
 _LETTER = re.compile(r"[A-Za-zα-ωΔΩθ]['′]{0,2}(?:_(?:\{[^{}]{1,20}\}|\w))?")
@@ -34,12 +34,12 @@ _SIGN = re.compile(r"[°%‰!√π∞∅²³⁴⁵⁶⁷⁸⁹⁰¹½¼¾⅓⅔�
 _OPEN = "(["
 _BRACKETS = re.compile(r"[(\[{)\]}]")
 _CHINESE_VALUE = re.compile(
-    rf"(?<![第{HAN}])(?:{CHINESE})(?=[{MEASURES}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
+    rf"(?<![第{CHINESE_DIGITS}])(?:{CHINESE_NUMERAL})(?=[{MEASURE_WORDS}元角分米克吨升秒天年月日周岁个厘毫千公斤平立度\s,，。.;；!！)]|$)"
 )
 _SPELLED_VALUE = re.compile(
     r"(?<!the )(?<!these )(?<!those )(?<!both )(?<!of )(?<!other )(?<!all )(?<!last )(?<!first )(?<!next )(?<!any )"
     rf"(?<!in )(?!one(?! (?:hundred|thousand|million|billion|half|third|fourth|quarter|fifth|sixth|eighth|tenth)|\W*$))"
-    rf"{SPELLED}",
+    rf"{ENGLISH_NUMERAL}",
     re.IGNORECASE,
 )
 _LABELLED = re.compile(
@@ -53,7 +53,7 @@ _MOST_OPERATORS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Value:
+class ValueSpan:
     """One value of a phrase: where it stands, and where the unit behind it ends."""
 
     start: int
@@ -61,10 +61,10 @@ class Value:
     unit_end: int
 
 
-def values(text: str) -> list[Value]:
+def find_values(text: str) -> list[ValueSpan]:
     """All values of a text, in order."""
-    passage = Passage(text)
-    found: list[Value] = []
+    passage = SegmentedText(text)
+    found: list[ValueSpan] = []
     at = 0
     while at < len(text):
         run = _run(text, at, passage)
@@ -73,11 +73,11 @@ def values(text: str) -> list[Value]:
             continue
         start, end = run
         if _counts(text, start, end, passage):
-            found.append(Value(start, end, unit_end(text, start, end)))
+            found.append(ValueSpan(start, end, find_unit_end(text, start, end)))
         at = max(end, at + 1)
     if not found:
         found = [
-            Value(each.start(), each.end(), unit_end(text, each.start(), each.end()))
+            ValueSpan(each.start(), each.end(), find_unit_end(text, each.start(), each.end()))
             for pattern in (_CHINESE_VALUE, _SPELLED_VALUE)
             for each in pattern.finditer(text)
         ]
@@ -90,7 +90,7 @@ def _next(text: str, at: int) -> int:
     return word.end() if word is not None else at + 1
 
 
-def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
+def _run(text: str, at: int, passage: SegmentedText) -> tuple[int, int] | None:
     """Start and end of the longest formula that begins at a place."""
     end, joined, last_end = at, True, at
     brackets = operators = 0
@@ -128,7 +128,7 @@ def _run(text: str, at: int, passage: Passage) -> tuple[int, int] | None:
     return (at, last_end) if last_end > at and brackets < 40 else None
 
 
-def _token(text: str, at: int, passage: Passage) -> tuple[str | None, int]:
+def _token(text: str, at: int, passage: SegmentedText) -> tuple[str | None, int]:
     formula = passage.formula_at(at)
     if formula is not None:
         return ("formula", formula.end) if at == formula.start else (None, at)
@@ -154,7 +154,7 @@ def _token(text: str, at: int, passage: Passage) -> tuple[str | None, int]:
     return None, at
 
 
-def _starts(text: str, at: int, passage: Passage) -> bool:
+def _starts(text: str, at: int, passage: SegmentedText) -> bool:
     return at < len(text) and _token(text, at, passage)[0] in ("number", "command", "formula", "bracket")
 
 
@@ -183,7 +183,7 @@ def _is_variable(text: str, at: int, end: int) -> bool:
     ) and not (re.match(r"-[A-Za-z]{2}", text[end : end + 3]))
 
 
-def _counts(text: str, start: int, end: int, passage: Passage) -> bool:
+def _counts(text: str, start: int, end: int, passage: SegmentedText) -> bool:
     """Whether a run of signs is a value rather than a mark, a word or the number of a step."""
     run = text[start:end]
     formula: Formula | None = passage.formula_at(start)

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, Self
 
 from rollmill.rewards.code.bundle import CANDIDATE, VALUES, bundle
 from rollmill.rewards.code.results import COMPILE_ERROR, OUTCOMES
-from rollmill.sandbox import Limits, Sandbox, Session
+from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession
 
 
-class Answer(NamedTuple):
+class CallResult(NamedTuple):
     """How a call ended. With "ok" `text` is what the session says of it (`inside_candidate.call`), which may be a lie.
 
     A lie earns nothing: expected values are not in that process, so all it can give is an answer of its own.
@@ -36,14 +36,14 @@ class Answer(NamedTuple):
         return found if isinstance(found, dict) else {}
 
 
-class Candidate:
+class SandboxedSolution:
     """Code whose functions can be called. What a call changes stays for the next one, until the process dies."""
 
-    def __init__(self, sandbox: Sandbox, source: str, limits: Limits) -> None:
+    def __init__(self, sandbox: Sandbox, source: str, limits: SandboxLimits) -> None:
         self._sandbox, self._source, self._limits = sandbox, source, limits
         self._stack = AsyncExitStack()
-        self._session: Session | None = None
-        self._failed: Answer | None = None
+        self._session: SandboxSession | None = None
+        self._failed: CallResult | None = None
 
     async def __aenter__(self) -> Self:
         return self
@@ -53,7 +53,7 @@ class Candidate:
     ) -> None:
         await self._stack.aclose()
 
-    async def call(self, name: str, arguments: str, wall_s: float, *, changes: bool = False) -> Answer:
+    async def call(self, name: str, arguments: str, wall_s: float, *, changes: bool = False) -> CallResult:
         """Call a function with [args, kwargs] as encoded text. Code that does not load gives the same answer always.
 
         `changes`: the answer says what the call has changed in its arguments.
@@ -64,7 +64,7 @@ class Candidate:
             return self._failed
         assert self._session is not None
         done = await self._session.execute(f"module.call({name!r}, {arguments!r}, {changes})", wall_s)
-        return Answer(OUTCOMES[done.outcome], done.value or "", done.seconds)
+        return CallResult(OUTCOMES[done.outcome], done.value or "", done.seconds)
 
     async def _load(self, wall_s: float) -> None:
         await self._stack.aclose()
@@ -72,6 +72,6 @@ class Candidate:
         program = f"{bundle(VALUES, CANDIDATE)}\nmodule.load({self._source!r})"
         done = await self._session.execute(program, wall_s)
         if done.outcome != "ok":
-            self._failed = Answer(OUTCOMES[done.outcome])
+            self._failed = CallResult(OUTCOMES[done.outcome])
         elif done.value != "{}":
-            self._failed = Answer(COMPILE_ERROR)
+            self._failed = CallResult(COMPILE_ERROR)

@@ -6,25 +6,25 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.config.rewards.code import CodeReward, Comparison
+from rollmill.config.rewards.code import CodeReward, OutputComparison
 from rollmill.rewards.code.values import decode, refuse_collisions
 
 
 @dataclass(frozen=True, slots=True)
-class Rules:
+class OutputMatchOptions:
     """How alike is alike."""
 
-    compare: Comparison = "lines"
+    compare: OutputComparison = "lines"
     tolerance: float = 1e-6
     tuples_as_lists: bool = True
 
 
-def rules_of(config: CodeReward) -> Rules:
+def output_match_options(config: CodeReward) -> OutputMatchOptions:
     """The rules of a configuration."""
-    return Rules(config.compare, config.tolerance, config.tuples_as_lists)
+    return OutputMatchOptions(config.compare, config.tolerance, config.tuples_as_lists)
 
 
-def same_value(expected: Any, found: Any, rules: Rules) -> bool:
+def values_match(expected: Any, found: Any, rules: OutputMatchOptions) -> bool:
     """Whether the encoded value `found` is the value `expected`.
 
     A truth value is no number. Whole numbers and floats are compared as numbers; `tolerance` holds where the expected
@@ -43,7 +43,7 @@ def same_value(expected: Any, found: Any, rules: Rules) -> bool:
     if isinstance(expected, list | tuple):
         tags = ("l", "t") if rules.tuples_as_lists else ("l",) if isinstance(expected, list) else ("t",)
         pairs = zip(expected, items, strict=False)
-        return tag in tags and len(items) == len(expected) and all(same_value(a, b, rules) for a, b in pairs)
+        return tag in tags and len(items) == len(expected) and all(values_match(a, b, rules) for a, b in pairs)
     if isinstance(expected, dict):
         return tag == "d" and len(items) == 2 * len(expected) and _same_mapping(expected, items, rules)
     if isinstance(expected, set | frozenset):
@@ -51,7 +51,7 @@ def same_value(expected: Any, found: Any, rules: Rules) -> bool:
     return len(items) < 4 and _same_leaf(expected, decode(found))
 
 
-def same_text(expected: str, found: str, rules: Rules) -> bool:
+def outputs_match(expected: str, found: str, rules: OutputMatchOptions) -> bool:
     """Whether a program's output is the expected one. Time is in proportion to the length of the two."""
     if expected == found:
         return True
@@ -66,7 +66,7 @@ def same_text(expected: str, found: str, rules: Rules) -> bool:
     )
 
 
-def _same_number(expected: int | float, found: Any, rules: Rules) -> bool:
+def _same_number(expected: int | float, found: Any, rules: OutputMatchOptions) -> bool:
     if isinstance(found, list):
         if len(found) != 2 or found[0] != "i":
             return False
@@ -85,12 +85,12 @@ def _near(expected: float, found: float, tolerance: float) -> bool:
         return False
 
 
-def _same_mapping(expected: dict[Any, Any], items: list[Any], rules: Rules) -> bool:
+def _same_mapping(expected: dict[Any, Any], items: list[Any], rules: OutputMatchOptions) -> bool:
     keys = [_hashable(decode(key)) for key in items[::2]]
     refuse_collisions(keys)
     found = dict(zip(keys, items[1::2], strict=True))
     wanted = {_hashable(key): value for key, value in expected.items()}
-    return wanted.keys() == found.keys() and all(same_value(wanted[key], found[key], rules) for key in wanted)
+    return wanted.keys() == found.keys() and all(values_match(wanted[key], found[key], rules) for key in wanted)
 
 
 def _same_set(expected: set[Any] | frozenset[Any], items: list[Any]) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from rollmill.config.rewards.code import CodePlace
+from rollmill.config.rewards.code import CodeExtraction
 
-LONGEST_CODE = 400_000
+MAX_CODE_CHARS = 400_000
 """Characters; longer code earns 0 with the outcome `too_long`."""
 _FENCE = re.compile(r"^([ \t]*)(`{3,}|~{3,})[ \t]*([\w.+#-]*)[^\n]*$", re.MULTILINE)
 _PYTHON = {"python", "py", "python3", "py3"}
@@ -15,19 +15,19 @@ _END = re.compile(r"\n(?=(?:class|def|#|if|print|```))")
 """Where a completion of a function ends: the stop words of Chen et al. 2021, arXiv:2107.03374, section 2.1."""
 
 
-class Block(NamedTuple):
+class CodeBlock(NamedTuple):
     """A fenced block: the word behind the fence in small letters, and the lines between."""
 
     language: str
     code: str
 
 
-def blocks(text: str) -> list[Block]:
+def find_code_blocks(text: str) -> list[CodeBlock]:
     """The fenced blocks, in order. One that is not closed goes to the next fence with a language, or to the end.
 
     As in CommonMark, a fence that stands four or more columns further in than the first one is part of the code.
     """
-    found: list[Block] = []
+    found: list[CodeBlock] = []
     opened: re.Match[str] | None = None
     for fence in _FENCE.finditer(text):
         bare = not fence[3] and fence[0].strip() == fence[2]
@@ -41,17 +41,17 @@ def blocks(text: str) -> list[Block]:
     return found
 
 
-def extract_code(text: str, place: CodePlace = "auto", name: str | None = None) -> str | None:
+def extract_code(text: str, place: CodeExtraction = "auto", name: str | None = None) -> str | None:
     """The code of a completion, None where there is none.
 
     Of the blocks that call themselves Python, or else have no language, it is the last one that defines `name`, or else
     the last one.
     """
     if place != "whole":
-        fenced = [block for block in blocks(text) if block.code.strip()]
+        fenced = [block for block in find_code_blocks(text) if block.code.strip()]
         for languages in (_PYTHON, {""}):
             candidates = [block.code for block in fenced if block.language in languages]
-            defining = [code for code in candidates if name is not None and defines(code, name)]
+            defining = [code for code in candidates if name is not None and defines_name(code, name)]
             if candidates:
                 return (defining or candidates)[-1]
         if place == "fence":
@@ -59,28 +59,28 @@ def extract_code(text: str, place: CodePlace = "auto", name: str | None = None) 
     return text if text.strip() else None
 
 
-def defines(code: str, name: str) -> bool:
+def defines_name(code: str, name: str) -> bool:
     """Whether a line at the margin defines a function, class or variable `name`."""
     named = re.escape(name)
     pattern = rf"^(?:(?:async )?def|class)[ \t]+{named}\b|^{named}[ \t]*=(?!=)"
     return re.search(pattern, code, re.MULTILINE) is not None
 
 
-def joined(prefix: str, code: str, name: str | None) -> str:
+def join_prefix(prefix: str, code: str, name: str | None) -> str:
     """The program that `prefix` (the beginning of a function, such as HumanEval's prompts) and the code make together.
 
     Code that defines `name` itself comes after the prefix, whose imports and helpers it may use. Other code goes on
     where the prefix ends, up to where it begins something else. Without a name all of it does either: what is indented
     goes on, what is not comes after.
     """
-    if name is not None and not defines(code, name):
+    if name is not None and not defines_name(code, name):
         return prefix + _END.split(code, maxsplit=1)[0] + "\n"
     if name is None and code[:1].isspace():
         return prefix + code
-    return f"{whole(prefix)}\n\n{code}"
+    return f"{complete_prefix(prefix)}\n\n{code}"
 
 
-def whole(prefix: str) -> str:
+def complete_prefix(prefix: str) -> str:
     """The prefix as a program: a function without a body gets one."""
     if not prefix.rstrip().endswith(":"):
         return prefix
@@ -92,6 +92,6 @@ def _column(fence: re.Match[str]) -> int:
     return len(fence[1].expandtabs(4))
 
 
-def _block(opened: re.Match[str], body: str) -> Block:
+def _block(opened: re.Match[str], body: str) -> CodeBlock:
     lines = body.split("\n")[1:]
-    return Block(opened[3].lower(), "\n".join(line.removeprefix(opened[1]) for line in lines))
+    return CodeBlock(opened[3].lower(), "\n".join(line.removeprefix(opened[1]) for line in lines))

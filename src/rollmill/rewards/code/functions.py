@@ -6,22 +6,26 @@ import builtins
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
-from rollmill.rewards.code.candidate import Answer, Candidate
-from rollmill.rewards.code.judges import Comparer
-from rollmill.rewards.code.results import OK, OUTPUT, RUNTIME_ERROR, TIMEOUT, WRONG_ANSWER, Budget, TestResult
+from rollmill.rewards.code.candidate import CallResult, SandboxedSolution
+from rollmill.rewards.code.comparers import OutputComparer
+from rollmill.rewards.code.results import OK, OUTPUT, RUNTIME_ERROR, TIMEOUT, WRONG_ANSWER, TestResult, TimeBudget
 from rollmill.rewards.code.tests import FunctionTest
 
 _CONTAINERS = 50_000
 """That a value may have beyond as many as the expected one can have."""
 
 
-async def run_functions(
-    candidate: Candidate, tests: Sequence[FunctionTest], comparer: Comparer, time_limit_s: float, budget: Budget
+async def run_function_tests(
+    candidate: SandboxedSolution,
+    tests: Sequence[FunctionTest],
+    comparer: OutputComparer,
+    time_limit_s: float,
+    budget: TimeBudget,
 ) -> AsyncGenerator[TestResult, None]:
     """The result of each test, in order. The arguments go in as text, and an encoded value comes out."""
     for test in tests:
         wall_s = budget.left(time_limit_s)
-        answer = Answer(TIMEOUT)
+        answer = CallResult(TIMEOUT)
         if wall_s > 0:
             answer = await candidate.call(test.call, test.arguments, wall_s)
         outcome, credit = answer.outcome, 0.0
@@ -30,7 +34,7 @@ async def run_functions(
         yield TestResult(test.kind, test.weight, outcome, credit)
 
 
-async def _judged(test: FunctionTest, reply: dict[str, Any], comparer: Comparer) -> tuple[str, float]:
+async def _judged(test: FunctionTest, reply: dict[str, Any], comparer: OutputComparer) -> tuple[str, float]:
     if "value" not in reply:
         raised = reply.get("raised")
         if test.raises is not None and _is_a(raised, test.raises):

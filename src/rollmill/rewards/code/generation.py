@@ -12,11 +12,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollmill.rewards.code.candidate import Candidate
-from rollmill.rewards.code.comparison import Rules, same_text, same_value
+from rollmill.rewards.code.candidate import SandboxedSolution
+from rollmill.rewards.code.comparison import OutputMatchOptions, outputs_match, values_match
 from rollmill.rewards.code.tests import GENERATED
 from rollmill.rewards.code.values import decode, encode, encode_text
-from rollmill.sandbox import Limits, Sandbox
+from rollmill.sandbox import Sandbox, SandboxLimits
 
 Generator = str | Callable[[int], Any]
 _AT_ONCE = 8
@@ -24,7 +24,7 @@ _CONTAINERS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class Problem:
+class CodingProblem:
     """A problem that needs tests.
 
     `generator` is a program that reads a number and prints a case, the same one for the same number; or a function of
@@ -38,7 +38,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True)
-class Demands:
+class ValidationCriteria:
     """How many cases are made, and what makes cases and problems good. The defaults are Kimi's."""
 
     cases: int = 50
@@ -57,7 +57,7 @@ class Demands:
 
 
 @dataclass(frozen=True, slots=True)
-class Generated:
+class GeneratedTestCases:
     """What came of a problem. `tests` are rows of a column `tests`, empty if it is dropped; `reason` then says why."""
 
     tests: list[dict[str, Any]] = field(default_factory=list)
@@ -69,23 +69,23 @@ class Generated:
 
 
 async def generate_tests(
-    problem: Problem,
+    problem: CodingProblem,
     sandbox: Sandbox,
-    demands: Demands | None = None,
-    rules: Rules | None = None,
-    limits: Limits | None = None,
-) -> Generated:
+    demands: ValidationCriteria | None = None,
+    rules: OutputMatchOptions | None = None,
+    limits: SandboxLimits | None = None,
+) -> GeneratedTestCases:
     """Make and validate the tests of a problem. `rules` say which outputs agree; `limits` are those of one case.
 
     Raises what a generator function raises; a generator program that fails leaves its case out.
     """
-    demands, rules, limits = demands or Demands(), rules or Rules(), limits or sandbox.limits
+    demands, rules, limits = demands or ValidationCriteria(), rules or OutputMatchOptions(), limits or sandbox.limits
     submissions = problem.submissions[: demands.submissions]
     if len(submissions) < demands.submissions:
-        return Generated(reason=f"{len(submissions)} submissions of {demands.submissions}")
+        return GeneratedTestCases(reason=f"{len(submissions)} submissions of {demands.submissions}")
     cases = await _cases(problem, sandbox, demands.cases, limits)
     if not cases:
-        return Generated(reason="the generator makes no cases")
+        return GeneratedTestCases(reason="the generator makes no cases")
     turns = asyncio.Semaphore(_AT_ONCE)
     alike = _values_alike if problem.entry_point else _texts_alike
 
@@ -100,23 +100,23 @@ async def generate_tests(
     valid = [index for index, output in enumerate(expected) if output is not None]
     if not valid:
         reason = f"{demands.agree} of {demands.submissions} submissions agree on none of the {len(cases)} cases"
-        return Generated(reason=reason, cases=len(cases))
+        return GeneratedTestCases(reason=reason, cases=len(cases))
     solved = sum(all(alike(expected[index], row[index], rules) for index in valid) for row in rows)
     if solved < demands.solve:
         reason = f"{solved} of {len(rows)} submissions pass all {len(valid)} valid cases; {demands.solve} are needed"
-        return Generated([], reason, len(cases), len(valid), solved)
+        return GeneratedTestCases([], reason, len(cases), len(valid), solved)
     tests = [_test(problem.entry_point, cases[index], expected[index]) for index in valid]
-    return Generated(tests, None, len(cases), len(valid), solved)
+    return GeneratedTestCases(tests, None, len(cases), len(valid), solved)
 
 
-async def _cases(problem: Problem, sandbox: Sandbox, count: int, limits: Limits) -> list[Any]:
+async def _cases(problem: CodingProblem, sandbox: Sandbox, count: int, limits: SandboxLimits) -> list[Any]:
     """The different cases, in the order of their numbers."""
     found = await asyncio.gather(*(_case(problem, sandbox, number, limits) for number in range(1, count + 1)))
     different = {repr(case): case for case in found if case is not None}
     return list(different.values())
 
 
-async def _case(problem: Problem, sandbox: Sandbox, number: int, limits: Limits) -> Any:
+async def _case(problem: CodingProblem, sandbox: Sandbox, number: int, limits: SandboxLimits) -> Any:
     """The text that a program reads, or the list of arguments; None where the generator gives neither."""
     if callable(problem.generator):
         return await asyncio.to_thread(problem.generator, number)
@@ -132,16 +132,16 @@ async def _case(problem: Problem, sandbox: Sandbox, number: int, limits: Limits)
     return list(args) if isinstance(args, list | tuple) else None
 
 
-async def _printed(sandbox: Sandbox, source: str, cases: Sequence[str], limits: Limits) -> list[str | None]:
+async def _printed(sandbox: Sandbox, source: str, cases: Sequence[str], limits: SandboxLimits) -> list[str | None]:
     """What a program prints for each case; None where it fails."""
     results = [await sandbox.run(source, case, limits=limits) for case in cases]
     return [result.stdout if result.outcome == "ok" else None for result in results]
 
 
-async def _returned(sandbox: Sandbox, source: str, name: str, cases: Sequence[Any], limits: Limits) -> list[Any]:
+async def _returned(sandbox: Sandbox, source: str, name: str, cases: Sequence[Any], limits: SandboxLimits) -> list[Any]:
     """The encoded value that a function returns for each case, in a list of its own; None where it fails."""
     found: list[Any] = []
-    async with Candidate(sandbox, source, limits) as candidate:
+    async with SandboxedSolution(sandbox, source, limits) as candidate:
         for args in cases:
             answer = await candidate.call(name, encode_text([args, {}]), limits.wall_s)
             reply = answer.reply(_CONTAINERS) if answer.outcome == "ok" else {}
@@ -149,19 +149,21 @@ async def _returned(sandbox: Sandbox, source: str, name: str, cases: Sequence[An
     return found
 
 
-def _agreed(outputs: Sequence[Any], agree: int, alike: Callable[[Any, Any, Rules], bool], rules: Rules) -> Any:
+def _agreed(
+    outputs: Sequence[Any], agree: int, alike: Callable[[Any, Any, OutputMatchOptions], bool], rules: OutputMatchOptions
+) -> Any:
     """The output that most submissions give, None where fewer than `agree` do."""
     counts = [sum(alike(one, other, rules) for other in outputs) for one in outputs]
     best = max(range(len(outputs)), key=lambda index: counts[index])
     return outputs[best] if counts[best] >= agree else None
 
 
-def _texts_alike(one: str | None, other: str | None, rules: Rules) -> bool:
-    return one is not None and other is not None and same_text(one, other, rules)
+def _texts_alike(one: str | None, other: str | None, rules: OutputMatchOptions) -> bool:
+    return one is not None and other is not None and outputs_match(one, other, rules)
 
 
-def _values_alike(one: list[Any] | None, other: list[Any] | None, rules: Rules) -> bool:
-    return one is not None and other is not None and same_value(decode(one[0]), other[0], rules)
+def _values_alike(one: list[Any] | None, other: list[Any] | None, rules: OutputMatchOptions) -> bool:
+    return one is not None and other is not None and values_match(decode(one[0]), other[0], rules)
 
 
 def _is_literal(tree: Any) -> bool:

@@ -11,25 +11,25 @@ _NAME = "solution"
 _module = types.ModuleType(_NAME)
 
 
-class Shown(str):
+class RawRepr(str):
     """Text that `repr` shows as it is."""
 
     __slots__ = ()
     __repr__ = str.__str__
 
 
-def load(source: str) -> Shown:
+def load(source: str) -> RawRepr:
     """Run the code; its own exceptions come out of this. The text is JSON, with an entry where it is not Python."""
     try:
         code = compile(source, f"{_NAME}.py", "exec", dont_inherit=True)
     except (SyntaxError, ValueError, OverflowError, RecursionError) as error:
-        return Shown(json.dumps({"compile_error": str(error)[:500]}))
+        return RawRepr(json.dumps({"compile_error": str(error)[:500]}))
     sys.modules[_NAME] = _module
     exec(code, _module.__dict__)
-    return Shown("{}")
+    return RawRepr("{}")
 
 
-def call(name: str, arguments: str, changes: bool) -> Shown:
+def call(name: str, arguments: str, changes: bool) -> RawRepr:
     """Call a function with encoded [args, kwargs]. The text is JSON with `value`, `raised` or `too_large`.
 
     `arguments` is there if the call has changed them in place and `changes` are asked for.
@@ -48,7 +48,7 @@ def call(name: str, arguments: str, changes: bool) -> Shown:
     after = encode([args, kwargs]) if changes else None
     if after != before:
         reply["arguments"] = after
-    return Shown(json.dumps(reply, separators=(",", ":")))
+    return RawRepr(json.dumps(reply, separators=(",", ":")))
 
 
 def _named(name: str) -> Any:

@@ -4,18 +4,18 @@ import builtins
 import json
 from typing import Any
 
-from rollmill.rewards.code.inside_candidate import Shown
-from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign
+from rollmill.rewards.code.inside_candidate import RawRepr
+from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign_type
 
 _names: dict[str, Any] = {"__name__": "check"}
 _raised: list[BaseException] = []
 
 
-class StoppedError(BaseException):
+class SolutionStoppedError(BaseException):
     """The model's code gave nothing that a check could go on with. `except Exception` does not catch this."""
 
 
-class ForeignError(BaseException):
+class NotAValueError(BaseException):
     """The check hands the model's code what is not a value."""
 
 
@@ -26,7 +26,7 @@ def prepare(setup: str, names: list[str], host: Any) -> None:
         _names[name] = _function(name, host)
 
 
-def check(code: str) -> Shown:
+def check(code: str) -> RawRepr:
     """Run a check: "ok", or the outcome and the reason in JSON."""
     _raised.clear()
     try:
@@ -34,15 +34,15 @@ def check(code: str) -> Shown:
     except MemoryError:
         raise
     except BaseException as error:
-        if isinstance(error, StoppedError) or any(error is each for each in _raised):
+        if isinstance(error, SolutionStoppedError) or any(error is each for each in _raised):
             return _verdict("runtime_error", error)
-        in_itself = isinstance(error, ForeignError | NameError | ImportError | SystemExit)
+        in_itself = isinstance(error, NotAValueError | NameError | ImportError | SystemExit)
         return _verdict("test_error" if in_itself else "wrong_answer", error)
-    return Shown(json.dumps({"outcome": "ok"}))
+    return RawRepr(json.dumps({"outcome": "ok"}))
 
 
-def _verdict(outcome: str, error: BaseException) -> Shown:
-    return Shown(json.dumps({"outcome": outcome, "reason": f"{type(error).__name__}: {str(error)[:500]}"}))
+def _verdict(outcome: str, error: BaseException) -> RawRepr:
+    return RawRepr(json.dumps({"outcome": outcome, "reason": f"{type(error).__name__}: {str(error)[:500]}"}))
 
 
 def _function(name: str, host: Any) -> Any:
@@ -51,9 +51,9 @@ def _function(name: str, host: Any) -> Any:
         try:
             tree = encode(arguments)
         except TooLargeError as large:
-            raise ForeignError(f"the test passes what is too large: {large}") from None
-        if (kind := foreign(tree)) is not None:
-            raise ForeignError(f"the test passes an object of type {kind}; only built-in values can be passed")
+            raise NotAValueError(f"the test passes what is too large: {large}") from None
+        if (kind := foreign_type(tree)) is not None:
+            raise NotAValueError(f"the test passes an object of type {kind}; only built-in values can be passed")
         text = json.dumps([name, json.dumps(tree, separators=(",", ":"))])
         try:
             reply = json.loads(host(text))
@@ -63,7 +63,7 @@ def _function(name: str, host: Any) -> Any:
                 return decode(reply["value"])
             error = _exception(str(reply["raised"]), str(reply["text"]))
         except Exception as broken:
-            raise StoppedError(f"{name} gave nothing to check: {broken}") from None
+            raise SolutionStoppedError(f"{name} gave nothing to check: {broken}") from None
         _raised.append(error)
         raise error
 

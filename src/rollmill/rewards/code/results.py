@@ -21,7 +21,7 @@ OUTCOMES: Final = {
     "output": OUTPUT,
 }
 """An outcome of the sandbox -> that of a test."""
-HOPELESS: Final = frozenset((COMPILE_ERROR, TIMEOUT, MEMORY))
+FATAL_OUTCOMES: Final = frozenset((COMPILE_ERROR, TIMEOUT, MEMORY))
 """After one of these with `credit: all` the other tests are not run: they would cost as much and change nothing."""
 
 
@@ -38,7 +38,7 @@ class TestResult:
 
 
 @dataclass(slots=True)
-class Budget:
+class TimeBudget:
     """The time for all tests of a completion, in seconds; it runs from when this is made."""
 
     total_s: float
@@ -49,19 +49,19 @@ class Budget:
         return max(0.0, min(most, self.total_s - (time.monotonic() - self.since)))
 
 
-def outcome_of(results: Sequence[TestResult]) -> str:
+def suite_outcome(results: Sequence[TestResult]) -> str:
     """That of the first test that does not pass; "ok" if all do."""
     return next((result.outcome for result in results if result.outcome != OK), OK)
 
 
-def earned(results: Sequence[TestResult], credit: Literal["all", "fraction"]) -> float:
+def suite_credit(results: Sequence[TestResult], credit: Literal["all", "fraction"]) -> float:
     """1 for passing every test, or the weight of what passes as a part of the weight of all."""
     if credit == "all":
         return min(result.credit if result.outcome == OK else 0.0 for result in results)
-    return fraction(results)
+    return mean_credit(results)
 
 
-def fraction(results: Sequence[TestResult]) -> float:
+def mean_credit(results: Sequence[TestResult]) -> float:
     """The weighted mean of the credits; exactly 1 if all of them are."""
     if all(result.credit == 1.0 for result in results):
         return 1.0

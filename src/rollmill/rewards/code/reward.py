@@ -12,65 +12,65 @@ from contextlib import aclosing
 from typing import Any
 
 from rollmill.config.rewards import CodeReward
-from rollmill.config.rewards.code import CodePlace
-from rollmill.core.errors import ConfigError
-from rollmill.core.registry import import_object
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.code.candidate import Candidate
-from rollmill.rewards.code.checks import run_checks
-from rollmill.rewards.code.comparison import rules_of
-from rollmill.rewards.code.extraction import LONGEST_CODE, extract_code, joined
-from rollmill.rewards.code.functions import run_functions
-from rollmill.rewards.code.judges import ByFunction, ByProgram, ByRules, Comparer
-from rollmill.rewards.code.programs import run_programs
+from rollmill.config.rewards.code import CodeExtraction
+from rollmill.errors import ConfigError
+from rollmill.registry import import_object
+from rollmill.rewards.base import Score
+from rollmill.rewards.code.candidate import SandboxedSolution
+from rollmill.rewards.code.comparers import BuiltinComparer, FunctionComparer, OutputComparer, ProgramComparer
+from rollmill.rewards.code.comparison import output_match_options
+from rollmill.rewards.code.extraction import MAX_CODE_CHARS, extract_code, join_prefix
+from rollmill.rewards.code.functions import run_function_tests
+from rollmill.rewards.code.programs import run_program_tests
 from rollmill.rewards.code.results import (
-    HOPELESS,
+    FATAL_OUTCOMES,
     NO_CODE,
     TIMEOUT,
     TOO_LONG,
-    Budget,
     TestResult,
-    earned,
-    fraction,
-    outcome_of,
+    TimeBudget,
+    mean_credit,
+    suite_credit,
+    suite_outcome,
 )
+from rollmill.rewards.code.runners import run_check_tests
 from rollmill.rewards.code.tests import CheckTest, FunctionTest, ProgramTest, Suite, Test, read_suite
-from rollmill.rewards.resources import Resources
-from rollmill.sandbox import Limits, Sandbox
-from rollmill.sandbox.slots import Slots
+from rollmill.rewards.resources import RewardResources
+from rollmill.sandbox import Sandbox, SandboxLimits
+from rollmill.sandbox.semaphore import FairSemaphore
+from rollmill.types import Completion, Task
 
 _LONG = 50_000
 """Characters of a completion."""
 _log = logging.getLogger(__name__)
 
 
-class Code:
+class CodeScorer:
     """Judges a completion by a task's tests. A task without tests is not judged.
 
     Expected values and check code never enter the process that runs the model's code.
     Raises ConfigError where `judge` cannot be loaded, SandboxError where there is no safe sandbox.
     """
 
-    def __init__(self, config: CodeReward, resources: Resources) -> None:
+    def __init__(self, config: CodeReward, resources: RewardResources) -> None:
         self._config = config
         self._sandbox = shared_sandbox(config, resources)
-        self._turns = Slots(config.jobs or os.cpu_count() or 1)
-        self._limits = limits_of(config)
-        self._suites = Suites(config.output_kb)
-        self._judge = None if config.judge is None else _own_judge(config.judge, config.time_limit_s, resources)
+        self._turns = FairSemaphore(config.jobs or os.cpu_count() or 1)
+        self._limits = sandbox_limits(config)
+        self._suites = SuiteCache(config.output_kb)
+        self._judge = None if config.judge is None else _user_comparer(config.judge, config.time_limit_s, resources)
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         suite = await self._suites.of(task)
         tests = [test for test in suite.tests if self._counts(test)] if suite else []
         if suite is None or not tests:
-            return Verdict(None)
+            return Score(None)
         code = await _extracted(completion.text, self._config.extract, suite.entry_point)
         if code is None:
-            return Verdict(0.0, NO_CODE)
-        if len(code) > LONGEST_CODE:
-            return Verdict(0.0, TOO_LONG)
-        source = joined(suite.prefix, code, suite.entry_point) if suite.prefix else code
+            return Score(0.0, NO_CODE)
+        if len(code) > MAX_CODE_CHARS:
+            return Score(0.0, TOO_LONG)
+        source = join_prefix(suite.prefix, code, suite.entry_point) if suite.prefix else code
         asked = time.perf_counter()
         async with self._turns.turn_async():
             queued = time.perf_counter() - asked
@@ -83,52 +83,57 @@ class Code:
     async def _run(self, suite: Suite, tests: Sequence[Test], source: str) -> list[TestResult]:
         """The results of the tests that were run, in order."""
         found: list[TestResult] = []
-        comparer, budget = self._comparer(suite), Budget(self._config.total_limit_s)
+        comparer, budget = self._comparer(suite), TimeBudget(self._config.total_limit_s)
         async with (
-            Candidate(self._sandbox, source, self._limits) as candidate,
+            SandboxedSolution(self._sandbox, source, self._limits) as candidate,
             aclosing(self._results(tests, source, candidate, comparer, budget)) as results,
         ):
             async for result in results:
                 found.append(result)
-                if result.outcome in HOPELESS and self._config.credit == "all":
+                if result.outcome in FATAL_OUTCOMES and self._config.credit == "all":
                     break
         return found
 
     def _results(
-        self, tests: Sequence[Any], source: str, candidate: Candidate, comparer: Comparer, budget: Budget
+        self,
+        tests: Sequence[Any],
+        source: str,
+        candidate: SandboxedSolution,
+        comparer: OutputComparer,
+        budget: TimeBudget,
     ) -> AsyncGenerator[TestResult, None]:
         limit = self._config.time_limit_s
         match tests[0]:
             case FunctionTest():
-                return run_functions(candidate, tests, comparer, limit, budget)
+                return run_function_tests(candidate, tests, comparer, limit, budget)
             case CheckTest():
-                return run_checks(self._sandbox, candidate, tests, self._limits, limit, budget)
-        return run_programs(self._sandbox, source, tests, comparer, self._limits, budget)
+                return run_check_tests(self._sandbox, candidate, tests, self._limits, limit, budget)
+        return run_program_tests(self._sandbox, source, tests, comparer, self._limits, budget)
 
-    def _comparer(self, suite: Suite) -> Comparer:
+    def _comparer(self, suite: Suite) -> OutputComparer:
         if suite.checker is not None:
-            return ByProgram(self._sandbox, suite.checker, self._limits)
-        return self._judge or ByRules(rules_of(self._config))
+            return ProgramComparer(self._sandbox, suite.checker, self._limits)
+        return self._judge or BuiltinComparer(output_match_options(self._config))
 
-    def _verdict(self, tests: Sequence[Test], results: list[TestResult], queued: float) -> Verdict:
-        last = outcome_of(results)
+    def _verdict(self, tests: Sequence[Test], results: list[TestResult], queued: float) -> Score:
+        last = suite_outcome(results)
         results = results + [TestResult(test.kind, test.weight, last) for test in tests[len(results) :]]
-        value = earned(results, self._config.credit)
+        value = suite_credit(results, self._config.credit)
         if last == TIMEOUT and value == 0.0:
             value = self._config.timeout_reward
         kinds = dict.fromkeys(test.kind for test in tests)
-        details = {kind: fraction([result for result in results if result.kind == kind]) for kind in kinds}
-        return Verdict(value, last, queued, details=details)
+        details = {kind: mean_credit([result for result in results if result.kind == kind]) for kind in kinds}
+        return Score(value, last, queued, details=details)
 
 
-async def _extracted(text: str, place: CodePlace, name: str | None) -> str | None:
+async def _extracted(text: str, place: CodeExtraction, name: str | None) -> str | None:
     """`extract_code`, in a thread where the text is so long that the event loop would wait."""
     if len(text) < _LONG:
         return extract_code(text, place, name)
     return await asyncio.to_thread(extract_code, text, place, name)
 
 
-class Suites:
+class SuiteCache:
     """The tests of the tasks seen last: those of a group are asked for once per completion, and may be long."""
 
     def __init__(self, output_kb: int, most: int = 64) -> None:
@@ -165,7 +170,7 @@ def _refuse_long(suite: Suite | None, output_kb: int) -> None:
             )
 
 
-def shared_sandbox(config: CodeReward, resources: Resources) -> Sandbox:
+def shared_sandbox(config: CodeReward, resources: RewardResources) -> Sandbox:
     """The sandbox of all rewards of a judge that want the same one."""
     packages, jobs, backend = tuple(sorted(config.packages)), config.jobs, config.sandbox
     if backend == "plain":
@@ -174,9 +179,9 @@ def shared_sandbox(config: CodeReward, resources: Resources) -> Sandbox:
     return resources.shared(key, lambda: Sandbox(packages=packages, jobs=jobs, backend=backend))
 
 
-def limits_of(config: CodeReward) -> Limits:
+def sandbox_limits(config: CodeReward) -> SandboxLimits:
     """The limits of one test."""
-    return Limits(
+    return SandboxLimits(
         wall_s=config.time_limit_s,
         cpu_s=int(config.time_limit_s) + 1,
         memory_mb=config.memory_mb,
@@ -184,8 +189,8 @@ def limits_of(config: CodeReward) -> Limits:
     )
 
 
-def _own_judge(name: str, time_limit_s: float, resources: Resources) -> ByFunction:
+def _user_comparer(name: str, time_limit_s: float, resources: RewardResources) -> FunctionComparer:
     function = import_object(name)
     if not callable(function):
         raise ConfigError(f"judge {name} is a {type(function).__name__}, not a function")
-    return ByFunction(name, function, resources.threads, time_limit_s)
+    return FunctionComparer(name, function, resources.threads, time_limit_s)

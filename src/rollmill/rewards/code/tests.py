@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollmill.rewards.code.extraction import whole
-from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign
+from rollmill.rewards.code.extraction import complete_prefix
+from rollmill.rewards.code.values import TooLargeError, decode, encode, foreign_type
 
 VISIBLE, HIDDEN, GENERATED = "visible", "hidden", "generated"
 
@@ -93,10 +93,12 @@ def read_suite(metadata: Mapping[str, Any]) -> Suite | None:
         if name is None:
             raise ValueError("column `test` needs a column `entry_point` with the name of the function that it checks")
         _parsed(code, "test")
-        _parsed(whole(prefix), "prefix")
-        return Suite([CheckTest(whole(prefix), f"{code}\n\ncheck({name})\n", (name,), HIDDEN, 1.0)], name, prefix)
+        _parsed(complete_prefix(prefix), "prefix")
+        return Suite(
+            [CheckTest(complete_prefix(prefix), f"{code}\n\ncheck({name})\n", (name,), HIDDEN, 1.0)], name, prefix
+        )
     if (asserts := _list(metadata, "test_list")) is not None:
-        setup = f"{whole(prefix)}\n{_setup(metadata)}\n"
+        setup = f"{complete_prefix(prefix)}\n{_setup(metadata)}\n"
         names = _called(setup, "\n".join(map(str, asserts)), name)
         checks: list[Test] = [CheckTest(setup, f"{each}\n", names, HIDDEN, 1.0) for each in asserts]
         return Suite(_checked(checks, "test_list"), names[0] if len(names) == 1 else name, prefix)
@@ -164,7 +166,7 @@ def _encoded(where: str, key: str, value: Any) -> Any:
         tree = encode(value)
     except TooLargeError as error:
         raise ValueError(f"{where}: `{key}` is too large: {error}") from None
-    if (kind := foreign(tree)) is not None:
+    if (kind := foreign_type(tree)) is not None:
         raise ValueError(f"{where}: `{key}` holds an object of type {kind}; only built-in values can be tested")
     return tree
 

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-DEEPEST = 64
+MAX_DEPTH = 64
 """Containers inside each other."""
-MOST = 1_000_000
+MAX_VALUES = 1_000_000
 """Values in one value."""
 _EXACT = 1 << 53
 _ALIKE = 1000
@@ -42,7 +42,7 @@ class Opaque:
 
 def encode(value: Any) -> Any:
     """The JSON tree of a value. Raises TooLargeError."""
-    return _tree(value, 0, [MOST])
+    return _tree(value, 0, [MAX_VALUES])
 
 
 def encode_text(value: Any) -> str:
@@ -58,13 +58,13 @@ def decode(tree: Any) -> Any:
         raise ValueError(f"not an encoded value: {error}") from None
 
 
-def foreign(tree: Any) -> str | None:
+def foreign_type(tree: Any) -> str | None:
     """The type of an object in an encoded value that is no value itself; None where there is none."""
     if not isinstance(tree, list) or not tree:
         return None
     if tree[0] == "o":
         return None if tree[1] == Opaque.__name__ else str(tree[1])
-    return next((found for each in tree if (found := foreign(each)) is not None), None)
+    return next((found for each in tree if (found := foreign_type(each)) is not None), None)
 
 
 def refuse_collisions(members: Sequence[Any]) -> None:
@@ -74,11 +74,11 @@ def refuse_collisions(members: Sequence[Any]) -> None:
 
 
 def _tree(value: Any, depth: int, left: list[int]) -> Any:
-    if depth > DEEPEST:
-        raise TooLargeError(f"containers are nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise TooLargeError(f"containers are nested more than {MAX_DEPTH} deep")
     left[0] -= 1
     if left[0] < 0:
-        raise TooLargeError(f"more than {MOST} values")
+        raise TooLargeError(f"more than {MAX_VALUES} values")
     kind = type(value)
     if value is None or kind is bool:
         return value
@@ -110,8 +110,8 @@ def _tree(value: Any, depth: int, left: list[int]) -> Any:
 
 
 def _value(tree: Any, depth: int) -> Any:
-    if depth > DEEPEST:
-        raise ValueError(f"containers are nested more than {DEEPEST} deep")
+    if depth > MAX_DEPTH:
+        raise ValueError(f"containers are nested more than {MAX_DEPTH} deep")
     if tree is None or isinstance(tree, bool | int | float | str):
         return tree
     tag, *rest = tree

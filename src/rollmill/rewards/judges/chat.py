@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from rollmill.rewards.judges.loop import Loop
+from rollmill.rewards.event_loop import EventLoopThread
 
 ChatMessage = dict[str, Any]
 """`role` and `content`: text, or a list of parts as OpenAI's chat API has them."""
 
 STOP, LENGTH = "stop", "length"
 TOO_LONG, REFUSED, UNPARSABLE = "too_long", "refused", "unparsable"
-ROOM = "shorten the prompt or `rubric`, lower max_tokens, or take a judge with a longer context"
+TOO_LONG_ADVICE = "shorten the prompt or `rubric`, lower max_tokens, or take a judge with a longer context"
 """Advice where a question is too long."""
 
 
 @dataclass(frozen=True, slots=True)
-class Sampling:
+class ChatSamplingParams:
     """How replies are sampled. `schema` is a JSON schema that the server is to enforce."""
 
     temperature: float
@@ -28,7 +28,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Reply:
+class ChatModelReply:
     """One reply. `finish` is "stop" where the model ended it by itself; tokens are 0 where the server counts none."""
 
     text: str
@@ -53,12 +53,14 @@ class NoReplyError(Exception):
 class ChatModel(Protocol):
     """Anything that replies to messages."""
 
-    loop: Loop
+    loop: EventLoopThread
     """Where `chat` is called."""
     identity: str
     """What tells this model from others in a cache."""
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
+    ) -> list[ChatModelReply]:
         """One reply per index. A sample depends on messages, sampling and its index, not on which others are asked for.
 
         Raises:

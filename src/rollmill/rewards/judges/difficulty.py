@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from rollmill.config.rewards import JudgeSection
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Task
-from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.errors import RewardError
 from rollmill.rewards.judges.chat import NoReplyError
+from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
 from rollmill.rewards.judges.images import image_parts
-from rollmill.rewards.judges.marking import fresh_key
-from rollmill.rewards.judges.prompts import context_of, last_line, messages_of
-from rollmill.rewards.judges.verdict import combined, read_score, schema
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.judges.parsing import combine_votes, parse_score, verdict_schema
+from rollmill.rewards.judges.prompts import build_messages, task_context, verdict_format
+from rollmill.rewards.judges.sanitizing import unused_json_key
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Task
 
 HARDEST = 10.0
 TEMPLATE = """\
@@ -30,8 +30,8 @@ with one line of JSON and nothing after it, where N is a number from 0 (anyone c
 class DifficultyJudge:
     """Asks the model of a judge's section. Its rubric, template and scale are not used."""
 
-    def __init__(self, config: JudgeSection, resources: Resources) -> None:
-        self._config, self._asker = config, Asker(config, resources)
+    def __init__(self, config: JudgeSection, resources: RewardResources) -> None:
+        self._config, self._asker = config, JudgeClient(config, resources)
 
     async def rate(self, task: Task) -> float | None:
         """Difficulty from 0 to 1, the mean of all votes; None where most of them have no verdict.
@@ -39,22 +39,22 @@ class DifficultyJudge:
         Raises RewardError: the judge cannot be asked, or a column of the task is not what it has to be.
         """
         try:
-            prompt = context_of(task, None, with_reference=False)["question"]
+            prompt = task_context(task, None, with_reference=False)["question"]
             votes = await self._asker.votes(lambda texts: self._question(task, texts[0]), [prompt])
         except NoReplyError:
             return None
         except ValueError as error:
             raise RewardError(f"task {task.id} cannot be rated: {error}") from error
         found = [vote for vote in votes if vote is not None]
-        return combined(found, "mean") if 2 * len(found) > len(votes) else None
+        return combine_votes(found, "mean") if 2 * len(found) > len(votes) else None
 
-    def _question(self, task: Task, prompt: str) -> Question[float]:
-        key = fresh_key("difficulty", [prompt])
+    def _question(self, task: Task, prompt: str) -> JudgePrompt[float]:
+        key = unused_json_key("difficulty", [prompt])
         verdict = RATING.format(hardest=HARDEST, key=key)
         images = image_parts(task) if self._config.images else []
-        return Question(
-            messages_of(TEMPLATE, {"question": prompt}, {}, verdict, images),
-            lambda reply: read_score(reply, key, (0.0, HARDEST)),
-            last_line(verdict),
-            schema(key, {"type": "number"}),
+        return JudgePrompt(
+            build_messages(TEMPLATE, {"question": prompt}, {}, verdict, images),
+            lambda reply: parse_score(reply, key, (0.0, HARDEST)),
+            verdict_format(verdict),
+            verdict_schema(key, {"type": "number"}),
         )

@@ -14,10 +14,10 @@ from dataclasses import replace
 from typing import Any, NoReturn
 
 from rollmill.config.rewards import JudgeSection
-from rollmill.core.errors import ConfigError, RewardError
-from rollmill.rewards.judges.chat import STOP, ChatMessage, NoReplyError, Reply, Sampling
-from rollmill.rewards.judges.limits import Limits
-from rollmill.rewards.judges.loop import Loop, together
+from rollmill.errors import ConfigError, RewardError
+from rollmill.rewards.event_loop import EventLoopThread, gather_or_cancel
+from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
+from rollmill.rewards.judges.rate_limit import RateLimiter
 
 try:
     import openai
@@ -26,18 +26,18 @@ except ImportError as error:
         "a model behind an `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
     ) from error
 
-from rollmill.rewards.judges.trouble import Cure, Trouble, diagnosed
+from rollmill.rewards.judges.request_errors import RequestFailure, RequestFailureCause, classify_error
 
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 _IMAGE_TOKENS = 1000
 _PING_TEXT = "Say yes."
 _PING: list[ChatMessage] = [{"role": "user", "content": _PING_TEXT}]
 
-Asked = str | Sequence[ChatMessage]
+PromptOrMessages = str | Sequence[ChatMessage]
 """A text that is to be completed, or a chat."""
 
 
-class Endpoint:
+class EndpointChatModel:
     """Sends requests within rate limits and tries again what may succeed. Every reply is a request of its own.
 
     A request that fails for good although others are answered gets no reply (outcome `timeout`), and so does one that
@@ -55,19 +55,21 @@ class Endpoint:
         self._called = called
         self._config, self._url, self._key = config, config.endpoint, _key(config)
         self.identity = f"{self._url.rstrip('/')} {config.model} {json.dumps(config.options, sort_keys=True)}"
-        self.loop = Loop("rollmill-judge", self._finish)
+        self.loop = EventLoopThread("rollmill-judge", self._finish)
         self._client: openai.AsyncOpenAI | None = None
         self._places = asyncio.Semaphore(config.max_in_flight)
-        self._limits = Limits([config.requests_per_minute or math.inf, config.tokens_per_minute or math.inf])
+        self._limits = RateLimiter([config.requests_per_minute or math.inf, config.tokens_per_minute or math.inf])
         self._answered = 0.0
         self._broken: RewardError | None = None
         self._jitter = random.Random()
 
-    async def chat(self, messages: Asked, sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+    async def chat(
+        self, messages: PromptOrMessages, sampling: ChatSamplingParams, indices: Sequence[int]
+    ) -> list[ChatModelReply]:
         """See ChatModel; a text in place of messages is completed."""
-        return await together(self.ask(messages, self._body(sampling, index)) for index in indices)
+        return await gather_or_cancel(self.ask(messages, self._body(sampling, index)) for index in indices)
 
-    async def ask(self, asked: Asked, body: Mapping[str, Any]) -> Reply:
+    async def ask(self, asked: PromptOrMessages, body: Mapping[str, Any]) -> ChatModelReply:
         """The reply to one request. Called in `loop`.
 
         Args:
@@ -85,7 +87,7 @@ class Endpoint:
         """Close the connections. Requests under way fail."""
         self.loop.close()
 
-    async def _ask(self, asked: Asked, body: dict[str, Any], size: int) -> Reply:
+    async def _ask(self, asked: PromptOrMessages, body: dict[str, Any], size: int) -> ChatModelReply:
         async with self._places:
             left, tried, troubled = self._config.deadline_s, 0, math.inf
             while True:
@@ -96,20 +98,22 @@ class Endpoint:
                 found = await self._try(asked, body, min(self._config.try_s, left))
                 tried += 1
                 left -= time.monotonic() - started
-                if isinstance(found, Reply):
+                if isinstance(found, ChatModelReply):
                     self._answered = time.monotonic()
                     return replace(found, retries=tried - 1)
                 troubled = min(troubled, time.monotonic())
                 pause = max(self._pause(tried), found.wait_s)
-                spent = tried >= self._config.tries and not found.crowded
-                if found.cure is not Cure.WAIT or spent or pause >= left:
-                    if found.cure is Cure.WAIT and self._answered <= troubled:
+                spent = tried >= self._config.tries and not found.rate_limited
+                if found.cause is not RequestFailureCause.WAIT or spent or pause >= left:
+                    if found.cause is RequestFailureCause.WAIT and self._answered <= troubled:
                         await self._ping(_PING_TEXT if isinstance(asked, str) else _PING, body, size)
                     self._end(found, self._answered > troubled, tried)
                 left -= pause
                 await asyncio.sleep(pause)
 
-    async def _try(self, asked: Asked, body: dict[str, Any], seconds: float) -> Reply | Trouble:
+    async def _try(
+        self, asked: PromptOrMessages, body: dict[str, Any], seconds: float
+    ) -> ChatModelReply | RequestFailure:
         client, model = self._connected(), self._config.model or ""
         found: Any
         try:
@@ -120,42 +124,42 @@ class Endpoint:
                     messages: Any = asked
                     found = await client.chat.completions.create(model=model, messages=messages, extra_body=body)
         except (TimeoutError, openai.APITimeoutError):
-            return Trouble(Cure.WAIT, f"no answer in {seconds:.0f} s")
+            return RequestFailure(RequestFailureCause.WAIT, f"no answer in {seconds:.0f} s")
         except (openai.OpenAIError, ValueError) as error:
-            return diagnosed(error)
+            return classify_error(error)
         try:
             choice = found.choices[0]
             return _reply(choice.text if isinstance(asked, str) else choice.message.content, choice, found.usage)
         except (AttributeError, TypeError, ValueError, LookupError):  # the library takes any JSON for an answer
             what = "completion" if isinstance(asked, str) else "chat completion"
-            return Trouble(Cure.WAIT, f"an answer that is no {what} ({str(found)[:100]!r})")
+            return RequestFailure(RequestFailureCause.WAIT, f"an answer that is no {what} ({str(found)[:100]!r})")
 
-    async def _ping(self, asked: Asked, body: dict[str, Any], size: int) -> None:
+    async def _ping(self, asked: PromptOrMessages, body: dict[str, Any], size: int) -> None:
         """Ask for a word: whatever comes back is an answer."""
         await self._limits.enter(1, size)
-        if isinstance(await self._try(asked, body, self._config.try_s), Reply):
+        if isinstance(await self._try(asked, body, self._config.try_s), ChatModelReply):
             self._answered = time.monotonic()
 
     def _pause(self, tried: int) -> float:
         """Exponential, with full jitter above the half."""
-        longest = min(FIRST_PAUSE_S * 2.0 ** (tried - 1), LONGEST_PAUSE_S)
+        longest = min(MIN_BACKOFF_S * 2.0 ** (tried - 1), MAX_BACKOFF_S)
         return longest * self._jitter.uniform(0.5, 1.0)
 
-    def _end(self, trouble: Trouble, others_answered: bool, tried: int) -> NoReturn:
+    def _end(self, trouble: RequestFailure, others_answered: bool, tried: int) -> NoReturn:
         """Give a request up. `others_answered` since its first failure."""
-        says = f"{self._called} {self._config.model} at {self._url}: {self._without_key(trouble.says)}"
-        if trouble.cure is Cure.TEXT or (trouble.cure is Cure.WAIT and others_answered):
+        says = f"{self._called} {self._config.model} at {self._url}: {self._without_key(trouble.set_activity)}"
+        if trouble.cause is RequestFailureCause.TEXT or (trouble.cause is RequestFailureCause.WAIT and others_answered):
             raise NoReplyError(trouble.outcome, says, trouble.advice)
         advice = trouble.advice
-        if trouble.cure is Cure.WAIT:
+        if trouble.cause is RequestFailureCause.WAIT:
             advice = f"gave up after {tried} tries; is the server up, and `endpoint` its address?"
-        if trouble.cure is Cure.KEY:
+        if trouble.cause is RequestFailureCause.KEY:
             name = self._config.api_key_env
             advice = f"correct the variable {name} (api_key_env)" if name else "name the key's variable: api_key_env"
         self._broken = RewardError(f"{says}; {advice}")
         raise self._broken
 
-    def _body(self, sampling: Sampling, index: int) -> dict[str, Any]:
+    def _body(self, sampling: ChatSamplingParams, index: int) -> dict[str, Any]:
         body: dict[str, Any] = {
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_tokens,
@@ -195,7 +199,7 @@ def _seed(seed: int, index: int) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{index}".encode()).digest()[:4]) >> 1
 
 
-def _estimated_tokens(asked: Asked) -> int:
+def _estimated_tokens(asked: PromptOrMessages) -> int:
     total = 0
     for message in [{"content": asked}] if isinstance(asked, str) else asked:
         content = message["content"]
@@ -204,9 +208,9 @@ def _estimated_tokens(asked: Asked) -> int:
     return total
 
 
-def _reply(said: str | None, choice: Any, usage: Any) -> Reply:
+def _reply(said: str | None, choice: Any, usage: Any) -> ChatModelReply:
     text = "" if said is None else said + ""
-    return Reply(
+    return ChatModelReply(
         text.encode("utf-8", "replace").decode(),  # JSON can hold lone surrogates, a cache cannot
         choice.finish_reason or STOP,
         prompt_tokens=int(usage.prompt_tokens or 0) if usage else 0,

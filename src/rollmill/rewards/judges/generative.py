@@ -9,27 +9,34 @@ from __future__ import annotations
 from functools import partial
 
 from rollmill.config.rewards import JudgeReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.rewards.base import Score
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
+from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
 from rollmill.rewards.judges.images import image_parts
-from rollmill.rewards.judges.marking import cleaned, fresh_key
-from rollmill.rewards.judges.prompts import JUDGE, SCORE, against, context_of, last_line, messages_of
-from rollmill.rewards.judges.verdict import combined, read_score, schema
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.judges.parsing import combine_votes, parse_score, verdict_schema
+from rollmill.rewards.judges.prompts import (
+    SCORE_INSTRUCTIONS,
+    SCORING_TEMPLATE,
+    build_messages,
+    judging_basis,
+    task_context,
+    verdict_format,
+)
+from rollmill.rewards.judges.sanitizing import sanitize_text, unused_json_key
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
 
-class Generative:
+class GenerativeJudge:
     """A score from 0 to 1. Without a verdict in most of the votes the outcome is `unparsable`."""
 
-    def __init__(self, config: JudgeReward, resources: Resources) -> None:
-        self._config, self._asker = config, Asker(config, resources)
+    def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
+        self._config, self._asker = config, JudgeClient(config, resources)
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         return await self.grade(task, completion.text)
 
-    async def grade(self, task: Task, text: str, rubric: str | None = None) -> Verdict:
+    async def grade(self, task: Task, text: str, rubric: str | None = None) -> Score:
         """Judge any text as a response to a task. `rubric` comes before the task's own and the configured one."""
         if len(text) > self._config.response_limit:
             return self._asker.without(TOO_LONG)
@@ -40,24 +47,24 @@ class Generative:
         scores = [score for score in found if score is not None]
         if 2 * len(scores) <= len(found):
             return self._asker.without(UNPARSABLE)
-        return Verdict(combined(scores, self._config.combine))
+        return Score(combine_votes(scores, self._config.combine))
 
     def counters(self) -> dict[str, float]:
         """Calls, tokens and cost so far."""
         return self._asker.counters()
 
-    def _question(self, task: Task, rubric: str | None, texts: list[str]) -> Question[float]:
+    def _question(self, task: Task, rubric: str | None, texts: list[str]) -> JudgePrompt[float]:
         config, scale = self._config, self._config.scale
-        context = context_of(task, config.rubric)
+        context = task_context(task, config.rubric)
         if rubric is not None:
-            context["rubric"] = cleaned(rubric)
-        response = cleaned(texts[0])
-        key = fresh_key("score", [*context.values(), response])
-        verdict = SCORE.format(against=against(context), low=scale[0], high=scale[1], key=key)
+            context["rubric"] = sanitize_text(rubric)
+        response = sanitize_text(texts[0])
+        key = unused_json_key("score", [*context.values(), response])
+        verdict = SCORE_INSTRUCTIONS.format(against=judging_basis(context), low=scale[0], high=scale[1], key=key)
         images = image_parts(task) if config.images else []
-        return Question(
-            messages_of(config.template or JUDGE, context, {"The response": response}, verdict, images),
-            lambda reply: read_score(reply, key, scale),
-            last_line(verdict),
-            schema(key, {"type": "number"}),
+        return JudgePrompt(
+            build_messages(config.template or SCORING_TEMPLATE, context, {"The response": response}, verdict, images),
+            lambda reply: parse_score(reply, key, scale),
+            verdict_format(verdict),
+            verdict_schema(key, {"type": "number"}),
         )

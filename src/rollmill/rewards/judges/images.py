@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollmill.core.types import Task
-from rollmill.tasks.images import data_url, image_refs
+from rollmill.data.images import data_url, image_refs_of
+from rollmill.types import Task
 
 
 def image_parts(task: Task) -> list[dict[str, Any]]:
@@ -13,7 +13,7 @@ def image_parts(task: Task) -> list[dict[str, Any]]:
 
     Raises ValueError where the column holds something else, TasksetError where a picture is no longer what it was.
     """
-    column, references = task.metadata.get("images") or [], image_refs(task.metadata)
+    column, references = task.metadata.get("images") or [], image_refs_of(task.metadata)
     if not isinstance(column, list) or len(references) != len(column):
         raise ValueError(
             f"the task's column `images` is {column!r:.80}, not pictures that the taskset found; correct the paths, or "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollmill.config.rewards import JudgeSection
 from rollmill.rewards.judges.chat import ChatModel
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.resources import RewardResources
 
 _CONNECTION = {
     "endpoint",
@@ -20,7 +20,7 @@ _CONNECTION = {
 }
 
 
-def chat_model(config: JudgeSection, resources: Resources) -> ChatModel:
+def build_chat_model(config: JudgeSection, resources: RewardResources) -> ChatModel:
     """The chat model of a reward. Connections and caches are closed with the judge.
 
     Raises:
@@ -29,17 +29,17 @@ def chat_model(config: JudgeSection, resources: Resources) -> ChatModel:
     """
     model: ChatModel
     if config.path is None:
-        from rollmill.rewards.judges.endpoint import Endpoint
+        from rollmill.rewards.judges.endpoint import EndpointChatModel
 
         settings = config.model_dump_json(include=_CONNECTION)
-        model = resources.shared(f"endpoint {settings}", lambda: Endpoint(config))
+        model = resources.shared(f"endpoint {settings}", lambda: EndpointChatModel(config))
     else:
-        from rollmill.rewards.judges.native import native_model
+        from rollmill.rewards.judges.native import load_native_chat_model
 
-        model = native_model(config.path, resources.device)
+        model = load_native_chat_model(config.path, resources.device)
     if config.cache is None:
         return model
-    from rollmill.rewards.judges.cache import Cached, Store
+    from rollmill.rewards.judges.cache import CachedChatModel, ChatReplyStore
 
     path = config.cache.expanduser().absolute()
-    return Cached(model, resources.shared(f"cache {path}", lambda: Store(path)))
+    return CachedChatModel(model, resources.shared(f"cache {path}", lambda: ChatReplyStore(path)))

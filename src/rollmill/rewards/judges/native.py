@@ -13,17 +13,26 @@ import torch
 
 from rollmill.config.model import ModelConfig
 from rollmill.config.rollout import SamplingConfig
-from rollmill.core.errors import ModelError, RewardError
-from rollmill.core.types import StopReason
-from rollmill.engines.base import Request
+from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.engines.native.check import require_engine
+from rollmill.engines.native.parity_check import check_engine_parity
+from rollmill.errors import ModelError, RewardError
 from rollmill.models.load import load_policy
-from rollmill.rewards.judges.chat import LENGTH, ROOM, STOP, TOO_LONG, ChatMessage, NoReplyError, Reply, Sampling
-from rollmill.rewards.judges.loop import Loop
+from rollmill.rewards.event_loop import EventLoopThread
+from rollmill.rewards.judges.chat import (
+    LENGTH,
+    STOP,
+    TOO_LONG,
+    TOO_LONG_ADVICE,
+    ChatMessage,
+    ChatModelReply,
+    ChatSamplingParams,
+    NoReplyError,
+)
+from rollmill.types import StopReason
 
 
-class Native:
+class NativeChatModel:
     """One model in memory: fp32 on a CPU, bf16 on a GPU. Its engine steps in the loop's thread.
 
     Raises ModelError where the folder holds no causal language model, or one without a chat template.
@@ -32,7 +41,7 @@ class Native:
     def __init__(self, folder: Path, device: str) -> None:
         try:
             policy = load_policy(ModelConfig(path=folder), texts=[], seed=0, device=torch.device(device))
-            require_engine(policy.model, folder)
+            check_engine_parity(policy.model, folder)
         except ModelError as error:
             raise ModelError(str(error).replace("model.path", "a judge's path")) from error
         if policy.tokenizer.chat_template is None:
@@ -46,20 +55,22 @@ class Native:
         )
         self._control = _control_tokens(policy.tokenizer)
         self.identity = _identity(folder, dtype)
-        self.loop = Loop("rollmill-native-judge", None)
+        self.loop = EventLoopThread("rollmill-native-judge", None)
         weakref.finalize(self, self.loop.close)
 
-    async def chat(self, messages: Sequence[ChatMessage], sampling: Sampling, indices: Sequence[int]) -> list[Reply]:
+    async def chat(
+        self, messages: Sequence[ChatMessage], sampling: ChatSamplingParams, indices: Sequence[int]
+    ) -> list[ChatModelReply]:
         """See ChatModel; messages begin with `system` and `user`. Tokens of the prompt count for the first reply."""
         ids = self._encoded(messages)
         if len(ids) + sampling.max_tokens > self._context:
             says = f"{len(ids)} tokens and {sampling.max_tokens} of the reply; the judge's context is {self._context}"
-            raise NoReplyError(TOO_LONG, says, ROOM)
+            raise NoReplyError(TOO_LONG, says, TOO_LONG_ADVICE)
         settings = SamplingConfig(temperature=sampling.temperature, max_new_tokens=sampling.max_tokens)
-        request = Request(ids, settings, n=max(indices) + 1, seed=sampling.seed, id="a question to the judge")
+        request = GenerationRequest(ids, settings, n=max(indices) + 1, seed=sampling.seed, id="a question to the judge")
         found = await self._engine.generate(request)
         return [
-            Reply(
+            ChatModelReply(
                 found[index].text,
                 LENGTH if found[index].stop_reason is StopReason.LENGTH else STOP,
                 prompt_tokens=0 if number else len(ids),
@@ -95,16 +106,16 @@ class Native:
         return text
 
 
-_models: WeakValueDictionary[tuple[Path, str], Native] = WeakValueDictionary()
+_models: WeakValueDictionary[tuple[Path, str], NativeChatModel] = WeakValueDictionary()
 
 
-def native_model(folder: Path, device: str | None) -> Native:
+def load_native_chat_model(folder: Path, device: str | None) -> NativeChatModel:
     """The model of a folder; one in memory serves all rewards. `device` None: a GPU where torch finds one."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     key = folder.resolve(), device
     model = _models.get(key)
     if model is None:
-        model = _models[key] = Native(folder, device)
+        model = _models[key] = NativeChatModel(folder, device)
     return model
 
 

@@ -9,52 +9,59 @@ from functools import partial
 from statistics import fmean
 
 from rollmill.config.rewards import RankingReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Judgement, Verdict
-from rollmill.rewards.judges.asking import Asker, Question
+from rollmill.rewards.base import RewardResult, Score
+from rollmill.rewards.event_loop import gather_or_cancel
 from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError
+from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
 from rollmill.rewards.judges.images import image_parts
-from rollmill.rewards.judges.loop import together
-from rollmill.rewards.judges.marking import cleaned, fresh_key
-from rollmill.rewards.judges.prompts import ORDER, RANKING, against, context_of, last_line, messages_of
-from rollmill.rewards.judges.siblings import verdicts_of
-from rollmill.rewards.judges.verdict import read_ranking, schema
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.judges.parsing import parse_ranking, verdict_schema
+from rollmill.rewards.judges.prompts import (
+    RANKING_INSTRUCTIONS,
+    RANKING_TEMPLATE,
+    build_messages,
+    judging_basis,
+    task_context,
+    verdict_format,
+)
+from rollmill.rewards.judges.sanitizing import sanitize_text, unused_json_key
+from rollmill.rewards.judges.siblings import score_distinct_texts
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
 
-class Ranking:
+class RankingJudge:
     """From 1 (first place) to 0 (last), evenly spaced, as the mean over orders and votes.
 
     Equal texts are shown once and share the mean of their places. Gated completions do not take part. A completion
     without siblings has no reward.
     """
 
-    def __init__(self, config: RankingReward, resources: Resources) -> None:
-        self._config, self._asker = config, Asker(config, resources)
+    def __init__(self, config: RankingReward, resources: RewardResources) -> None:
+        self._config, self._asker = config, JudgeClient(config, resources)
 
     async def judge_group(
-        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
-    ) -> list[Verdict]:
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+    ) -> list[Score]:
         limit, compare = self._config.response_limit, partial(self._ranked, task)
-        return await verdicts_of(completions, judged, limit, self._asker, compare)
+        return await score_distinct_texts(completions, judged, limit, self._asker, compare)
 
     def counters(self) -> dict[str, float]:
         """Calls, tokens and cost so far."""
         return self._asker.counters()
 
-    async def _ranked(self, task: Task, counts: Counter[str]) -> dict[str, Verdict]:
+    async def _ranked(self, task: Task, counts: Counter[str]) -> dict[str, Score]:
         """The verdict on each different text; `counts` says how often it occurs."""
         texts = sorted(counts)
         if len(texts) == 1:
-            return {texts[0]: Verdict(0.5)}
+            return {texts[0]: Score(0.5)}
         try:
-            found = await together(self._places(task, order, counts) for order in self._orders(task, texts))
+            found = await gather_or_cancel(self._places(task, order, counts) for order in self._orders(task, texts))
         except NoReplyError as error:
             return dict.fromkeys(texts, self._asker.without(error.outcome))
         rankings = [ranking for rankings in found for ranking in rankings]
         if not rankings:
             return dict.fromkeys(texts, self._asker.without(UNPARSABLE))
-        return {text: Verdict(fmean(ranking[text] for ranking in rankings)) for text in texts}
+        return {text: Score(fmean(ranking[text] for ranking in rankings)) for text in texts}
 
     def _orders(self, task: Task, texts: list[str]) -> list[list[str]]:
         """The orders in which the texts are shown: each random one is followed by its reverse."""
@@ -67,24 +74,24 @@ class Ranking:
     async def _places(self, task: Task, order: list[str], counts: Counter[str]) -> list[dict[str, float]]:
         """The reward of each text by each vote that has a verdict."""
         votes = await self._asker.votes(partial(self._question, task), order)
-        return [spread([order[place] for place in vote], counts) for vote in votes if vote is not None]
+        return [scores_from_ranks([order[place] for place in vote], counts) for vote in votes if vote is not None]
 
-    def _question(self, task: Task, texts: list[str]) -> Question[list[int]]:
+    def _question(self, task: Task, texts: list[str]) -> JudgePrompt[list[int]]:
         config, count = self._config, len(texts)
-        context = context_of(task, config.rubric)
-        responses = {f"Response {number}": cleaned(text) for number, text in enumerate(texts, 1)}
-        key = fresh_key("ranking", [*context.values(), *responses.values()])
-        verdict = ORDER.format(against=against(context), key=key, count=count)
+        context = task_context(task, config.rubric)
+        responses = {f"Response {number}": sanitize_text(text) for number, text in enumerate(texts, 1)}
+        key = unused_json_key("ranking", [*context.values(), *responses.values()])
+        verdict = RANKING_INSTRUCTIONS.format(against=judging_basis(context), key=key, count=count)
         images = image_parts(task) if config.images else []
-        return Question(
-            messages_of(config.template or RANKING, context, responses, verdict, images),
-            lambda reply: read_ranking(reply, key, count),
-            last_line(verdict),
-            schema(key, {"type": "array", "items": {"type": "integer"}}),
+        return JudgePrompt(
+            build_messages(config.template or RANKING_TEMPLATE, context, responses, verdict, images),
+            lambda reply: parse_ranking(reply, key, count),
+            verdict_format(verdict),
+            verdict_schema(key, {"type": "array", "items": {"type": "integer"}}),
         )
 
 
-def spread(ranked: Sequence[str], counts: Counter[str]) -> dict[str, float]:
+def scores_from_ranks(ranked: Sequence[str], counts: Counter[str]) -> dict[str, float]:
     """From 1 for the first text to 0 for the last; a text that occurs several times has the mean of its places."""
     before, last, rewards = 0, counts.total() - 1, {}
     for text in ranked:

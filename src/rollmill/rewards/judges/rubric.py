@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from rollmill.config.rewards import JudgeReward
-from rollmill.core.types import Task
-from rollmill.rewards.judges.generative import Generative
-from rollmill.rewards.resources import Resources
+from rollmill.rewards.judges.generative import GenerativeJudge
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Task
 
 
-class RubricScorer:
+class RubricJudge:
     """A generative judge behind one number."""
 
-    def __init__(self, config: JudgeReward, resources: Resources) -> None:
-        self._judge = Generative(config, resources)
+    def __init__(self, config: JudgeReward, resources: RewardResources) -> None:
+        self._judge = GenerativeJudge(config, resources)
 
     async def score(self, task: Task, text: str, rubric: str) -> float:
         """How well a text answers the task by a rubric, from 0 to 1; `unparsable_reward` or `timeout_reward` where the

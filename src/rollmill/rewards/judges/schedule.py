@@ -6,7 +6,7 @@ import random
 from itertools import combinations
 
 
-def schedule(count: int, opponents: int | None, seed: str) -> list[tuple[int, int]]:
+def pair_opponents(count: int, opponents: int | None, seed: str) -> list[tuple[int, int]]:
     """Pairs (i, j) with i < j of `count` players, such that each meets `opponents` others; None: all.
 
     The players sit in a random circle, and each meets the nearest on both sides; where the number is odd, also who sits

@@ -1,5 +1,5 @@
 """School questions in English and Chinese: what is asked, where the answer stands, and a rule per type."""
 
-from rollmill.rewards.k12.reward import K12
+from rollmill.rewards.k12.reward import K12Scorer
 
-__all__ = ["K12"]
+__all__ = ["K12Scorer"]

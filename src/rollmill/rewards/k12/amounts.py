@@ -6,10 +6,18 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from rollmill.rewards.answers.numerals import CHINESE, HAN, MEASURES, SCALE, SCALES, chinese, numeral_value
-from rollmill.rewards.answers.writing import CJK
-from rollmill.rewards.k12.unit_words import UNIT, Unit, converted, units
-from rollmill.rewards.numbers import Quantity, agree, normalised, quantity
+from rollmill.rewards.answers.normalization import CJK
+from rollmill.rewards.answers.numerals import (
+    CHINESE_DIGITS,
+    CHINESE_NUMERAL,
+    MEASURE_WORDS,
+    SCALE,
+    SCALES,
+    numeral_value,
+    parse_chinese_numeral,
+)
+from rollmill.rewards.answers.quantities import Quantity, normalize_answer, parse_quantity, quantities_equal
+from rollmill.rewards.k12.unit_words import UNIT_PATTERN, UnitPowers, convert_unit, parse_units
 
 _ARABIC = (
     r"(?<![\d.A-Za-z_^])(?:\d{0,30}\\frac ?(?:\{-?[\d.,]{1,30}\} ?\{-?[\d.,]{1,30}\}|\d\d)"
@@ -21,10 +29,10 @@ _AMOUNT = (
     rf"(?P<sign>负|零下|(?<![\w)}}\]])[+-] ?)?(?:(?P<money>[¥$€£]) ?)?(?P<number>{{number}})"
     rf"(?: ?(?P<times>{SCALE}))?"
     rf"(?: ?(?P<percent>\\?%|(?i:per ?cent)(?![A-Za-z])))?"
-    rf"(?: ?\(? ?(?P<unit>{UNIT}) ?\)?)?"
+    rf"(?: ?\(? ?(?P<unit>{UNIT_PATTERN}) ?\)?)?"
 )
 _FOUND = re.compile(_AMOUNT.replace("{number}", _ARABIC))
-_WHOLE = re.compile(_AMOUNT.replace("{number}", CHINESE))
+_WHOLE = re.compile(_AMOUNT.replace("{number}", CHINESE_NUMERAL))
 _LINK = re.compile(r" ?(?:又|零|and|,)? ?")
 _COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,5}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
 _NO_COUNTER = re.compile(
@@ -42,25 +50,25 @@ class Amount:
 
     value: Fraction
     percent: bool = False
-    units: tuple[Unit, ...] = ()
+    units: tuple[UnitPowers, ...] = ()
     rest: tuple[Amount, ...] = ()
     word: str = ""
 
-    def within(self, unit: Unit) -> Fraction | None:
+    def within(self, unit: UnitPowers) -> Fraction | None:
         """The value in `unit`; None where it measures something else, or its parts do not get smaller."""
         total, last = Fraction(0), None
         for part in (self, *self.rest):
-            sizes = [size for each in part.units if (size := converted(Fraction(1), each, unit)) is not None]
+            sizes = [size for each in part.units if (size := convert_unit(Fraction(1), each, unit)) is not None]
             if not sizes or (last is not None and sizes[0] >= last):
                 return None
             last = sizes[0]
-            values = [converted(part.value, each, unit) for each in part.units]
+            values = [convert_unit(part.value, each, unit) for each in part.units]
             value = next(each for each in values if each is not None)
             total += value
         return total
 
 
-def amount(text: str) -> Amount | None:
+def parse_amount(text: str) -> Amount | None:
     """The amount that a folded text is as a whole, in digits or Chinese numerals; a counting word may follow."""
     text = _flat(text)
     if len(text) > 400:
@@ -83,18 +91,18 @@ def amount(text: str) -> Amount | None:
     if any(not part.units for part in parts[1:]) or (len(parts) > 1 and behind["word"]):
         return None
     first, word = parts[0], behind["word"] or ""
-    if text[0] in HAN and word and word[0] not in MEASURES:
+    if text[0] in CHINESE_DIGITS and word and word[0] not in MEASURE_WORDS:
         return None
-    word = first.word or ("" if first.units else word_of(word))
+    word = first.word or ("" if first.units else unit_word(word))
     return Amount(first.value, first.percent, first.units, tuple(parts[1:]), word)
 
 
 def _flat(text: str) -> str:
     """The normalised text, units in `\\mathrm{m/s^{2}}` without their wrapping."""
-    return normalised(_WRAPPED.sub(r" \1 ", text))
+    return normalize_answer(_WRAPPED.sub(r" \1 ", text))
 
 
-def same(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, required: bool) -> bool:
+def amounts_equal(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, required: bool) -> bool:
     """Whether two amounts are the same.
 
     A missing unit is accepted unless it is required; a unit that measures something else is not. Imports pint where
@@ -113,7 +121,7 @@ def same(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, r
     if _near(gold.value, value, slack, absolute) and gold.percent == answer.percent:
         return True
     one, other = Quantity(gold.value, percent=gold.percent), Quantity(value, percent=answer.percent)
-    return agree(one, other, slack=slack, units_required=required)
+    return quantities_equal(one, other, slack=slack, units_required=required)
 
 
 def _near(gold: Fraction, answer: Fraction, slack: Fraction, absolute: Fraction) -> bool:
@@ -128,20 +136,20 @@ def _amount(found: re.Match[str]) -> Amount | None:
     if found["sign"] and found["sign"].strip() != "+":
         value = -value
     percent = bool(found["percent"]) or found["number"].startswith("百分之")
-    unit = units(found["unit"]) if found["unit"] else ()
+    unit = parse_units(found["unit"]) if found["unit"] else ()
     if not unit and found["money"]:
-        unit = units(found["money"])
-    return Amount(value, percent, unit, (), "" if unit else word_of(found["unit"]))
+        unit = parse_units(found["money"])
+    return Amount(value, percent, unit, (), "" if unit else unit_word(found["unit"]))
 
 
-def word_of(unit: str | None) -> str:
+def unit_word(unit: str | None) -> str:
     """A unit that is no measure, `Apples` as `apple`."""
     return (unit or "").lower().removesuffix("s")
 
 
 def _value(number: str) -> Fraction | None:
     bottom, over, top = number.partition("分之")
-    if over and not set(number) <= set(HAN) | set("分之点"):
+    if over and not set(number) <= set(CHINESE_DIGITS) | set("分之点"):
         parts = [Fraction(100) if part == "百" else _value(part) for part in (bottom, top)]
         if parts[0] is None or parts[1] is None or parts[0] == 0:
             return None
@@ -149,7 +157,7 @@ def _value(number: str) -> Fraction | None:
     if over:
         found = numeral_value(number)
         return found * 100 if found is not None and bottom == "百" else found
-    if number[0] in HAN:
-        return chinese(number)
-    plain = quantity(number.replace(" ", "") if "frac" in number else number)
+    if number[0] in CHINESE_DIGITS:
+        return parse_chinese_numeral(number)
+    plain = parse_quantity(number.replace(" ", "") if "frac" in number else number)
     return None if plain is None else plain.value

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollmill.rewards.answers.final import FinalAnswer
-from rollmill.rewards.answers.phrase import value_of
-from rollmill.rewards.answers.writing import number_of
-from rollmill.rewards.numbers import normalised
-from rollmill.rewards.structure import split_list
+from rollmill.rewards.answers.collection import split_list
+from rollmill.rewards.answers.extraction import FinalAnswer
+from rollmill.rewards.answers.normalization import parse_circled_digit
+from rollmill.rewards.answers.phrase import extract_value
+from rollmill.rewards.answers.quantities import normalize_answer
 
 _LABEL = re.compile(
     r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
@@ -25,14 +25,14 @@ _LEADING = re.compile(r"(?:so|thus|therefore|hence|the answers? (?:to|for|in|of)
 _OUTER = " \t\n,;，；。、"
 
 
-def filled(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
+def parse_blanks(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
     """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
 
     Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
     `paragraph` is the last one of the completion, where labels such as "the second blank" stand.
     """
     texts = _texts(found, paragraph, count)
-    return None if texts is None else [(text, value_of(text, leads=True)) for text in texts]
+    return None if texts is None else [(text, extract_value(text, leads=True)) for text in texts]
 
 
 def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
@@ -46,8 +46,8 @@ def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
     for text in (found.text, found.tail):
         if (numbered := _numbered(text, count)) is not None:
             return numbered
-    plain = normalised(found.text)
-    value = normalised(value_of(found.text, leads=found.marked))
+    plain = normalize_answer(found.text)
+    value = normalize_answer(extract_value(found.text, leads=found.marked))
     for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False), split_list(value)):
         if pieces is not None and len(pieces) == count:
             return [piece.strip(_OUTER) for piece in pieces]
@@ -73,7 +73,7 @@ def _numbered(text: str, count: int) -> list[str] | None:
 
 def _number(label: re.Match[str]) -> int | None:
     if label["d"]:
-        return number_of(label["d"])
+        return parse_circled_digit(label["d"])
     if label["c"] and label["c"] in _HAN:
         return _HAN.index(label["c"]) + 1
     if label["f"]:
@@ -85,7 +85,7 @@ def _parted(text: str) -> list[str]:
     return [piece.strip(_OUTER) for piece in _STRONG.split(text.strip(_OUTER))]
 
 
-def assigned(same: Sequence[Sequence[bool]]) -> int:
+def count_matched_blanks(same: Sequence[Sequence[bool]]) -> int:
     """How many blanks can be right when answers go to any of them, each to one: a largest matching.
 
     `same[i][j]` says whether blank i may hold answer j.

@@ -10,11 +10,11 @@ from typing import Any
 from pydantic import ValidationError
 
 from rollmill.config.rewards.k12 import K12Column, K12Type
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Task
-from rollmill.rewards.answers.writing import key
-from rollmill.rewards.choices import known_options
-from rollmill.rewards.numbers import normalised, quantity
+from rollmill.errors import RewardError
+from rollmill.rewards.answers.normalization import comparison_key
+from rollmill.rewards.answers.option_letters import task_options
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
+from rollmill.types import Task
 
 _USED = {"matching": {"points"}, "short": {"points", "rubric", "keywords", "wrong"}}
 _USED["blank"] = _USED["numeric"] = {"synonyms", "unordered", "tolerance", "absolute_tolerance", "unit", "points"}
@@ -24,7 +24,7 @@ _SURELY_TRUTH = frozenset(["true", "false", "对", "错", "正确", "错误", "�
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class K12Question:
     """A task read: `kind` is certain, the options are by letter, and `column` has the rest."""
 
     kind: K12Type
@@ -53,7 +53,7 @@ class Question:
         return points
 
 
-def question(task: Task) -> Question | None:
+def read_question(task: Task) -> K12Question | None:
     """What the task asks; None where it has neither an answer nor anything to judge a short one by.
 
     Raises RewardError where the column `k12` is none, or has a key that its type does not honour.
@@ -68,7 +68,7 @@ def question(task: Task) -> Question | None:
         place = ".".join(str(part) for part in first["loc"])
         raise RewardError(f"its `k12.{place}` is wrong: {first['msg']}") from error
     answer = task.answer if column.answer is None else column.answer
-    options = known_options({"options": column.options} if column.options else task.metadata)
+    options = task_options({"options": column.options} if column.options else task.metadata)
     kind = column.type or _kind(answer, options, column)
     if answer is None and kind != "short":
         return None
@@ -80,7 +80,7 @@ def question(task: Task) -> Question | None:
     for name in ("subject", "grade"):
         if getattr(column, name) is None and isinstance(found := task.metadata.get(name), str | int):
             column = column.model_copy(update={name: found})
-    return Question(kind=kind, answer=answer, options=options, column=column)
+    return K12Question(kind=kind, answer=answer, options=options, column=column)
 
 
 def _kind(answer: Any, options: dict[str, str], column: K12Column) -> K12Type:
@@ -93,19 +93,21 @@ def _kind(answer: Any, options: dict[str, str], column: K12Column) -> K12Type:
         return "matching"
     if options:
         return "single" if isinstance(answer, str) and len(_letters(answer, options)) == 1 else "multiple"
-    if isinstance(answer, int | float) or (isinstance(answer, str) and quantity(normalised(answer)) is not None):
+    if isinstance(answer, int | float) or (
+        isinstance(answer, str) and parse_quantity(normalize_answer(answer)) is not None
+    ):
         return "numeric"
     return "blank"
 
 
 def _letters(answer: str, options: dict[str, str]) -> str:
     """The letters of a reference such as `ACD` or `A, C`, or the letter of the option whose words it has."""
-    same = [letter for letter, option in options.items() if key(option) == key(answer)]
+    same = [letter for letter, option in options.items() if comparison_key(option) == comparison_key(answer)]
     plain = re.sub(r"[\W_]", "", answer)
     return same[0] if len(plain) > 1 and len(same) == 1 else plain.upper() if len(plain) == 1 else plain
 
 
-def right_options(asked: Question) -> frozenset[str]:
+def correct_options(asked: K12Question) -> frozenset[str]:
     """The letters of the right options. Raises RewardError where the reference names none, or one that there is not."""
     given = asked.answer
     parts = [str(each) for each in given] if isinstance(given, list | tuple) else [str(given)]

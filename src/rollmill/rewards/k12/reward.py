@@ -9,26 +9,26 @@ from fractions import Fraction
 from typing import TYPE_CHECKING
 
 from rollmill.config.rewards import K12Reward
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
-from rollmill.rewards.answers.letters import chosen, is_labelled
-from rollmill.rewards.answers.limits import too_much
-from rollmill.rewards.answers.writing import folded, has_cjk, key
-from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Verdict
-from rollmill.rewards.comparison import EXACT
-from rollmill.rewards.formulas import compared
-from rollmill.rewards.grader import Reply
-from rollmill.rewards.k12.blanks import assigned, filled
-from rollmill.rewards.k12.question import Question, question, right_options
-from rollmill.rewards.k12.sequences import kendall, matched, ordered, pairs, sequence
-from rollmill.rewards.k12.short import key_points, short_answer
-from rollmill.rewards.k12.truth import truth
-from rollmill.rewards.k12.values import Gauge, equal
-from rollmill.rewards.resources import Resources
+from rollmill.errors import RewardError
+from rollmill.rewards.answers.comparison import EXACT
+from rollmill.rewards.answers.complexity import oversize_outcome
+from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
+from rollmill.rewards.answers.normalization import comparison_key, fold_text, has_cjk
+from rollmill.rewards.answers.options import is_labelled, selected_options
+from rollmill.rewards.answers.symbolic import compare_answers
+from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Score
+from rollmill.rewards.grader_pool import GraderResult
+from rollmill.rewards.k12.answer_types import extract_order, extract_pairs, kendall_tau, parse_pairs, parse_sequence
+from rollmill.rewards.k12.blanks import count_matched_blanks, parse_blanks
+from rollmill.rewards.k12.comparison import ValueMatchOptions, compare_value
+from rollmill.rewards.k12.question import K12Question, correct_options, read_question
+from rollmill.rewards.k12.short import extract_short_answer, key_point_credit
+from rollmill.rewards.k12.truth import parse_truth_value
+from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion, Task
 
 if TYPE_CHECKING:
-    from rollmill.rewards.judges.rubric import RubricScorer
+    from rollmill.rewards.judges.rubric import RubricJudge
 
 _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed where the reference is a Python float."""
@@ -38,7 +38,7 @@ Readings = tuple[str, str]
 """What stands in a blank, and the value that it names."""
 
 
-class K12:
+class K12Scorer:
     """From 0 to 1 by the rule of the question's type; None where the task has no answer.
 
     `details` has the same number under the task's subject and `grade-N`. Outcomes besides ok: `no_answer`, `unreadable`
@@ -46,38 +46,38 @@ class K12:
     `timeout`, `memory`.
     """
 
-    def __init__(self, config: K12Reward, resources: Resources) -> None:
+    def __init__(self, config: K12Reward, resources: RewardResources) -> None:
         self._config, self._graders = config, resources.graders
-        self._scorer: RubricScorer | None = None
+        self._scorer: RubricJudge | None = None
         if config.judge is not None:
-            from rollmill.rewards.judges.rubric import RubricScorer
+            from rollmill.rewards.judges.rubric import RubricJudge
 
-            self._scorer = RubricScorer(config.judge, resources)
+            self._scorer = RubricJudge(config.judge, resources)
 
     def counters(self) -> dict[str, float]:
         """What the judge of short answers has counted."""
         return {} if self._scorer is None else self._scorer.counters()
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
-        asked = question(task)
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        asked = read_question(task)
         if asked is None:
-            return Verdict(None)
+            return Score(None)
         verdict = await self._judged(task, asked, completion.text)
         assert isinstance(verdict.value, float)
         return replace(verdict, details=_details(asked, verdict.value))
 
-    async def _judged(self, task: Task, asked: Question, text: str) -> Verdict:
+    async def _judged(self, task: Task, asked: K12Question, text: str) -> Score:
         if asked.kind == "short":
             return await self._short(task, asked, text)
         several = isinstance(asked.answer, list | tuple) and len(asked.answer) > 1
         found = _found(text, values=asked.kind in ("blank", "numeric") and not several)
         if found is not None and found.hedged:
-            return Verdict(0.0, HEDGED)
-        if found is not None and (outcome := too_much(found.text)) is not None:
-            return Verdict(0.0, outcome)
+            return Score(0.0, HEDGED)
+        if found is not None and (outcome := oversize_outcome(found.text)) is not None:
+            return Score(0.0, outcome)
         match asked.kind:
             case "single" | "multiple":
-                return await self._choice(asked, right_options(asked), found)
+                return await self._choice(asked, correct_options(asked), found)
             case "true_false":
                 return _true_false(asked, found)
             case "ordering":
@@ -86,32 +86,34 @@ class K12:
                 return self._matching(asked, found)
             case _:
                 return await self._blanks(
-                    asked, found, folded(answer_part(text)).rstrip().rpartition("\n\n")[2][-2000:]
+                    asked, found, fold_text(answer_section(text)).rstrip().rpartition("\n\n")[2][-2000:]
                 )
 
-    async def _choice(self, asked: Question, right: frozenset[str], found: FinalAnswer | None) -> Verdict:
+    async def _choice(self, asked: K12Question, right: frozenset[str], found: FinalAnswer | None) -> Score:
         if found is None:
-            return Verdict(0.0, NO_ANSWER)
-        named = chosen(found, asked.options, several=asked.kind == "multiple")
+            return Score(0.0, NO_ANSWER)
+        named = selected_options(found, asked.options, several=asked.kind == "multiple")
         if named is None and asked.kind == "single" and found.marked and asked.options:
             return await self._as_option(asked, next(iter(right)), found.text)
         if named is None:
-            return Verdict(0.0, "unreadable")
+            return Score(0.0, "unreadable")
         if asked.kind == "single":
-            return Verdict(float(named == right), OK if len(named) == 1 else "unreadable")
-        return Verdict(credit(right, named, asked.options, self._config))
+            return Score(float(named == right), OK if len(named) == 1 else "unreadable")
+        return Score(multiple_choice_credit(right, named, asked.options, self._config))
 
-    async def _as_option(self, asked: Question, letter: str, text: str) -> Verdict:
+    async def _as_option(self, asked: K12Question, letter: str, text: str) -> Score:
         """An answer without a letter, which may be the right option's formula written in another way."""
-        option = folded(asked.options[letter])
+        option = fold_text(asked.options[letter])
         if is_labelled(text, asked.options):
-            return Verdict(0.0, "unreadable")
-        twins = [name for name, other in asked.options.items() if key(other) == key(option)]
-        if key(text) == key(option) or (len(twins) == 1 and not has_cjk(text) and len(text) <= 200):
-            return self._verdict(await compared(option, text, EXACT, self._graders, self._config.time_limit_s))
-        return Verdict(0.0, "unreadable")
+            return Score(0.0, "unreadable")
+        twins = [name for name, other in asked.options.items() if comparison_key(other) == comparison_key(option)]
+        if comparison_key(text) == comparison_key(option) or (
+            len(twins) == 1 and not has_cjk(text) and len(text) <= 200
+        ):
+            return self._verdict(await compare_answers(option, text, EXACT, self._graders, self._config.time_limit_s))
+        return Score(0.0, "unreadable")
 
-    async def _blanks(self, asked: Question, found: FinalAnswer | None, paragraph: str) -> Verdict:
+    async def _blanks(self, asked: K12Question, found: FinalAnswer | None, paragraph: str) -> Score:
         golds = _golds(asked)
         count = len(golds)
         points = asked.points(count, "blanks")
@@ -121,16 +123,16 @@ class K12:
         if asked.column.unordered and asked.column.points:
             raise RewardError("`k12.points` cannot go with `k12.unordered`; leave out one of them")
         if found is None:
-            return Verdict(0.0, NO_ANSWER)
-        texts = [(found.text, found.value)] if count == 1 else filled(found, paragraph, count)
+            return Score(0.0, NO_ANSWER)
+        texts = [(found.text, found.value)] if count == 1 else parse_blanks(found, paragraph, count)
         if texts is None:
-            return Verdict(0.0, "unreadable")
+            return Score(0.0, "unreadable")
         if asked.column.unordered and count > 1:
             rows = await asyncio.gather(
                 *(self._each(asked, gold, also, texts) for gold, also in zip(golds, synonyms, strict=True))
             )
             replies = [reply for row in rows for reply in row]
-            share = assigned([[reply.value == 1.0 for reply in row] for row in rows]) / count
+            share = count_matched_blanks([[reply.value == 1.0 for reply in row] for row in rows]) / count
         else:
             cells = zip(golds, synonyms, texts, strict=False)
             rows = await asyncio.gather(*(self._each(asked, gold, also, [text]) for gold, also, text in cells))
@@ -139,18 +141,18 @@ class K12:
                 points
             )
         slow = next((reply for reply in replies if reply.outcome in (TIMEOUT, "memory")), None)
-        queued = max((reply.queued for reply in replies), default=0.0)
+        queued = max((reply.queue_s for reply in replies), default=0.0)
         if slow is not None and share < 1:
-            return self._verdict(Reply(slow.outcome, 0.0, queued))
+            return self._verdict(GraderResult(slow.outcome, 0.0, queued))
         outcome = replies[0].outcome if count == 1 else OK
-        return Verdict(share if self._config.blanks == "share" else float(share == 1), outcome, queued)
+        return Score(share if self._config.blanks == "share" else float(share == 1), outcome, queued)
 
-    async def _each(self, asked: Question, gold: str, also: list[str], texts: list[Readings]) -> list[Reply]:
+    async def _each(self, asked: K12Question, gold: str, also: list[str], texts: list[Readings]) -> list[GraderResult]:
         """Whether each of the texts may stand in one blank."""
         column = asked.column
         tolerance = self._config.tolerance if column.tolerance is None else column.tolerance
         rounding = _ROUNDING if isinstance(asked.answer, float) else Fraction(0)
-        gauge = Gauge(
+        gauge = ValueMatchOptions(
             self._graders,
             self._config.time_limit_s,
             max(Fraction(str(tolerance)), rounding),
@@ -159,39 +161,39 @@ class K12:
         )
         replies = []
         for text, value in texts:
-            if any(key(word) in (key(text), key(value)) for word in also):
-                replies.append(Reply(OK, 1.0))
+            if any(comparison_key(word) in (comparison_key(text), comparison_key(value)) for word in also):
+                replies.append(GraderResult(OK, 1.0))
             else:
-                replies.append(await equal(gold, text, value, gauge, unit=column.unit))
+                replies.append(await compare_value(gold, text, value, gauge, unit=column.unit))
         return replies
 
-    def _ordering(self, asked: Question, found: FinalAnswer | None) -> Verdict:
-        gold = sequence(asked.answer)
+    def _ordering(self, asked: K12Question, found: FinalAnswer | None) -> Score:
+        gold = parse_sequence(asked.answer)
         if found is None:
-            return Verdict(0.0, NO_ANSWER)
-        answer = ordered(found, gold, asked.options)
+            return Score(0.0, NO_ANSWER)
+        answer = extract_order(found, gold, asked.options)
         if answer is None:
-            return Verdict(0.0, "unreadable")
-        tau = kendall(gold, answer)
-        return Verdict(float(tau == 1) if self._config.ordering == "all" else max(0.0, tau))
+            return Score(0.0, "unreadable")
+        tau = kendall_tau(gold, answer)
+        return Score(float(tau == 1) if self._config.ordering == "all" else max(0.0, tau))
 
-    def _matching(self, asked: Question, found: FinalAnswer | None) -> Verdict:
-        gold = pairs(asked.answer)
+    def _matching(self, asked: K12Question, found: FinalAnswer | None) -> Score:
+        gold = parse_pairs(asked.answer)
         points = asked.points(len(gold), "pairs")
         if found is None:
-            return Verdict(0.0, NO_ANSWER)
-        given = matched(found, gold)
+            return Score(0.0, NO_ANSWER)
+        given = extract_pairs(found, gold)
         right = sum(weight for weight, (left, to) in zip(points, gold.items(), strict=True) if given.get(left) == to)
         share = right / sum(points)
-        return Verdict(share if self._config.matching == "share" else float(share == 1), OK if given else "unreadable")
+        return Score(share if self._config.matching == "share" else float(share == 1), OK if given else "unreadable")
 
-    async def _short(self, task: Task, asked: Question, text: str) -> Verdict:
-        answer = short_answer(text)
+    async def _short(self, task: Task, asked: K12Question, text: str) -> Score:
+        answer = extract_short_answer(text)
         if asked.column.keywords:
             points = asked.points(len(asked.keywords), "key points")
             if len(answer) > self._config.longest_short_answer:
-                return Verdict(0.0, "too_long")
-            return Verdict(key_points(answer, asked.keywords, points, asked.column.wrong))
+                return Score(0.0, "too_long")
+            return Score(key_point_credit(answer, asked.keywords, points, asked.column.wrong))
         rubric = asked.column.rubric or (f"The reference answer is: {asked.answer}" if asked.answer else None)
         if rubric is None:
             raise RewardError("it is a short answer; give it `k12.rubric`, `k12.keywords` or a reference answer")
@@ -200,25 +202,29 @@ class K12:
                 "it is a short answer with a rubric, and no model is set to judge it; give the reward the key `judge`, "
                 "list its key points in `k12.keywords`, or leave such tasks out"
             )
-        return Verdict(await self._scorer.score(task, answer, rubric)) if answer else Verdict(0.0, NO_ANSWER)
+        return Score(await self._scorer.score(task, answer, rubric)) if answer else Score(0.0, NO_ANSWER)
 
-    def _verdict(self, reply: Reply) -> Verdict:
+    def _verdict(self, reply: GraderResult) -> Score:
         earned = self._config.timeout_reward if reply.outcome == TIMEOUT else float(reply.value)
-        return Verdict(earned, reply.outcome, reply.queued, reply.worked)
+        return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
 
 
 def _found(text: str, *, values: bool) -> FinalAnswer | None:
     """The final answer, without bold marks and with circled digits as one character."""
-    found = final_answer(text, values=values)
+    found = extract_answer(text, values=values)
     if found is None:
         return None
-    boxes = tuple(folded(each) for each in found.boxes)
+    boxes = tuple(fold_text(each) for each in found.boxes)
     return replace(
-        found, text=folded(found.text).strip(), value=folded(found.value), tail=folded(found.tail).strip(), boxes=boxes
+        found,
+        text=fold_text(found.text).strip(),
+        value=fold_text(found.value),
+        tail=fold_text(found.tail).strip(),
+        boxes=boxes,
     )
 
 
-def _golds(asked: Question) -> list[str]:
+def _golds(asked: K12Question) -> list[str]:
     """The reference of every blank. Raises RewardError where one is neither text nor a number."""
     given = asked.answer if isinstance(asked.answer, list | tuple) else [asked.answer]
     for each in given:
@@ -228,20 +234,22 @@ def _golds(asked: Question) -> list[str]:
             raise RewardError("its answer has an empty blank; give what belongs there, or leave the task out")
     if not given:
         raise RewardError("its answer is an empty list; give one entry for each blank")
-    return [folded(str(each)) for each in given]
+    return [fold_text(str(each)) for each in given]
 
 
-def _true_false(asked: Question, found: FinalAnswer | None) -> Verdict:
-    gold = asked.answer if isinstance(asked.answer, bool) else truth(folded(str(asked.answer)))
+def _true_false(asked: K12Question, found: FinalAnswer | None) -> Score:
+    gold = asked.answer if isinstance(asked.answer, bool) else parse_truth_value(fold_text(str(asked.answer)))
     if gold is None:
         raise RewardError(f"its answer {asked.answer!r:.80} is neither true nor false; give true or false")
     if found is None:
-        return Verdict(0.0, NO_ANSWER)
-    said = truth(found.text)
-    return Verdict(float(said is gold), "unreadable" if said is None else OK)
+        return Score(0.0, NO_ANSWER)
+    said = parse_truth_value(found.text)
+    return Score(float(said is gold), "unreadable" if said is None else OK)
 
 
-def credit(right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward) -> float:
+def multiple_choice_credit(
+    right: frozenset[str], named: frozenset[str], options: dict[str, str], config: K12Reward
+) -> float:
     """What the named options of a multiple choice earn: 1 for exactly the right ones, else as `multiple` says."""
     if named == right:
         return 1.0
@@ -255,7 +263,7 @@ def credit(right: frozenset[str], named: frozenset[str], options: dict[str, str]
     return max(0.0, len(named & right) / len(right) - missed)
 
 
-def _details(asked: Question, value: float) -> dict[str, float]:
+def _details(asked: K12Question, value: float) -> dict[str, float]:
     subject, grade = asked.column.subject, asked.column.grade
     names = [] if subject is None else [subject]
     names += [] if grade is None else [f"grade-{grade}"]

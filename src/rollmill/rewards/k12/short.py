@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from rollmill.rewards.answers.writing import folded, has_cjk
+from rollmill.rewards.answers.normalization import fold_text, has_cjk
 
 _MARK = re.compile(r"\bfinal answer\s*:|\banswers?\s*:|(?<![解问回])答\s*:|答案\s*(?:是|为|:)+", re.IGNORECASE)
 _NEGATED = re.compile(
@@ -14,14 +14,16 @@ _NEGATED = re.compile(
 )
 
 
-def short_answer(text: str) -> str:
+def extract_short_answer(text: str) -> str:
     """What a completion gives as its answer: behind `</think>` and behind the last "Answer:", or all of it."""
-    text = folded(text).rpartition("</think>")[2]
+    text = fold_text(text).rpartition("</think>")[2]
     marks = list(_MARK.finditer(text))
     return (text[marks[-1].end() :] if marks else text).strip()
 
 
-def key_points(answer: str, points: Sequence[Sequence[str]], weights: Sequence[float], wrong: Sequence[str]) -> float:
+def key_point_credit(
+    answer: str, points: Sequence[Sequence[str]], weights: Sequence[float], wrong: Sequence[str]
+) -> float:
     """The share of the key points that an answer has, in one of their wordings and not negated.
 
     0 where it says something of `wrong`.
@@ -34,6 +36,6 @@ def key_points(answer: str, points: Sequence[Sequence[str]], weights: Sequence[f
 
 
 def _says(answer: str, wording: str) -> bool:
-    wording = " ".join(folded(wording).casefold().split())
+    wording = " ".join(fold_text(wording).casefold().split())
     pattern = re.escape(wording) if has_cjk(wording) else rf"(?<!\w){re.escape(wording)}(?!\w)"
     return any(not _NEGATED.search(answer[max(0, at.start() - 40) : at.start()]) for at in re.finditer(pattern, answer))

@@ -34,7 +34,7 @@ _HEDGE = re.compile(
 )
 
 
-def truth(text: str) -> bool | None:
+def parse_truth_value(text: str) -> bool | None:
     """What a text says of a statement: True, False, or None where it says neither or both.
 
     `text` is folded. Its first clause decides, unless the whole hedges between the two.

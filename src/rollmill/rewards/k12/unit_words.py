@@ -10,9 +10,9 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
-from rollmill.core.errors import RewardError
+from rollmill.errors import RewardError
 
-Unit = tuple[tuple[str, int], ...]
+UnitPowers = tuple[tuple[str, int], ...]
 """Names of pint with their powers: kilometres per hour are (("kilometer", 1), ("hour", -1))."""
 
 _TABLE = """
@@ -118,7 +118,7 @@ _PART = (
     rf"(?: ?\^ ?\{{?-?[1-4]\}}?|[1-4](?!\d)|²|³| squared| cubed)?"
 )
 _BETWEEN = r" ?(?:/|\\cdot|·|\*|每|(?i:per)(?![A-Za-z])) ?"
-UNIT = rf"{_PART}(?:{_BETWEEN}{_PART}){{0,3}}"
+UNIT_PATTERN = rf"{_PART}(?:{_BETWEEN}{_PART}){{0,3}}"
 """Regular expression of what may be a unit; `units` says whether it is one. Linear."""
 
 _SPLIT = re.compile(rf"({_BETWEEN})")
@@ -129,7 +129,7 @@ _WORD_OF = re.compile(
 
 
 @lru_cache(maxsize=4096)
-def units(text: str) -> tuple[Unit, ...]:
+def parse_units(text: str) -> tuple[UnitPowers, ...]:
     """What `km/h`, `平方厘米` or `分` may be: several where a word has several meanings, none for other texts."""
     pieces = _SPLIT.split(text.strip())
     found: list[dict[str, int]] = [{}]
@@ -175,13 +175,13 @@ def _registry() -> Any:
     return registry
 
 
-def warm() -> None:
+def load_pint() -> None:
     """Load pint, which blocks for a moment. Raises RewardError where it is not installed."""
     _registry()
 
 
 @lru_cache(maxsize=4096)
-def _pint(unit: Unit) -> Any:
+def _pint(unit: UnitPowers) -> Any:
     registry = _registry()
     product = registry.Unit("dimensionless")
     for name, power in unit:
@@ -189,7 +189,7 @@ def _pint(unit: Unit) -> Any:
     return product
 
 
-def converted(value: Fraction, unit: Unit, to: Unit) -> Fraction | None:
+def convert_unit(value: Fraction, unit: UnitPowers, to: UnitPowers) -> Fraction | None:
     """The value in another unit, exactly; None where they measure different things. 20 °C is 293.15 K."""
     if unit == to:
         return value

@@ -12,34 +12,34 @@ from rollmill.config.rewards import (
     ToolCallReward,
 )
 from rollmill.rewards.base import GroupReward, Reward
-from rollmill.rewards.resources import Resources
-from rollmill.rewards.text.citation import Citation
-from rollmill.rewards.text.exact import Exact
-from rollmill.rewards.text.format import format_reward
-from rollmill.rewards.text.language import Language
-from rollmill.rewards.text.length import length_reward
-from rollmill.rewards.text.repetition import Repetition
-from rollmill.rewards.text.tool_call import ToolCall
+from rollmill.rewards.resources import RewardResources
+from rollmill.rewards.text.citation import CitationScorer
+from rollmill.rewards.text.exact import ExactScorer
+from rollmill.rewards.text.format import build_format_scorer
+from rollmill.rewards.text.language import LanguageScorer
+from rollmill.rewards.text.length import build_length_scorer
+from rollmill.rewards.text.repetition import RepetitionScorer
+from rollmill.rewards.text.tool_call import ToolCallScorer
 
 TextRule = (
     ExactReward | FormatReward | LanguageReward | LengthReward | RepetitionReward | CitationReward | ToolCallReward
 )
 
 
-def text_reward(config: TextRule, resources: Resources) -> Reward | GroupReward:
+def build_text_reward(config: TextRule, resources: RewardResources) -> Reward | GroupReward:
     """One rule on text. Raises ConfigError where a library is missing, or a schema or language is none."""
     match config:
         case ExactReward():
-            return Exact(config)
+            return ExactScorer(config)
         case FormatReward():
-            return format_reward(config, resources)
+            return build_format_scorer(config, resources)
         case LanguageReward():
-            return Language(config)
+            return LanguageScorer(config)
         case LengthReward():
-            return length_reward(config)
+            return build_length_scorer(config)
         case RepetitionReward():
-            return Repetition(config)
+            return RepetitionScorer(config)
         case CitationReward():
-            return Citation(config)
+            return CitationScorer(config)
         case ToolCallReward():
-            return ToolCall(config, resources.graders)
+            return ToolCallScorer(config, resources.graders)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards import CitationReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
+from rollmill.rewards.base import Score
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.types import Completion, Task
 
 _BRACKET = re.compile(r"\[([^\[\]\n]{1,200})\](?!\()")
 _ID = re.compile(r"(?:[A-Za-z_][\w.-]{0,40}:)?[\w.-]{1,60}")
@@ -20,14 +20,14 @@ _QUOTE_ENDS = {'"': '"', "”": "“", "»": "«", "“": "„"}
 
 
 @dataclass(frozen=True, slots=True)
-class Citing:
+class CitationSpan:
     """One place that cites: the ids, and the quotation right before them, or nothing."""
 
     names: list[str]
     quote: str
 
 
-class Citation:
+class CitationScorer:
     """Precision or F1 of what is cited, from 0 to 1. A task without the column `facts` is not judged.
 
     Outcomes besides ok: `no_answer`, `no_citation`, `invented` (an id of no fact), `misquoted`,
@@ -37,24 +37,24 @@ class Citation:
     def __init__(self, config: CitationReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("facts") is None:
-            return Verdict(None)
-        facts = facts_of(task.metadata["facts"])
+            return Score(None)
+        facts = read_facts(task.metadata["facts"])
         needed = _needed(task.metadata.get("citations"), facts)
-        text = judged_part(completion.text, self._config)
+        text = select_text(completion.text, self._config)
         if text is None:
-            return Verdict(0.0, "no_answer")
-        if len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
-        return await aside(len(text) + sum(map(len, facts.values())), self._score, text, facts, needed)
+            return Score(0.0, "no_answer")
+        if len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
+        return await run_large_in_thread(len(text) + sum(map(len, facts.values())), self._score, text, facts, needed)
 
-    def _score(self, text: str, facts: dict[str, str], needed: set[str] | None) -> Verdict:
+    def _score(self, text: str, facts: dict[str, str], needed: set[str] | None) -> Score:
         found = _citations(text, facts)
         if not found:
-            return Verdict(0.0, "no_citation") if needed is None or needed else Verdict(1.0)
+            return Score(0.0, "no_citation") if needed is None or needed else Score(1.0)
         if sum(len(citing.names) for citing in found) > _MOST_CITATIONS:
-            return Verdict(0.0, "too_many")
+            return Score(0.0, "too_many")
         names = {name for citing in found for name in citing.names}
         cited, invented = names & facts.keys(), names - facts.keys()
         misquoted, backed = self._quotes(found, facts)
@@ -62,9 +62,9 @@ class Citation:
         right = right & backed if self._config.quotes == "require" else right
         made = len(names) + misquoted
         value = len(right) / made if needed is None else 2 * len(right) / (made + len(needed))
-        return Verdict(value, "invented" if invented else "misquoted" if misquoted else "ok")
+        return Score(value, "invented" if invented else "misquoted" if misquoted else "ok")
 
-    def _quotes(self, found: list[Citing], facts: dict[str, str]) -> tuple[int, set[str]]:
+    def _quotes(self, found: list[CitationSpan], facts: dict[str, str]) -> tuple[int, set[str]]:
         """How many quotations stand in none of the facts cited for them, and the ids backed by one that does."""
         backed: set[str] = set()
         misquoted = 0
@@ -82,7 +82,7 @@ class Citation:
         return misquoted, backed
 
 
-def facts_of(column: Any) -> dict[str, str]:
+def read_facts(column: Any) -> dict[str, str]:
     """Id -> text of the column `facts`: a mapping, or a list, whose ids are 1, 2, ... unless its entries have an `id`.
 
     Raises ValueError where it is something else.
@@ -114,9 +114,9 @@ def _needed(column: Any, facts: dict[str, str]) -> set[str] | None:
     return needed
 
 
-def _citations(text: str, facts: dict[str, str]) -> list[Citing]:
+def _citations(text: str, facts: dict[str, str]) -> list[CitationSpan]:
     """Every citation of a text. `doc:3` is `3` where no fact is called `doc:3`; [1][2] is one place, as is [1, 2]."""
-    found: list[Citing] = []
+    found: list[CitationSpan] = []
     previous, named = -1, 0
     for bracket in _BRACKET.finditer(text):
         names = [name.strip() for name in re.split("[,;]", bracket[1])]
@@ -129,7 +129,7 @@ def _citations(text: str, facts: dict[str, str]) -> list[Citing]:
         if previous >= 0 and not text[previous : bracket.start()].strip():
             found[-1].names.extend(known)
         else:
-            found.append(Citing(known, _quote_before(text, bracket.start())))
+            found.append(CitationSpan(known, _quote_before(text, bracket.start())))
         previous = bracket.end()
         named += len(known)
         if named > _MOST_CITATIONS:

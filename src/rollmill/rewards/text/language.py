@@ -9,11 +9,11 @@ from itertools import pairwise
 from typing import Any
 
 from rollmill.config.rewards import LanguageReward
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
+from rollmill.errors import ConfigError
+from rollmill.rewards.base import Score
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.text.scripts import UNSPACED, check_language, main_scripts, script_words, scripts_of
+from rollmill.types import Completion, Task
 
 _WINDOW = 16
 """Words whose language is guessed together."""
@@ -26,11 +26,11 @@ _CANDIDATES = _CANDIDATE_CODES.split()
 """What a text's language is chosen from, beside the one wanted: short texts look like many rare ones."""
 _PROMPT = 4000
 """Characters of a prompt that tell its language."""
-Wanted = tuple[str | None, tuple[str, ...]]
+TargetLanguage = tuple[str | None, tuple[str, ...]]
 """A language, None where scripts alone tell, and its scripts."""
 
 
-class Language:
+class LanguageScorer:
     """target words / all words, from 0 to 1. Outcomes besides ok: `no_answer`, `no_words`, `too_long`; they earn 0."""
 
     def __init__(self, config: LanguageReward) -> None:
@@ -39,22 +39,22 @@ class Language:
         if config.language != "prompt":
             check_language(config.language)
         if self._identify:
-            language_of("", "en" if config.language == "prompt" else config.language)  # loads the model, or fails
+            detect_language("", "en" if config.language == "prompt" else config.language)  # loads the model, or fails
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
-        text = judged_part(completion.text, self._config)
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        text = select_text(completion.text, self._config)
         if text is None:
-            return Verdict(0.0, "no_answer")
-        if len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
+            return Score(0.0, "no_answer")
+        if len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
         language, scripts = await self._wanted(task)
-        own, others = await aside(len(text), _words_of, text, scripts)
+        own, others = await run_large_in_thread(len(text), _words_of, text, scripts)
         if not own:
-            return Verdict(0.0, "ok" if others else "no_words")
+            return Score(0.0, "ok" if others else "no_words")
         matching = len(own) if language is None else await asyncio.to_thread(_matching, own, language)
-        return Verdict(matching / (len(own) + others))
+        return Score(matching / (len(own) + others))
 
-    async def _wanted(self, task: Task) -> Wanted:
+    async def _wanted(self, task: Task) -> TargetLanguage:
         wanted = self._config.language
         if wanted == "prompt":
             return await asyncio.to_thread(_of_prompt, prompt_text(task), self._identify)
@@ -62,15 +62,15 @@ class Language:
 
 
 @lru_cache(256)
-def _of_prompt(prompt: str, identify: bool) -> Wanted:
-    start = prose(prompt)[:_PROMPT]
+def _of_prompt(prompt: str, identify: bool) -> TargetLanguage:
+    start = extract_prose(prompt)[:_PROMPT]
     scripts = main_scripts(start)
-    language = language_of(start) if identify else None
+    language = detect_language(start) if identify else None
     return (language if language is not None and scripts[0] in scripts_of(language) else None), scripts
 
 
 def _words_of(text: str, scripts: tuple[str, ...]) -> tuple[list[str], int]:
-    return script_words(prose(text), scripts)
+    return script_words(extract_prose(text), scripts)
 
 
 def prompt_text(task: Task) -> str:
@@ -78,7 +78,7 @@ def prompt_text(task: Task) -> str:
     return task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
 
 
-def prose(text: str) -> str:
+def extract_prose(text: str) -> str:
     """The text without code, formulas, tags and addresses.
 
     Only their ASCII characters go: a comment in another script is still text in that script.
@@ -113,10 +113,10 @@ def _matching(own: list[str], language: str) -> int:
     edges = [len(own) * index // count for index in range(count + 1)]
     joint = "" if scripts_of(language)[0] in UNSPACED else " "
     windows = [own[start:end] for start, end in pairwise(edges)]
-    return sum(len(window) for window in windows if language_of(joint.join(window), language) == language)
+    return sum(len(window) for window in windows if detect_language(joint.join(window), language) == language)
 
 
-def language_of(text: str, wanted: str = "en") -> str:
+def detect_language(text: str, wanted: str = "en") -> str:
     """The most probable language among the usual ones and the one wanted (py3langid).
 
     Raises ConfigError where py3langid is missing or does not know the language.

@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollmill.config.rewards import LengthReward
-from rollmill.core.errors import RewardError
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import LATE, TIMEOUT, Judgement, Verdict
-from rollmill.rewards.text.reading import length_of
+from rollmill.errors import RewardError
+from rollmill.rewards.base import LATE, TIMEOUT, RewardResult, Score
+from rollmill.rewards.text.parsing import completion_length
+from rollmill.types import Completion, Task
 
 
-def length_reward(config: LengthReward) -> KimiLength | Overlong | TargetLength:
+def build_length_scorer(config: LengthReward) -> KimiLengthScorer | OverlongScorer | TargetLengthScorer:
     """The reward of a kind."""
     if config.kind == "kimi":
-        return KimiLength(config)
-    return Overlong(config) if config.kind == "overlong" else TargetLength(config)
+        return KimiLengthScorer(config)
+    return OverlongScorer(config) if config.kind == "overlong" else TargetLengthScorer(config)
 
 
-def shares_by_length(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float | None]:
+def kimi_length_scores(lengths: Sequence[int], correct: Sequence[bool | None]) -> list[float | None]:
     """What completions of a group earn by their lengths (Kimi k1.5, arXiv:2501.12599, 2.3.3).
 
     lambda = .5 - (length - min) / (max - min) over the lengths of the group; a correct completion earns lambda, a wrong
@@ -32,7 +32,7 @@ def shares_by_length(lengths: Sequence[int], correct: Sequence[bool | None]) -> 
     ]
 
 
-def overlong(length: int, longest: int, buffer: int) -> float:
+def soft_overlong_penalty(length: int, longest: int, buffer: int) -> float:
     """DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13).
 
     0 up to L_max - L_c, then ((L_max - L_c) - length) / L_c, and -1 past L_max.
@@ -40,29 +40,29 @@ def overlong(length: int, longest: int, buffer: int) -> float:
     return min(0.0, max(-1.0, (longest - buffer - length) / buffer))
 
 
-class KimiLength:
+class KimiLengthScorer:
     """Kimi k1.5 (arXiv:2501.12599, 2.3.3): shorter is better within a group, and a wrong completion gains nothing.
 
-    Its formula is `shares_by_length`.
+    Its formula is `kimi_length_scores`.
     """
 
     def __init__(self, config: LengthReward) -> None:
         self._config = config
 
     async def judge_group(
-        self, task: Task, completions: Sequence[Completion], judged: Sequence[Judgement]
-    ) -> list[Verdict]:
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+    ) -> list[Score]:
         correct = [self._correct(each) for each in judged]
-        lengths = [length_of(completion) for completion in completions]
-        return [Verdict(share) for share in shares_by_length(lengths, correct)]
+        lengths = [completion_length(completion) for completion in completions]
+        return [Score(share) for share in kimi_length_scores(lengths, correct)]
 
-    def _correct(self, judgement: Judgement) -> bool | None:
+    def _correct(self, judgement: RewardResult) -> bool | None:
         """None where the reward that says so does not apply. Raises RewardError where there is none of that name."""
         name = self._config.correct
         assert name is not None
         if name not in judgement.parts:
             late = judgement.outcomes.get(name.partition("/")[0]) in (TIMEOUT, LATE)
-            if late or judgement.closed_by is not None:
+            if late or judgement.failed_gate is not None:
                 return False
             raise RewardError(
                 f"correct: no reward `{name}` that judges single completions; there are {', '.join(judgement.parts)}"
@@ -71,7 +71,7 @@ class KimiLength:
         return None if value is None else value >= self._config.threshold
 
 
-class Overlong:
+class OverlongScorer:
     """DAPO's soft overlong punishment: `overlong`."""
 
     def __init__(self, config: LengthReward) -> None:
@@ -79,20 +79,20 @@ class Overlong:
         assert config.buffer is not None
         self._longest, self._buffer = config.longest, config.buffer
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
-        return Verdict(overlong(length_of(completion), self._longest, self._buffer))
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        return Score(soft_overlong_penalty(completion_length(completion), self._longest, self._buffer))
 
 
-class TargetLength:
+class TargetLengthScorer:
     """1 - |length - target| / target, at least 0. The task's column `target_length` goes before the run file's key."""
 
     def __init__(self, config: LengthReward) -> None:
         self._target = config.target
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         target = task.metadata.get("target_length", self._target)
         if target is None:
-            return Verdict(None)
+            return Score(None)
         if isinstance(target, bool) or not isinstance(target, int) or target < 1:
             raise ValueError(f"the task's column `target_length` is {target!r:.80}; expected a number of at least 1")
-        return Verdict(max(0.0, 1 - abs(length_of(completion) - target) / target))
+        return Score(max(0.0, 1 - abs(completion_length(completion) - target) / target))

@@ -6,38 +6,38 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmill.config.rewards import RepetitionReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import OK, Verdict
-from rollmill.rewards.text.reading import aside, words
+from rollmill.rewards.base import OK, Score
+from rollmill.rewards.text.parsing import run_large_in_thread, split_words
+from rollmill.types import Completion, Task
 
 _TAIL = 4096
 """Tokens at the end that are searched for a loop."""
 Hashes = npt.NDArray[np.uint64]
 
 
-class Repetition:
+class RepetitionScorer:
     """-max(share of repeated n-grams, share of a loop at the end), beyond what is free. Outcome: ok or `loop`."""
 
     def __init__(self, config: RepetitionReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
-        return await aside(len(completion.text), self._verdict, completion)
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        return await run_large_in_thread(len(completion.text), self._verdict, completion)
 
-    def _verdict(self, completion: Completion) -> Verdict:
+    def _verdict(self, completion: Completion) -> Score:
         config = self._config
-        penalty, looping = repetition(
+        penalty, looping = repetition_share(
             _ids(completion), config.ngram, config.free, config.loop_times, config.loop_tokens
         )
-        return Verdict(-penalty if penalty else 0.0, "loop" if looping else OK)
+        return Score(-penalty if penalty else 0.0, "loop" if looping else OK)
 
 
-def repetition(
+def repetition_share(
     ids: npt.NDArray[np.int64], ngram: int, free: float, loop_times: int, loop_tokens: int
 ) -> tuple[float, bool]:
     """max(share of repeated n-grams, share of a loop at the end) beyond `free`, scaled to reach 1; is there a loop?"""
     looping = loop_length(ids[-_TAIL:], loop_times, loop_tokens)
-    share = max(repeated_share(ids, ngram), looping / max(len(ids), 1))
+    share = max(repeated_ngram_share(ids, ngram), looping / max(len(ids), 1))
     return max(0.0, share - free) / (1 - free), looping > 0
 
 
@@ -46,10 +46,10 @@ def _ids(completion: Completion) -> npt.NDArray[np.int64]:
     if len(completion.token_ids):
         return completion.token_ids.astype(np.int64)
     numbers: dict[str, int] = {}
-    return np.array([numbers.setdefault(word, len(numbers)) for word in words(completion.text)], np.int64)
+    return np.array([numbers.setdefault(word, len(numbers)) for word in split_words(completion.text)], np.int64)
 
 
-def repeated_share(ids: npt.NDArray[np.int64], n: int) -> float:
+def repeated_ngram_share(ids: npt.NDArray[np.int64], n: int) -> float:
     """1 - different n-grams / n-grams; 0 where there is none. n-grams are compared by 64-bit hashes."""
     count = len(ids) - n + 1
     if count < 1:

@@ -7,7 +7,7 @@ from functools import cache
 
 import regex
 
-from rollmill.core.errors import ConfigError
+from rollmill.errors import ConfigError
 
 UNSPACED = ("Han", "Hiragana", "Katakana", "Thai", "Lao", "Khmer", "Myanmar")
 """Scripts without spaces between words: each character counts as a word."""

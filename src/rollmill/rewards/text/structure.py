@@ -6,12 +6,12 @@ import re
 from collections.abc import Sequence
 from itertools import pairwise
 
-from rollmill.rewards.text.reading import words
+from rollmill.rewards.text.parsing import split_words
 
 _WORDS = re.compile(r"\w")
 
 
-def tags_right(text: str, tags: Sequence[str], fewest: int) -> list[bool]:
+def check_tags(text: str, tags: Sequence[str], fewest: int) -> list[bool]:
     """One rule per tag: opened once, closed once after that, `fewest` words inside. Then one for their order, with none
     inside another, and one for nothing outside."""
     marks = [
@@ -38,7 +38,7 @@ def _outside(text: str, marks: Sequence[tuple[int, int]]) -> str:
     return "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
-def sections_right(text: str, sections: Sequence[str], fewest: int) -> list[bool]:
+def check_sections(text: str, sections: Sequence[str], fewest: int) -> list[bool]:
     """One rule per section (its heading stands once, with `fewest` words below), then: their order."""
     wanted = {_folded(section): section for section in sections}
     lines = text.split("\n")
@@ -63,4 +63,4 @@ def _folded(name: str) -> str:
 
 def _enough(text: str, fewest: int) -> bool:
     """Whether there are `fewest` words; punctuation alone is none."""
-    return sum(1 for word in words(text) if _WORDS.match(word)) >= fewest
+    return sum(1 for word in split_words(text) if _WORDS.match(word)) >= fewest

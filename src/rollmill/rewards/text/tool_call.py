@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards import ToolCallReward
-from rollmill.core.types import Completion, Task
-from rollmill.core.user_files import strict_json
-from rollmill.rewards.base import OK, TIMEOUT, Verdict
-from rollmill.rewards.grader import GraderPool
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part, last_fenced
-from rollmill.rewards.text.schemas import check_schema, schema_text
+from rollmill.rewards.base import OK, TIMEOUT, Score
+from rollmill.rewards.grader_pool import GraderPool
+from rollmill.rewards.text.json_schema import check_schema, schema_text
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_text
+from rollmill.strict_files import parse_strict_json
+from rollmill.types import Completion, Task
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"
 _NO_PARAMETERS = {"type": "object", "maxProperties": 0}
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class ParsedToolCall:
     """A call of a tool; `arguments` is a JSON object."""
 
     name: str
@@ -31,7 +31,7 @@ class Call:
         return f"{self.name} {json.dumps(_plain(self.arguments), sort_keys=True)}"
 
 
-class ToolCall:
+class ToolCallScorer:
     """From 0 to 1. A task without the column `tools` is not judged.
 
     Outcomes besides ok: `no_answer`, `no_call`, `too_many`, `malformed`, `unknown_tool`, `bad_arguments`, `wrong_call`,
@@ -42,32 +42,36 @@ class ToolCall:
         check_schema("{}", config.name)  # schemas come with the tasks, but jsonschema has to be there
         self._config, self._graders = config, graders
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         if task.metadata.get("tools") is None:
-            return Verdict(None)
-        tools = tools_of(task.metadata["tools"])
+            return Score(None)
+        tools = read_tool_schemas(task.metadata["tools"])
         wanted = _wanted(task.metadata.get("tool_calls"), tools)
-        text = judged_part(completion.text, self._config)
+        text = select_text(completion.text, self._config)
         if text is None:
-            return Verdict(0.0, "no_answer")
-        if len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
-        found = await aside(len(text), tagged_calls if self._config.syntax == "tags" else json_calls, text)
+            return Score(0.0, "no_answer")
+        if len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
+        found = await run_large_in_thread(
+            len(text), parse_tagged_calls if self._config.syntax == "tags" else parse_json_calls, text
+        )
         if not found:
-            return Verdict(1.0) if wanted == [] else Verdict(0.0, "no_call")
+            return Score(1.0) if wanted == [] else Score(0.0, "no_call")
         if len(found) > self._config.calls:
-            return Verdict(0.0, "too_many")
+            return Score(0.0, "too_many")
         return await self._scored(found, tools, wanted)
 
-    async def _scored(self, found: list[Call | None], tools: dict[str, str], wanted: list[Call] | None) -> Verdict:
+    async def _scored(
+        self, found: list[ParsedToolCall | None], tools: dict[str, str], wanted: list[ParsedToolCall] | None
+    ) -> Score:
         known = [call for call in found if call is not None and call.name in tools]
         pairs = [(tools[call.name], json.dumps(call.arguments)) for call in [*(wanted or []), *known]]
         if not pairs:
-            return Verdict(0.0, _outcome(found, known, []))
+            return Score(0.0, _outcome(found, known, []))
         reply = await self._graders.ask("schema", pairs, self._config.time_limit_s)
         if reply.outcome != OK:
             earned = self._config.timeout_reward if reply.outcome == TIMEOUT else 0.0
-            return Verdict(earned, reply.outcome, reply.queued, reply.worked)
+            return Score(earned, reply.outcome, reply.queue_s, reply.run_s)
         marks = str(reply.value)
         if set(marks[: len(wanted or [])]) - {"1"}:
             raise ValueError("the task's column `tool_calls` wants a call that its column `tools` refuses; correct one")
@@ -77,10 +81,10 @@ class ToolCall:
             right = _in_common([call.key() for call in valid], [call.key() for call in wanted])
             score = 2 * right / (len(found) + len(wanted))
             outcome = "wrong_call" if outcome == OK and score < 1 else outcome
-        return Verdict(score, outcome, reply.queued, reply.worked)
+        return Score(score, outcome, reply.queue_s, reply.run_s)
 
 
-def _outcome(found: list[Call | None], known: list[Call], valid: list[Call]) -> str:
+def _outcome(found: list[ParsedToolCall | None], known: list[ParsedToolCall], valid: list[ParsedToolCall]) -> str:
     if None in found:
         return "malformed"
     if len(known) < len(found):
@@ -88,7 +92,7 @@ def _outcome(found: list[Call | None], known: list[Call], valid: list[Call]) -> 
     return "bad_arguments" if len(valid) < len(known) else OK
 
 
-def tools_of(column: Any) -> dict[str, str]:
+def read_tool_schemas(column: Any) -> dict[str, str]:
     """Name -> schema (as text) of its arguments, from OpenAI's list of tools. Raises ValueError where it is not one."""
     tools: dict[str, str] = {}
     entries = column if isinstance(column, Sequence) and not isinstance(column, str) else [None]
@@ -104,7 +108,7 @@ def tools_of(column: Any) -> dict[str, str]:
     return tools
 
 
-def _wanted(column: Any, tools: Collection[str]) -> list[Call] | None:
+def _wanted(column: Any, tools: Collection[str]) -> list[ParsedToolCall] | None:
     if column is None:
         return None
     calls = [_call(entry) for entry in column] if isinstance(column, list) else [None]
@@ -119,27 +123,27 @@ def _wanted(column: Any, tools: Collection[str]) -> list[Call] | None:
     return wanted
 
 
-def tagged_calls(text: str) -> list[Call | None]:
+def parse_tagged_calls(text: str) -> list[ParsedToolCall | None]:
     """What stands between <tool_call> tags; None for each call that is none, an unclosed one included."""
     _, *rest = text.split(_OPENING)
     stray = text.count(_CLOSING) - sum(_CLOSING in part for part in rest)
-    found: list[Call | None] = [None] * stray
+    found: list[ParsedToolCall | None] = [None] * stray
     for part in rest:
         inside, closed, _ = part.partition(_CLOSING)
         found.append(_parsed_call(inside) if closed else None)
     return found
 
 
-def json_calls(text: str) -> list[Call | None]:
+def parse_json_calls(text: str) -> list[ParsedToolCall | None]:
     """The calls of a text, or of its last fenced block, that is JSON as a whole.
 
     Nothing for what does not begin like a JSON object or list: that is no attempt at a call.
     """
-    text = (last_fenced(text) or text).strip()
+    text = (last_code_block(text) or text).strip()
     if not text.startswith(("{", "[")):
         return []
     try:
-        value = strict_json(text)
+        value = parse_strict_json(text)
     except ValueError:
         return [None]
     if isinstance(value, dict) and "tool_calls" in value:
@@ -147,14 +151,14 @@ def json_calls(text: str) -> list[Call | None]:
     return [_call(entry) for entry in (value if isinstance(value, list) else [value])]
 
 
-def _parsed_call(text: str) -> Call | None:
+def _parsed_call(text: str) -> ParsedToolCall | None:
     try:
-        return _call(strict_json(text))
+        return _call(parse_strict_json(text))
     except ValueError:
         return None
 
 
-def _call(entry: Any) -> Call | None:
+def _call(entry: Any) -> ParsedToolCall | None:
     """A call as {name, arguments}, or inside `function`; the arguments may be an object or JSON text of one."""
     function = entry.get("function", entry) if isinstance(entry, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -162,10 +166,10 @@ def _call(entry: Any) -> Call | None:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            arguments = strict_json(arguments)
+            arguments = parse_strict_json(arguments)
         except ValueError:
             return None
-    return Call(function["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
+    return ParsedToolCall(function["name"], dict(arguments)) if isinstance(arguments, Mapping) else None
 
 
 def _plain(value: Any) -> Any:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from rollmill.config.rewards import BoxesReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
-from rollmill.rewards.vision.coordinates import Box, factors
+from rollmill.rewards.base import Score
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.vision.coordinates import Box, scale_factors
+from rollmill.rewards.vision.detections import Detections, read_boxes, reference_boxes
 from rollmill.rewards.vision.geometry import giou, iou
-from rollmill.rewards.vision.matching import Matrix, f1, matched_sum, same_labels
-from rollmill.rewards.vision.reading import Found, read_boxes, reference_boxes
+from rollmill.rewards.vision.matching import Matrix, f1_score, labels_match, max_matching_score
+from rollmill.types import Completion, Task
 
 
-class Boxes:
+class BoxesScorer:
     """2 * (sum of what matched pairs count) / (boxes of the reference + boxes named), from 0 to 1.
 
     A box that is malformed or has no area is one that was named and matches nothing. Where the reference is the empty
@@ -24,39 +24,39 @@ class Boxes:
     def __init__(self, config: BoxesReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
-            return Verdict(None)
+            return Score(None)
         golds = reference_boxes(task.answer, config.reference_layout)
-        across, down = factors(config.coordinates, config.reference or config.coordinates, task.metadata)
-        text = judged_part(completion.text, config)
-        if text is not None and len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
-        found = None if text is None else await aside(len(text), read_boxes, text, config.layout)
+        across, down = scale_factors(config.coordinates, config.reference or config.coordinates, task.metadata)
+        text = select_text(completion.text, config)
+        if text is not None and len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
+        found = None if text is None else await run_large_in_thread(len(text), read_boxes, text, config.layout)
         if found is None:
-            return Verdict(0.0, "no_answer")
-        if len(found.places) > most_places(len(golds.places)):
-            return Verdict(0.0, "too_many")
+            return Score(0.0, "no_answer")
+        if len(found.places) > max_detections(len(golds.places)):
+            return Score(0.0, "too_many")
         scaled = [
             None if each is None else (each[0] * across, each[1] * down, each[2] * across, each[3] * down)
             for each in found.places
         ]
-        named = Found(found.style, scaled, found.labels)
-        matched = await aside(2 * len(golds.places) * len(scaled), _matched, config, golds, named)
-        return Verdict(f1(matched, len(golds.places), len(scaled)))
+        named = Detections(found.style, scaled, found.labels)
+        matched = await run_large_in_thread(2 * len(golds.places) * len(scaled), _matched, config, golds, named)
+        return Score(f1_score(matched, len(golds.places), len(scaled)))
 
 
-def most_places(golds: int) -> int:
+def max_detections(golds: int) -> int:
     """How many places a completion may name: with more, F1 is next to nothing, and matching takes long."""
     return 100 + 3 * golds
 
 
-def _matched(config: BoxesReward, golds: Found[Box], named: Found[Box]) -> float:
-    return matched_sum(pair_scores(config, golds, named))
+def _matched(config: BoxesReward, golds: Detections[Box], named: Detections[Box]) -> float:
+    return max_matching_score(pair_scores(config, golds, named))
 
 
-def pair_scores(config: BoxesReward, golds: Found[Box], named: Found[Box]) -> Matrix:
+def pair_scores(config: BoxesReward, golds: Detections[Box], named: Detections[Box]) -> Matrix:
     """What each pair of a reference and a box with an area would count [G, P], from 0 to 1."""
     kept = [index for index, each in enumerate(named.places) if each is not None]
     gold_boxes = [each for each in golds.places if each is not None]
@@ -64,5 +64,5 @@ def pair_scores(config: BoxesReward, golds: Found[Box], named: Found[Box]) -> Ma
     overlap = iou(gold_boxes, boxes) if config.measure == "iou" else (1 + giou(gold_boxes, boxes)) / 2
     counts = (overlap > 0) & (overlap >= config.threshold)
     if config.labels:
-        counts &= same_labels(golds.labels, [named.labels[index] for index in kept])
+        counts &= labels_match(golds.labels, [named.labels[index] for index in kept])
     return np.where(counts, 1.0 if config.credit == "hit" else overlap, 0.0)

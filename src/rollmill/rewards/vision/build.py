@@ -13,36 +13,36 @@ from rollmill.config.rewards import (
     VQAReward,
 )
 from rollmill.rewards.base import Reward
-from rollmill.rewards.vision.boxes import Boxes
-from rollmill.rewards.vision.chart import Chart
-from rollmill.rewards.vision.count import Count
-from rollmill.rewards.vision.grounding import Grounding
-from rollmill.rewards.vision.ocr import OCR
-from rollmill.rewards.vision.points import Points
-from rollmill.rewards.vision.table import Table
-from rollmill.rewards.vision.vqa import VQA
+from rollmill.rewards.vision.boxes import BoxesScorer
+from rollmill.rewards.vision.chart import ChartScorer
+from rollmill.rewards.vision.count import CountScorer
+from rollmill.rewards.vision.grounding import GroundingScorer
+from rollmill.rewards.vision.ocr import OCRScorer
+from rollmill.rewards.vision.points import PointsScorer
+from rollmill.rewards.vision.table import TableScorer
+from rollmill.rewards.vision.vqa import VQAScorer
 
-AboutPictures = (
+VisionRewardConfig = (
     BoxesReward | PointsReward | GroundingReward | CountReward | OCRReward | ChartReward | TableReward | VQAReward
 )
 
 
-def vision_reward(config: AboutPictures) -> Reward:
+def build_vision_reward(config: VisionRewardConfig) -> Reward:
     """One reward for answers about pictures. Raises ConfigError where a library is missing."""
     match config:
         case BoxesReward():
-            return Boxes(config)
+            return BoxesScorer(config)
         case PointsReward():
-            return Points(config)
+            return PointsScorer(config)
         case GroundingReward():
-            return Grounding(config)
+            return GroundingScorer(config)
         case CountReward():
-            return Count(config)
+            return CountScorer(config)
         case OCRReward():
-            return OCR(config)
+            return OCRScorer(config)
         case ChartReward():
-            return Chart(config)
+            return ChartScorer(config)
         case TableReward():
-            return Table(config)
+            return TableScorer(config)
         case VQAReward():
-            return VQA(config)
+            return VQAScorer(config)

@@ -7,14 +7,14 @@ from fractions import Fraction
 from typing import Any
 
 from rollmill.config.rewards import CountReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import FinalAnswer, final_answer
-from rollmill.rewards.answers.numerals import counted_in_chinese, spoken
-from rollmill.rewards.answers.phrase import several
-from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
-from rollmill.rewards.numbers import normalised, quantity
-from rollmill.rewards.text.reading import judged_part
-from rollmill.rewards.vision.figures import figure
+from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer
+from rollmill.rewards.answers.numerals import find_chinese_counts, find_english_numbers
+from rollmill.rewards.answers.phrase import names_several_values
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
+from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
+from rollmill.rewards.text.parsing import select_text
+from rollmill.rewards.vision.figures import parse_chart_number
+from rollmill.types import Completion, Task
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)
 _SEVERAL = re.compile(
@@ -23,7 +23,7 @@ _SEVERAL = re.compile(
 _LONGEST = 400
 
 
-class Count:
+class CountScorer:
     """1 if the number of the final answer is the reference, else 0 or credit for being near.
 
     Outcomes besides ok: `no_answer` (no number), `hedged` (several).
@@ -32,43 +32,43 @@ class Count:
     def __init__(self, config: CountReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
-            return Verdict(None)
+            return Score(None)
         gold = _reference(task.answer)
-        text = judged_part(completion.text, config)
-        found = None if text is None else final_answer(text)
+        text = select_text(completion.text, config)
+        found = None if text is None else extract_answer(text)
         if found is None:
-            return Verdict(0.0, NO_ANSWER)
-        count = counted(found)
+            return Score(0.0, NO_ANSWER)
+        count = parse_count(found)
         if count is None:
             is_vague = found.hedged or _SEVERAL.search(found.value or found.text) is not None
-            is_vague = is_vague or (found.kind == "sentence" and several(found.text))
-            return Verdict(0.0, HEDGED if is_vague else NO_ANSWER)
+            is_vague = is_vague or (found.kind == "sentence" and names_several_values(found.text))
+            return Score(0.0, HEDGED if is_vague else NO_ANSWER)
         if config.credit == "exact":
-            return Verdict(float(count == gold))
-        return Verdict(float(max(Fraction(0), 1 - abs(count - gold) / max(gold, Fraction(1)))))
+            return Score(float(count == gold))
+        return Score(float(max(Fraction(0), 1 - abs(count - gold) / max(gold, Fraction(1)))))
 
 
-def counted(found: FinalAnswer) -> Fraction | None:
+def parse_count(found: FinalAnswer) -> Fraction | None:
     """The number that an answer names, in digits or words of both languages; None for none or several."""
     text = found.value[:_LONGEST]
     if found.hedged or _SEVERAL.search(text):
         return None
-    if found.kind == "sentence" and several(found.text):
+    if found.kind == "sentence" and names_several_values(found.text):
         return None
-    number = quantity(normalised(text.rpartition("=")[2]))
+    number = parse_quantity(normalize_answer(text.rpartition("=")[2]))
     if number is not None:
         return None if number.percent else number.value
-    words = spoken(text) or counted_in_chinese(text)
+    words = find_english_numbers(text) or find_chinese_counts(text)
     if words:
         return words[-1]
     return Fraction(0) if _NONE.search(text) else None
 
 
 def _reference(answer: Any) -> Fraction:
-    found = None if isinstance(answer, bool) else figure(str(answer))
+    found = None if isinstance(answer, bool) else parse_chart_number(str(answer))
     if found is None or found.percent or found.value < 0:
         raise ValueError(f"the task's answer is {answer!r:.80}; the count reward needs a number of at least 0")
     return Fraction(found.value)

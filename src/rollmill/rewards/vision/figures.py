@@ -6,8 +6,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from rollmill.rewards.answers.writing import half_width
-from rollmill.rewards.numbers import normalised, quantity
+from rollmill.rewards.answers.normalization import to_half_width
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
 
 _NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][+-]?\d{1,3})?")
 _THOUSANDS = re.compile(r"[+-]?\d{1,3}(?:,\d{3})+(?:\.\d*)?")
@@ -17,7 +17,7 @@ _LONGEST = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Figure:
+class ChartNumber:
     """A number, and whether a percent sign stands behind it; `value` is the number before that sign."""
 
     value: float
@@ -29,9 +29,9 @@ class Figure:
         return self.value / 100 if self.percent else self.value
 
 
-def figure(text: str) -> Figure | None:
+def parse_chart_number(text: str) -> ChartNumber | None:
     """The number that a text is as a whole; signs of currencies and commas between thousands do not count."""
-    text = half_width(text).strip()
+    text = to_half_width(text).strip()
     if len(text) > _LONGEST:
         return None
     text = text.replace("−", "-").rstrip(".")
@@ -40,19 +40,19 @@ def figure(text: str) -> Figure | None:
     if _THOUSANDS.fullmatch(text):
         text = text.replace(",", "")
     value = float(text) if _NUMBER.fullmatch(text) else math.nan
-    return Figure(value, percent) if math.isfinite(value) else None
+    return ChartNumber(value, percent) if math.isfinite(value) else None
 
 
-def stated(text: str) -> Figure | None:
+def find_stated_number(text: str) -> ChartNumber | None:
     """The number that an answer states, also with a unit or in words: `1.2 million`, `12元`, `一万五千`."""
     text = _ROUGHLY.sub("", text.strip(), count=1)
-    found = figure(text)
+    found = parse_chart_number(text)
     if found is not None or len(text) > _LONGEST:
         return found
-    amount = quantity(normalised(text))
-    return None if amount is None or abs(amount.value) > 1e300 else Figure(float(amount.value), amount.percent)
+    amount = parse_quantity(normalize_answer(text))
+    return None if amount is None or abs(amount.value) > 1e300 else ChartNumber(float(amount.value), amount.percent)
 
 
-def close(gold: float, value: float, tolerance: float) -> bool:
+def within_tolerance(gold: float, value: float, tolerance: float) -> bool:
     """Whether two numbers differ by at most `tolerance` times the reference."""
     return abs(value - gold) <= max(tolerance, 1e-9) * abs(gold)

@@ -10,22 +10,22 @@ import numpy.typing as npt
 Matrix = npt.NDArray[np.float64]
 
 
-def matched_sum(scores_GP: Matrix) -> float:
+def max_matching_score(scores_GP: Matrix) -> float:
     """The greatest sum of scores of pairs, each row and column in one pair at most. Scores are 0 or above."""
     scores = scores_GP[scores_GP.any(1)][:, scores_GP.any(0)]
     if not scores.size:
         return 0.0
     scores = scores if scores.shape[0] <= scores.shape[1] else scores.T
-    columns = assignment(-scores)
+    columns = solve_assignment(-scores)
     return float(scores[np.arange(len(columns)), columns].sum())
 
 
-def f1(matched: float, golds: int, found: int) -> float:
+def f1_score(matched: float, golds: int, found: int) -> float:
     """Harmonic mean of matched / found and matched / golds; 1 where both are empty."""
     return 2 * matched / (golds + found) if golds + found else 1.0
 
 
-def same_labels(golds: Sequence[str | None], labels: Sequence[str | None]) -> npt.NDArray[np.bool_]:
+def labels_match(golds: Sequence[str | None], labels: Sequence[str | None]) -> npt.NDArray[np.bool_]:
     """[G, P]: whether the labels are the same but for case and spaces. A reference without a label takes any."""
     folded = [
         [None if each is None else " ".join(each.casefold().split()) for each in side] for side in (golds, labels)
@@ -35,7 +35,7 @@ def same_labels(golds: Sequence[str | None], labels: Sequence[str | None]) -> np
     )
 
 
-def assignment(cost_NM: Matrix) -> npt.NDArray[np.int64]:
+def solve_assignment(cost_NM: Matrix) -> npt.NDArray[np.int64]:
     """The column [N] of each row with the least sum of costs, N <= M: shortest augmenting paths (the Hungarian method).
 
     Row by row, a path of least reduced cost is searched to a free column, and the pairs along it are exchanged

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 from rollmill.config.rewards import OCRReward
-from rollmill.core.errors import ConfigError
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.writing import half_width
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
+from rollmill.errors import ConfigError
+from rollmill.rewards.answers.normalization import to_half_width
+from rollmill.rewards.base import Score
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.types import Completion, Task
 
 Distance = Callable[[str, str, int], int]
 """Edit distance of two texts, or any number above the third argument where it is above that."""
@@ -18,7 +18,7 @@ _PAIRS_AT_ONCE = 25_000
 """Pairs of characters that are compared in the time that reading one takes."""
 
 
-class OCR:
+class OCRScorer:
     """ANLS or 1 - CER, from 0 to 1, of the most similar reference.
 
     Outcomes besides ok: `no_answer` (the place is missing), `too_long`.
@@ -27,25 +27,25 @@ class OCR:
     def __init__(self, config: OCRReward) -> None:
         self._config, self._distance = config, _distance()
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
-            return Verdict(None)
-        golds = references(task.answer)
-        text = judged_part(completion.text, config)
+            return Score(None)
+        golds = accepted_texts(task.answer)
+        text = select_text(completion.text, config)
         if text is None:
-            return Verdict(0.0, "no_answer")
-        if len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
+            return Score(0.0, "no_answer")
+        if len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
         work = len(text) * sum(map(len, golds)) // _PAIRS_AT_ONCE
-        return Verdict(await aside(len(text) + work, self._best, text, golds, config))
+        return Score(await run_large_in_thread(len(text) + work, self._best, text, golds, config))
 
     def _best(self, text: str, golds: list[str], config: OCRReward) -> float:
         answer = _folded(text, config)
-        return max(similarity(_folded(gold, config), answer, config, self._distance) for gold in golds)
+        return max(text_similarity(_folded(gold, config), answer, config, self._distance) for gold in golds)
 
 
-def similarity(gold: str, answer: str, config: OCRReward, distance: Distance) -> float:
+def text_similarity(gold: str, answer: str, config: OCRReward, distance: Distance) -> float:
     """From 0 to 1; 0 below the threshold.
 
     ANLS (arXiv:1905.13648, eq. 1; at the threshold itself as in the official script): 1 - distance / length of the
@@ -61,7 +61,7 @@ def similarity(gold: str, answer: str, config: OCRReward, distance: Distance) ->
     return score if score >= config.threshold else 0.0
 
 
-def references(answer: Any) -> list[str]:
+def accepted_texts(answer: Any) -> list[str]:
     """The texts that a task's answer accepts: one, or a list. Raises ValueError where it is something else."""
     golds = list(answer) if isinstance(answer, list | tuple) else [answer]
     if not golds or not all(isinstance(gold, str | int | float) and not isinstance(gold, bool) for gold in golds):
@@ -70,7 +70,7 @@ def references(answer: Any) -> list[str]:
 
 
 def _folded(text: str, config: OCRReward) -> str:
-    text = half_width(text)
+    text = to_half_width(text)
     text = ("" if config.ignore_spaces else " ").join(text.split())
     return text.casefold() if config.ignore_case else text
 

@@ -10,14 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmill.config.rewards import PointsReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.base import Verdict
-from rollmill.rewards.text.reading import LONGEST_TEXT, aside, judged_part
-from rollmill.rewards.vision.boxes import most_places
-from rollmill.rewards.vision.coordinates import Point, box, factors, numbers, point
+from rollmill.rewards.base import Score
+from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
+from rollmill.rewards.vision.boxes import max_detections
+from rollmill.rewards.vision.coordinates import Point, finite_numbers, parse_box, parse_point, scale_factors
+from rollmill.rewards.vision.detections import read_points
 from rollmill.rewards.vision.geometry import in_polygon
-from rollmill.rewards.vision.matching import f1, matched_sum, same_labels
-from rollmill.rewards.vision.reading import read_points
+from rollmill.rewards.vision.matching import f1_score, labels_match, max_matching_score
+from rollmill.types import Completion, Task
 
 _FORMS = (
     "[x, y], [x1, y1, x2, y2], or an object with `point`, `box` or `polygon` and perhaps `label`; or a list of such"
@@ -25,7 +25,7 @@ _FORMS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class PointTarget:
     """What a point may hit: the corners of a polygon, two of a box, or one point."""
 
     kind: str
@@ -44,7 +44,7 @@ class Target:
         return np.asarray(np.hypot(*(where - self.corners[0]).T) <= tolerance)
 
 
-class Points:
+class PointsScorer:
     """2 * hits / (places of the reference + points named), from 0 to 1; a place is hit once.
 
     Outcomes besides ok: `no_answer`, `too_many`, `too_long`.
@@ -53,41 +53,45 @@ class Points:
     def __init__(self, config: PointsReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
-            return Verdict(None)
-        targets = targets_of(task.answer)
+            return Score(None)
+        targets = read_targets(task.answer)
         if config.tolerance == 0 and any(target.kind == "point" for target in targets):
             raise ValueError("the task's answer is a point, which nothing hits with tolerance 0; give `tolerance`")
-        across, down = factors(config.coordinates, config.reference or config.coordinates, task.metadata)
-        text = judged_part(completion.text, config)
-        if text is not None and len(text) > LONGEST_TEXT:
-            return Verdict(0.0, "too_long")
-        found = None if text is None else await aside(len(text), read_points, text)
+        across, down = scale_factors(config.coordinates, config.reference or config.coordinates, task.metadata)
+        text = select_text(completion.text, config)
+        if text is not None and len(text) > MAX_TEXT_CHARS:
+            return Score(0.0, "too_long")
+        found = None if text is None else await run_large_in_thread(len(text), read_points, text)
         if found is None:
-            return Verdict(0.0, "no_answer")
-        if len(found.places) > most_places(len(targets)):
-            return Verdict(0.0, "too_many")
+            return Score(0.0, "no_answer")
+        if len(found.places) > max_detections(len(targets)):
+            return Score(0.0, "too_many")
         kept = [
             ((place[0] * across, place[1] * down), label)
             for place, label in zip(found.places, found.labels, strict=True)
             if place is not None
         ]
         corners = sum(len(target.corners) for target in targets)
-        hits = await aside(2 * corners * len(kept), _matched, config, targets, kept) if kept and targets else 0.0
-        return Verdict(f1(hits, len(targets), len(found.places)))
+        hits = (
+            await run_large_in_thread(2 * corners * len(kept), _matched, config, targets, kept)
+            if kept and targets
+            else 0.0
+        )
+        return Score(f1_score(hits, len(targets), len(found.places)))
 
 
-def _matched(config: PointsReward, targets: Sequence[Target], named: Sequence[tuple[Point, str | None]]) -> float:
+def _matched(config: PointsReward, targets: Sequence[PointTarget], named: Sequence[tuple[Point, str | None]]) -> float:
     places = [place for place, _ in named]
     hits = np.array([target.hits(places, config.tolerance) for target in targets])
     if config.labels:
-        hits &= same_labels([target.label for target in targets], [label for _, label in named])
-    return matched_sum(hits.astype(np.float64))
+        hits &= labels_match([target.label for target in targets], [label for _, label in named])
+    return max_matching_score(hits.astype(np.float64))
 
 
-def targets_of(answer: Any) -> list[Target]:
+def read_targets(answer: Any) -> list[PointTarget]:
     """What the task's answer says is to be hit. Raises ValueError where it says nothing of the kind."""
     alone = _target(answer)
     entries = [alone] if alone is not None else [_target(entry) for entry in _list(answer)]
@@ -100,19 +104,19 @@ def _list(answer: Any) -> list[Any]:
     return list(answer) if isinstance(answer, list | tuple) else []
 
 
-def _target(entry: Any) -> Target | None:
-    if numbers(entry, 2) is not None or numbers(entry, 4) is not None:
+def _target(entry: Any) -> PointTarget | None:
+    if finite_numbers(entry, 2) is not None or finite_numbers(entry, 4) is not None:
         entry = {"point" if len(entry) == 2 else "box": entry}
     if not isinstance(entry, Mapping):
         return None
     label = entry.get("label")
     if not isinstance(label, str | None):
         return None
-    if (place := point(entry.get("point"))) is not None:
-        return Target("point", (place,), label)
-    if (corners := box(entry.get("box"), "xyxy")) is not None:
-        return Target("box", (corners[:2], corners[2:]), label)
-    polygon = [point(corner) for corner in _list(entry.get("polygon"))]
+    if (place := parse_point(entry.get("point"))) is not None:
+        return PointTarget("point", (place,), label)
+    if (corners := parse_box(entry.get("box"), "xyxy")) is not None:
+        return PointTarget("box", (corners[:2], corners[2:]), label)
+    polygon = [parse_point(corner) for corner in _list(entry.get("polygon"))]
     if len(polygon) < 3 or None in polygon:
         return None
-    return Target("polygon", tuple(corner for corner in polygon if corner is not None), label)
+    return PointTarget("polygon", tuple(corner for corner in polygon if corner is not None), label)

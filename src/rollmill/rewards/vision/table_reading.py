@@ -6,14 +6,14 @@ import csv
 import re
 from typing import Any
 
-from rollmill.core.user_files import strict_json
-from rollmill.rewards.text.reading import last_fenced
+from rollmill.rewards.text.parsing import last_code_block
+from rollmill.strict_files import parse_strict_json
 
 Rows = list[list[str]]
 
 _RULE = re.compile(r"[|:\- ]{3,2000}")
 _ESCAPED = "\x00"
-MOST_CELLS = 10_000
+MAX_CELLS = 10_000
 """Larger tables are none."""
 
 
@@ -22,14 +22,14 @@ def read_table(text: str) -> Rows | None:
     markdown = _markdown(text)
     if markdown is not None:
         return markdown
-    block = last_fenced(text) or text
+    block = last_code_block(text) or text
     try:
-        return _rows(strict_json(block))
+        return _rows(parse_strict_json(block))
     except ValueError:
         return _csv(block)
 
 
-def table_of(answer: Any) -> Rows:
+def reference_table(answer: Any) -> Rows:
     """The table of a task's answer: text as above, a list of rows, or a list of objects. Raises ValueError."""
     rows = read_table(answer) if isinstance(answer, str) else _rows(answer)
     if rows is None or len(rows) < 2:
@@ -37,8 +37,8 @@ def table_of(answer: Any) -> Rows:
             f"the task's answer is {answer!r:.80}; expected a table with headings: Markdown, CSV, a list of rows or a "
             "list of objects"
         )
-    if sum(map(len, rows)) > MOST_CELLS:
-        raise ValueError(f"the task's answer is a table of more than {MOST_CELLS} cells; leave out rows or columns")
+    if sum(map(len, rows)) > MAX_CELLS:
+        raise ValueError(f"the task's answer is a table of more than {MAX_CELLS} cells; leave out rows or columns")
     return rows
 
 
@@ -73,7 +73,7 @@ def _rows(value: Any) -> Rows | None:
         return None
     if all(isinstance(row, dict) for row in value):
         columns = list(dict.fromkeys(str(key) for row in value for key in row))
-        if len(columns) * len(value) > MOST_CELLS:
+        if len(columns) * len(value) > MAX_CELLS:
             return None
         return [columns, *([_text(row.get(column)) for column in columns] for row in value)]
     if all(isinstance(row, list | tuple) for row in value):

@@ -6,17 +6,17 @@ import re
 from collections.abc import Sequence
 
 from rollmill.config.rewards import VQAReward
-from rollmill.core.types import Completion, Task
-from rollmill.rewards.answers.final import FinalAnswer, answer_part, final_answer
+from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
+from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.numerals import NUMBER_WORDS
-from rollmill.rewards.answers.phrase import tidy
-from rollmill.rewards.answers.statement import stated
-from rollmill.rewards.answers.writing import half_width
-from rollmill.rewards.base import HEDGED, NO_ANSWER, Verdict
-from rollmill.rewards.numbers import normalised as normal
-from rollmill.rewards.numbers import quantity
-from rollmill.rewards.text.reading import judged_part
-from rollmill.rewards.vision.ocr import references
+from rollmill.rewards.answers.phrase import strip_markup
+from rollmill.rewards.answers.quantities import normalize_answer as normal
+from rollmill.rewards.answers.quantities import parse_quantity
+from rollmill.rewards.answers.statement import extract_statements
+from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
+from rollmill.rewards.text.parsing import select_text
+from rollmill.rewards.vision.ocr import accepted_texts
+from rollmill.types import Completion, Task
 
 _MARKS = ';/[]"{}()=+\\_-><@`,?!'
 _ARTICLES = {"a", "an", "the"}
@@ -27,7 +27,7 @@ _ENOUGH = 3
 """People who have to agree for full credit."""
 
 
-class VQA:
+class VQAScorer:
     """Accuracy of an answer (arXiv:1505.00468, 3): from 0 to 1. Outcomes besides ok: `no_answer`, `hedged`,
     `too_long`.
 
@@ -38,48 +38,52 @@ class VQA:
     def __init__(self, config: VQAReward) -> None:
         self._config = config
 
-    async def judge(self, task: Task, completion: Completion) -> Verdict:
+    async def judge(self, task: Task, completion: Completion) -> Score:
         config = self._config.of_task(task.metadata)
         if config is None or task.answer is None:
-            return Verdict(None)
-        golds = references(task.answer)
-        text = judged_part(completion.text, config)
-        found = None if text is None else final_answer(text)
+            return Score(None)
+        golds = accepted_texts(task.answer)
+        text = select_text(completion.text, config)
+        found = None if text is None else extract_answer(text)
         if text is None or found is None:
-            return Verdict(0.0, NO_ANSWER)
+            return Score(0.0, NO_ANSWER)
         if found.hedged:
-            return Verdict(0.0, HEDGED)
+            return Score(0.0, HEDGED)
         is_said = found.kind in ("boxed", "hash", "said", "corrected")
-        part = answer_part(text)
-        answers = [tidy(found.text), found.value] if is_said else [tidy(part), *stated(part), *_counted(found)]
+        part = answer_section(text)
+        answers = (
+            [strip_markup(found.text), found.value]
+            if is_said
+            else [strip_markup(part), *extract_statements(part), *_counted(found)]
+        )
         if len(answers[0]) > _LONGEST:
-            return Verdict(0.0, "too_long")
-        return Verdict(max(accuracy(answer, golds) for answer in answers))
+            return Score(0.0, "too_long")
+        return Score(max(vqa_accuracy(answer, golds) for answer in answers))
 
 
 def _counted(found: FinalAnswer) -> list[str]:
     """The number of `There are two people`."""
-    amount = quantity(normal(found.value)) if found.kind == "sentence" and "=" not in found.value else None
+    amount = parse_quantity(normal(found.value)) if found.kind == "sentence" and "=" not in found.value else None
     return [] if amount is None or amount.percent else [str(amount.value)]
 
 
-def accuracy(answer: str, golds: Sequence[str]) -> float:
+def vqa_accuracy(answer: str, golds: Sequence[str]) -> float:
     """min(agreeing / 3, 1), averaged over leaving out one person at a time, as in the official evaluation."""
-    said = normalised(answer)
-    same = [said != "" and normalised(gold) == said for gold in golds]
+    said = normalize_vqa_answer(answer)
+    same = [said != "" and normalize_vqa_answer(gold) == said for gold in golds]
     if len(golds) <= _ENOUGH:
         return float(any(same))
     agreeing = sum(same)
     return sum(min((agreeing - one) / _ENOUGH, 1.0) for one in same) / len(same)
 
 
-def normalised(answer: str) -> str:
+def normalize_vqa_answer(answer: str) -> str:
     """The official normalisation: lower case, no punctuation, no articles, digits for words up to ten.
 
     Where nothing but articles would be left out, they stay: `A` may be the letter that a picture shows.
     The official list puts missing apostrophes into contractions; here they are taken out of both sides.
     """
-    text = said = " ".join(half_width(answer).split()).lower()
+    text = said = " ".join(to_half_width(answer).split()).lower()
     squeeze = _DIGIT_COMMA.search(said) is not None
     for mark in _MARKS:
         if mark in text:

@@ -1,0 +1,200 @@
+"""Groups between their start and the pipeline: first in, first out, in the order their tasks were submitted."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from rollmill.errors import DeadlineError
+from rollmill.types import Experience
+
+GroupPredicate = Callable[[Sequence[Experience]], bool]
+"""Of the experiences of a group."""
+
+
+@dataclass(slots=True, eq=False)
+class PendingGroup:
+    """A group under way or finished. `number` tells when its task was submitted."""
+
+    number: int
+    name: str
+    future: asyncio.Future[list[Experience]]
+    task: str  #: its id
+    unscored: list[Experience] | None = None  #: its tokens, while rewards are awaited
+    arrived: int | None = None  #: how many groups had their tokens before it
+
+    @property
+    def failed(self) -> bool:
+        """Whether it will never have tokens."""
+        return self.future.done() and (self.future.cancelled() or self.future.exception() is not None)
+
+    @property
+    def known(self) -> list[Experience] | None:
+        """Its experiences, judged or not; None where their tokens are missing."""
+        return self.future.result() if self.future.done() and not self.failed else self.unscored
+
+
+class GroupQueue:
+    """Groups under way and finished, in the order they were submitted.
+
+    Batches are taken in that order whatever finishes first, so that short completions are not favoured and a run is
+    reproducible.
+    """
+
+    def __init__(self) -> None:
+        self._groups: dict[int, PendingGroup] = {}  # by number, in order
+        self._arrivals = 0
+        self._news = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def put(self, number: int, name: str, future: asyncio.Future[list[Experience]], task: str = "") -> None:
+        """Add a group under way, behind those of smaller numbers; `name` (its task) appears in errors."""
+        self._groups[number] = PendingGroup(number, name, future, task)
+        self._groups = dict(sorted(self._groups.items()))
+        future.add_done_callback(lambda done: self._arrive(number, done))
+
+    def generated(self, number: int, experiences: list[Experience]) -> None:
+        """The tokens of a group under way are there; the same experiences are judged later."""
+        group = self._groups[number]
+        group.unscored = experiences
+        self._arrive(number, group.future)
+
+    def _arrive(self, number: int, future: asyncio.Future[list[Experience]]) -> None:
+        group = self._groups.get(number)
+        if group is not None and group.future is future and group.arrived is None:
+            group.arrived, self._arrivals = self._arrivals, self._arrivals + 1
+        self._news.set()
+
+    def withdraw(self, number: int) -> None:
+        """Forget a group, whatever it is doing."""
+        del self._groups[number]
+        self._news.set()
+
+    async def drop(self, numbers: Sequence[int]) -> None:
+        """Stop groups and forget them."""
+        futures = [self._groups.pop(number).future for number in numbers]
+        for future in futures:
+            future.cancel()
+        await asyncio.gather(*futures, return_exceptions=True)
+
+    def tokens_of(self, number: int) -> list[Experience]:
+        """The experiences of a group whose tokens are there."""
+        known = self._groups[number].known
+        assert known is not None
+        return known
+
+    # -- waiting for tokens --------------------------------------------------------------------------------------
+
+    def first(self, count: int) -> list[PendingGroup]:
+        """The oldest groups."""
+        return list(self._groups.values())[:count]
+
+    def all_have_tokens(self, count: int | None = None) -> bool:
+        """Whether the oldest groups (None: all) have their tokens."""
+        return all(group.known is not None for group in list(self._groups.values())[:count])
+
+    def failed(self) -> bool:
+        """Whether a group has failed."""
+        return any(group.failed for group in self._groups.values())
+
+    def raise_failure(self) -> None:
+        """Raise what a group that has failed raised."""
+        for group in self._groups.values():
+            if group.failed:
+                group.future.result()
+
+    async def wait_all_generated(self, count: int | None = None) -> None:
+        """Wait until the tokens of the `count` oldest groups, or of all, are there, or a group has failed."""
+        await self._until(lambda: self.all_have_tokens(count))
+
+    async def wait_first_generated(
+        self,
+        numbers: Sequence[int],
+        count: int,
+        *,
+        needed: Sequence[int] = (),
+        counts: GroupPredicate = lambda group: True,
+    ) -> list[int]:
+        """The `count` of these groups whose tokens are there first, in the order of their numbers. Fewer where a group
+        has failed, or all have their tokens.
+
+        Args:
+            needed: groups (at most `count`) that are waited for.
+            counts: whether a group is one of those that are wanted.
+        """
+
+        def chosen() -> list[int]:
+            there = [self._groups[number] for number in self.there(numbers, counts)]
+            there.sort(key=lambda each: (each.number not in needed, each.arrived))
+            return sorted(each.number for each in there[:count])
+
+        def complete() -> bool:
+            missing = {number for number in numbers if self._groups[number].known is None}
+            return not missing or (len(chosen()) == count and missing.isdisjoint(needed))
+
+        await self._until(complete)
+        return chosen()
+
+    def there(self, numbers: Sequence[int], counts: GroupPredicate) -> list[int]:
+        """Which of these groups have their tokens, and count."""
+        known = ((number, self._groups[number].known) for number in numbers)
+        return [number for number, group in known if group is not None and counts(group)]
+
+    async def _until(self, condition: Callable[[], bool]) -> None:
+        while not (condition() or self.failed()):
+            self._news.clear()
+            await self._news.wait()
+
+    # -- taking ------------------------------------------------------------------------------------------------
+
+    def peek(self, groups: int) -> list[list[Experience]] | None:
+        """What `get` will give, judged or not; None where some tokens are still missing."""
+        found = [group.known for group in self.first(groups)]
+        return None if any(each is None for each in found) else [each for each in found if each is not None]
+
+    async def get(self, groups: int, deadline_s: float) -> list[list[Experience]]:
+        """The experiences of the oldest groups, group by group, once all of them are finished.
+
+        Raises:
+            DeadlineError: some group is still unfinished after `deadline_s` seconds; nothing is taken.
+        """
+        wanted = self.first(groups)
+        await self._wait(wanted, deadline_s)
+        for group in wanted:
+            del self._groups[group.number]
+        return [group.future.result() for group in wanted]
+
+    def all(self) -> list[PendingGroup]:
+        """All groups, finished or not, oldest first."""
+        return list(self._groups.values())
+
+    def restore(self, groups: dict[int, list[Experience]]) -> None:
+        """Add finished groups of a checkpoint, by number."""
+        for number, experiences in groups.items():
+            done: asyncio.Future[list[Experience]] = asyncio.get_running_loop().create_future()
+            done.set_result(experiences)
+            self.put(number, f"task {experiences[0].task_id}" if experiences else "a group that was rejected", done)
+
+    async def cancel(self) -> None:
+        """Drop everything."""
+        await self.drop(list(self._groups))
+
+    @staticmethod
+    async def _wait(wanted: list[PendingGroup], deadline_s: float) -> None:
+        if not wanted:
+            return
+        futures = [group.future for group in wanted]
+        done, pending = await asyncio.wait(futures, timeout=deadline_s, return_when=asyncio.FIRST_EXCEPTION)
+        for future in done:
+            future.result()  # raises what the group raised
+        if pending:
+            late = [group.name for group in wanted if not group.future.done()]
+            raise DeadlineError(
+                "the trainer",
+                f"{len(late)} of {len(wanted)} groups of the explorer (first: {', '.join(late[:3])})",
+                deadline_s,
+                "Raise rollout.deadline_s, lower rollout.max_new_tokens, or look for a reward that hangs.",
+            )

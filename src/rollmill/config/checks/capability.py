@@ -1,0 +1,268 @@
+"""Design rule 7: every key counts. Which keys does a stage's choice of components not honour, and who would?"""
+
+from __future__ import annotations
+
+from rollmill.config.advantage import GroupNormalised, MirrorBaseline
+from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
+from rollmill.config.checks.conflicts import buffer_conflicts, find_conflicts, model_conflicts
+from rollmill.config.checks.engine import unused_engine_keys
+from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
+from rollmill.config.checks.offload import offload_conflicts, unused_offload_keys
+from rollmill.config.checks.pipeline import pipeline_conflicts
+from rollmill.config.checks.placement import placement_conflicts, unused_placement_keys
+from rollmill.config.checks.workflow import unused_workflow_keys
+from rollmill.config.mode_checks import mode_conflicts, unused_mode_keys
+from rollmill.config.order import CurriculumOrder, EasyToHardOrder, SuccessRateOrder
+from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
+from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
+from rollmill.config.tree import ConfigProblem, KeyPath, Node, find, format_key_path, iter_leaves, locate_key
+from rollmill.config.workflows import TrafficWorkflow
+from rollmill.recipes import DPO, DistillationOptions, SelfDistill
+
+_TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
+_SAMPLING = (
+    "max_new_tokens",
+    "max_sequences",
+    "prefill_tokens",
+    "stop",
+    "stop_token_ids",
+    "deadline_s",
+    "repetition",
+    "ngram_draft",
+)
+
+
+def check_capabilities(resolved: ResolvedRun) -> list[ConfigProblem]:
+    """Explicit keys that nothing honours, and choices that contradict each other."""
+    found = _shadowed_base_keys(resolved) + _unused_stage_keys(resolved)
+    for path, text in unused_run_keys(resolved.config, resolved.stages).items():
+        if find(resolved.root, path):
+            found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in model_conflicts(resolved.config.model, resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in offload_conflicts(resolved.config.model, resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in best_metric_conflicts(resolved.config, resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in placement_conflicts(resolved.config, resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in mode_conflicts(resolved.config, resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for path, text in buffer_conflicts(resolved.stages):
+        found.append(ConfigProblem(*locate_key(resolved.root, path), text))
+    for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
+        wrong = (*find_conflicts(stage), *pipeline_conflicts(stage))
+        found += [ConfigProblem(*locate_key(tree, path), text) for path, text in wrong]
+    return found
+
+
+def find_unused_keys(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys that no component of this stage honours, each with who would."""
+    keys: dict[KeyPath, str] = {}
+    algorithm, evaluation = stage.algorithm, stage.evaluation if stage.algorithm.trains_policy else None
+    learner = f"algorithm `{algorithm.name}` learns from {algorithm.examples} and rolls nothing out"
+    if not algorithm.uses_rollouts:
+        names = ("batch", "group_size", "reuse", "oversample", "token_budget", "partial")
+        batch = [("rollout", name) for name in names]
+        for key in (*batch, ("max_staleness",), ("pipeline",), ("buffer",), ("trainer", "router_replay")):
+            keys[key] = f"not honoured: {learner}; {_instead(key)}"
+        if evaluation is None:
+            for name in (*_TRUNCATION, *_SAMPLING):
+                keys["rollout", name] = f"not honoured: {learner}, and there is no evaluation; remove it"
+            keys["rewards",] = f"not honoured: {learner}, and there is no evaluation to judge; remove them"
+            keys["judging",] = f"not honoured: {learner}, and there is no evaluation to judge; remove it"
+        elif all(each.samples == 0 for each in evaluation.all_sets().values()):
+            for name in _TRUNCATION:
+                keys["rollout", name] = (
+                    f"not honoured: {learner}, and evaluation is greedy only (samples: 0); remove it"
+                )
+    if not algorithm.trains_policy:
+        keys["evaluation",] = (
+            f"not honoured by algorithm `{algorithm.name}`, which changes no policy; the metric `pairs/accuracy` is "
+            "measured on each batch before it is learned from; remove it"
+        )
+        keys["trainer", "logprob_chunk"] = f"not honoured by algorithm `{algorithm.name}`, which needs no log-probs"
+    keys |= _unused_buffer_keys(stage)
+    keys |= unused_workflow_keys(stage)
+    keys |= unused_offload_keys(stage)
+    keys |= unused_engine_keys(stage)
+    if not stage.needs_taskset and isinstance(stage.workflow, TrafficWorkflow):
+        keys["taskset",] = "not honoured by workflow `traffic`, whose prompts come from an application; remove it"
+    elif not stage.needs_taskset:
+        keys["taskset",] = f"not honoured: {learner}, and `taskset` is not among experts.sources; add it there"
+    if evaluation is None:
+        keys["early_stop",] = (
+            "not honoured without `evaluation`, which measures its metric; add evaluation or remove it"
+        )
+    if stage.trainer.schedule == "constant":
+        keys["trainer", "min_lr_ratio"] = "not honoured by schedule `constant`; it is by `linear` and `cosine`"
+    if stage.trainer.ranks == 1:
+        for name in ("sharding", "rank_deadline_s"):
+            keys["trainer", name] = "not honoured with one rank; give trainer.ranks or remove it"
+    if not algorithm.uses_rollouts:
+        for path, section in _sections(stage.taskset, ("taskset",)):
+            if section.order.uses_success:
+                keys[(*path, "order")] = (
+                    f"not honoured: {learner}, so no success is seen; use `shuffled`, or an order by difficulty"
+                )
+    if stage.evaluation is not None:
+        keys |= unused_evaluation_set_keys(stage)
+        for name, each in stage.evaluation.all_sets().items():
+            keys |= unused_evaluation_keys(each.taskset, evaluation_set_path(name))
+    for path, section in _sections(stage.taskset, ("taskset",)):
+        keys |= _unused_order_keys(section, path)
+    return keys | unused_algorithm_keys(algorithm)
+
+
+def _unused_buffer_keys(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of what lies between explorer and trainer."""
+    keys: dict[KeyPath, str] = {}
+    algorithm, buffer = stage.algorithm, stage.buffer
+    if not algorithm.uses_examples:
+        text = f"not honoured: algorithm `{algorithm.name}` imitates nothing; sft, mix, chord and dpo honour it"
+        keys["experts",] = text
+    elif algorithm.uses_pairs:
+        text = f"not honoured: algorithm `{algorithm.name}` learns from pairs; kto and those that imitate honour it"
+        keys["experts", "rated_at_least"] = text
+    if buffer.store == "memory":
+        keys["buffer", "url"] = "not honoured by store `memory`; it is by `sql`"
+    replay = buffer.replay
+    if replay is not None and replay.order != "priority":
+        for name in ("priority", "exponent", "decay"):
+            keys["buffer", "replay", name] = f"not honoured by order `{replay.order}`; it is by `priority`"
+    return keys
+
+
+def unused_evaluation_keys(taskset: TasksetConfig, at: KeyPath) -> dict[KeyPath, str]:
+    """Order and weights of held-out tasks, which are all evaluated once."""
+    keys: dict[KeyPath, str] = {}
+    for path, section in _sections(taskset, (*at, "taskset")):
+        keys[(*path, "order")] = "not honoured: every held-out task is evaluated each time; remove it"
+        if isinstance(section, MixEntry):
+            keys[(*path, "weight")] = "not honoured: every held-out task is evaluated each time; it is in `taskset.mix`"
+    return keys
+
+
+def _sections(taskset: TasksetConfig | None, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
+    """The sections of a taskset that say in which order tasks come, each with its place."""
+    if taskset is None:
+        return []
+    entries = [((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix)]
+    return [*entries] or [(at, taskset)]
+
+
+def _unused_order_keys(section: TasksetSection, at: KeyPath) -> dict[KeyPath, str]:
+    order = section.order
+    if not isinstance(order, EasyToHardOrder | CurriculumOrder):
+        return {}
+    if order.by == "success":
+        return {(*at, "order", "column"): "not honoured with by `success`; it is with `difficulty`"}
+    tracking = SuccessRateOrder.model_fields.keys() - {"name", "skip_uniform"}
+    return {(*at, "order", key): "not honoured with by `difficulty`; it is with `success`" for key in tracking}
+
+
+def unused_algorithm_keys(algorithm: AlgorithmOptions) -> dict[KeyPath, str]:
+    """Keys of the section `algorithm` that its choice of parts does not honour, each with who would."""
+    keys: dict[KeyPath, str] = {}
+    if isinstance(algorithm, DPO) and algorithm.loss == "ipo":
+        keys["algorithm", "label_smoothing"] = "not honoured by loss `ipo`; it is by `sigmoid`"
+    if isinstance(algorithm, DistillationOptions):
+        kind = algorithm.divergence
+        if kind not in ("jsd", "sampled_jsd"):
+            keys["algorithm", "beta"] = f"not honoured by divergence `{kind}`; it is by `jsd` and `sampled_jsd`"
+        if kind in ("sampled", "sampled_jsd"):
+            keys["algorithm", "temperature"] = f"not honoured by divergence `{kind}`; it is by the others"
+    if isinstance(algorithm, SelfDistill):
+        if algorithm.weights != "ema":
+            keys["algorithm", "rate"] = f"not honoured with weights `{algorithm.weights}`; it is with `ema`"
+        if algorithm.context != "success":
+            text = f"not honoured with context `{algorithm.context}`; it is with `success`"
+            keys["algorithm", "success_at_least"] = text
+    if not isinstance(algorithm, PolicyGradientOptions):
+        return keys
+    advantage, kl = algorithm.advantage, algorithm.kl
+    if isinstance(advantage, GroupNormalised) and advantage.scale == "none":
+        keys["algorithm", "advantage", "ddof"] = "not honoured with scale `none`; it is with `group` and `batch`"
+    if isinstance(advantage, MirrorBaseline) and advantage.baseline == "mean":
+        keys["algorithm", "advantage", "tau"] = "not honoured with baseline `mean`; it is with `logavgexp`"
+    if not advantage.uses_critic:
+        keys["algorithm", "critic"] = f"advantage `{advantage.name}` needs no critic; `gae` (algorithm ppo) does"
+    else:
+        keys["algorithm", "overlong_buffer"] = "not honoured by advantage `gae`; it is by those of whole completions"
+        keys["algorithm", "drop_uniform_groups"] = "not honoured by advantage `gae`, which compares no groups"
+    ratio = algorithm.loss.uses_old or algorithm.corrections or any(mask.uses_old for mask in algorithm.masks)
+    if not ratio:
+        keys["algorithm", "proximal"] = f"loss `{algorithm.loss.name}` looks at no old log-probs; remove it"
+    if advantage.uses_greedy:
+        keys["algorithm", "overlong_buffer"] = "not honoured by `remax`, whose greedy baseline it would not reach"
+    if kl.coefficient == 0:
+        for key in ("estimator", "where", "target", "horizon", "refresh_every"):
+            keys["algorithm", "kl", key] = "not honoured with coefficient 0; give kl.coefficient or remove it"
+    elif kl.target is None:
+        keys["algorithm", "kl", "horizon"] = "not honoured without kl.target; give a target or remove it"
+    return keys
+
+
+def _instead(key: KeyPath) -> str:
+    if key == ("rollout", "batch"):
+        return "demonstrations per step are `algorithm.batch`"
+    return "algorithms that roll out honour it, such as grpo"
+
+
+def unused_run_keys(config: RunConfig, stages: list[StageConfig]) -> dict[KeyPath, str]:
+    """Run-wide keys that nothing honours."""
+    keys: dict[KeyPath, str] = {}
+    if all(stage.evaluation is None for stage in stages):
+        keys["checkpoint", "keep_best"] = (
+            "not honoured without `evaluation`, which finds the best; add it or remove this"
+        )
+    new = config.model.new
+    if new is not None and new.tokenizer.kind == "char":
+        text = "not honoured by kind `char`, whose vocabulary is the characters seen; it is by `bpe`"
+        keys["model", "new", "tokenizer", "vocab_size"] = text
+    if config.model.path == "new":
+        keys["model", "trust_remote_code"] = "not honoured by a new model; it is when model.path is a checkpoint folder"
+        keys["model", "lora"] = "adapters need trained weights; it is honoured when model.path is a checkpoint folder"
+    return keys | unused_placement_keys(config, stages) | unused_mode_keys(config)
+
+
+def _unused_stage_keys(resolved: ResolvedRun) -> list[ConfigProblem]:
+    """A key is a problem when no stage that has it honours it; a key of the whole file may serve only some stages."""
+    marked = [_marked_leaves(stage, tree) for stage, tree in zip(resolved.stages, resolved.trees, strict=True)]
+    honoured = {
+        id(leaf)
+        for tree, marks in zip(resolved.trees, marked, strict=True)
+        for leaf in iter_leaves(tree)
+        if id(leaf) not in marks
+    }
+    found: dict[tuple[str, str], ConfigProblem] = {}
+    for stage, tree in zip(resolved.stages, resolved.trees, strict=True):
+        for path, text in find_unused_keys(stage).items():
+            node = find(tree, path)
+            if node is not None and not any(id(leaf) in honoured for leaf in iter_leaves(node)):
+                place, key = locate_key(tree, path)
+                found.setdefault((place, key), ConfigProblem(place, key, text))
+    return list(found.values())
+
+
+def _marked_leaves(stage: StageConfig, tree: Node) -> set[int]:
+    nodes = [find(tree, path) for path in find_unused_keys(stage)]
+    return {id(leaf) for node in nodes if node is not None for leaf in iter_leaves(node)}
+
+
+def _shadowed_base_keys(resolved: ResolvedRun) -> list[ConfigProblem]:
+    """Keys of the whole file that every stage replaces. Included files may offer defaults that nobody takes."""
+    alive = {id(leaf) for tree in resolved.trees for leaf in iter_leaves(tree)}
+    found = []
+    for key, section in resolved.root.value.items():
+        if key not in STAGE_KEYS:
+            continue
+        dead = [leaf for leaf in iter_leaves(section) if id(leaf) not in alive and not leaf.origin.included]
+        if dead and len(dead) == len(list(iter_leaves(section))):
+            dead = [section]
+        for node in dead:
+            key = format_key_path(node.path)
+            text = f"every stage sets its own, so this is never used; remove it or change stages.0.{key}"
+            found.append(ConfigProblem(node.origin.place, key, text))
+    return found

@@ -1,0 +1,400 @@
+"""Choices that cannot work together, found before anything is loaded."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import regex
+
+from rollmill.config.advantage import BatchBaseline, PassAtKAdvantage
+from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions, PolicyGradientOptions
+from rollmill.config.checks.engine import engine_conflicts
+from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
+from rollmill.config.checks.workflow import workflow_conflicts
+from rollmill.config.correction import OffPolicyMask
+from rollmill.config.environments import ReasoningGymSection
+from rollmill.config.model import ModelConfig, NewModelConfig
+from rollmill.config.order import CustomOrder, SequentialOrder
+from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
+from rollmill.config.rewards.names import reward_part_names
+from rollmill.config.run import StageConfig
+from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
+from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
+from rollmill.config.tree import KeyPath, format_key_path
+from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
+
+Conflict = tuple[KeyPath, str]
+
+"""Parts of workflows that are no models."""
+_FILE_SUFFIXES = {".jsonl", ".json", ".parquet", ".csv"}
+
+
+def find_conflicts(stage: StageConfig) -> Iterator[Conflict]:
+    """Key paths within the stage, each with what is wrong and what to do."""
+    yield from _sampling(stage)
+    yield from _rollouts(stage)
+    yield from engine_conflicts(stage)
+    yield from workflow_conflicts(stage)
+    if isinstance(stage.environment, ReasoningGymSection):
+        yield from _ungenerated(stage, ("environment",))
+    yield from _rewards(stage)
+    yield from _buffer(stage)
+    yield from _training(stage)
+    yield from evaluation_conflicts(stage)
+    yield from _evaluated_rewards(stage)
+    yield from _tasksets(stage)
+
+
+def _sampling(stage: StageConfig) -> Iterator[Conflict]:
+    longest, repetition = stage.rollout.max_new_tokens, stage.rollout.repetition
+    if repetition is not None and max(repetition.tokens, repetition.times) > longest:
+        key = "tokens" if repetition.tokens > longest else "times"
+        text = f"completions end after rollout.max_new_tokens ({longest}), before they have repeated so much; lower it"
+        yield ("rollout", "repetition", key), text
+
+
+def _rollouts(stage: StageConfig) -> Iterator[Conflict]:
+    algorithm, rollout = stage.algorithm, stage.rollout
+    if not algorithm.uses_rollouts:
+        return
+    if rollout.temperature == 0:
+        text = "training needs differing completions, but 0 always picks the same; give a value above 0, usually 1"
+        yield ("rollout", "temperature"), text
+    yield from _truncated_rollouts(stage)
+    if isinstance(algorithm, DistillationOptions):
+        if isinstance(algorithm, Distill) and algorithm.teacher is None:
+            yield ("algorithm", "teacher"), "which teacher? Give the folder of a checkpoint with the same vocabulary"
+        if isinstance(algorithm, SelfDistill):
+            yield from _self_distillation(stage, algorithm)
+        if algorithm.divergence == "sampled_jsd" and algorithm.beta in (0, 1):
+            text = "`sampled_jsd` needs a beta above 0 and below 1"
+            yield ("algorithm", "beta"), f"{text}; change it, or use forward_kl (0) or reverse_kl (1)"
+        plain = (rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p) == (1.0, 1.0, 0, 0.0)
+        if algorithm.divergence in ("sampled", "sampled_jsd") and not plain:
+            text = "needs tokens of the policy's own distribution: temperature 1 and no truncation"
+            advice = "change rollout, or use reverse_kl or jsd"
+            yield ("algorithm", "divergence"), f"`{algorithm.divergence}` {text}; {advice}"
+        return
+    assert isinstance(algorithm, PolicyGradientOptions)
+    yield from _corrections(algorithm)
+    advantage = algorithm.advantage
+    if isinstance(advantage, BatchBaseline):
+        if advantage.baseline == "batch" and rollout.batch * rollout.group_size == 1:
+            yield ("rollout", "batch"), "one completion per step equals its own baseline; raise batch or group_size"
+    elif rollout.group_size == 1 and advantage.compares_groups:
+        text = f"advantage `{advantage.name}` compares completions of a group, and 1 leaves nothing to compare"
+        yield ("rollout", "group_size"), f"{text}; give at least 2, or use algorithm `reinforce`"
+    elif isinstance(advantage, PassAtKAdvantage):
+        least = advantage.k + (advantage.baseline == "mean")
+        if rollout.group_size < least:
+            text = f"pass@{advantage.k} over subsets of a group needs at least {least} completions, not"
+            yield ("algorithm", "advantage", "k"), f"{text} {rollout.group_size}; lower k, or raise rollout.group_size"
+    if advantage.uses_parts and algorithm.kl.coefficient and algorithm.kl.where == "reward":
+        text = f"advantage `{advantage.name}` sees the parts of the reward, which have no KL in them; use `loss`"
+        yield ("algorithm", "kl", "where"), text
+    if algorithm.overlong_buffer >= rollout.max_new_tokens:
+        text = f"must be below rollout.max_new_tokens ({rollout.max_new_tokens}); lower one or raise the other"
+        yield ("algorithm", "overlong_buffer"), text
+
+
+def _self_distillation(stage: StageConfig, algorithm: SelfDistill) -> Iterator[Conflict]:
+    """What a teacher that reads another prompt needs."""
+    if not (stage.workflow.single_turn and stage.workflow.uses_tasks):
+        text = "the teacher reads the task's prompt with more context in place of what the policy saw"
+        yield ("workflow",), f"algorithm `self_distill` needs workflow `single_turn`: {text}"
+    if algorithm.context != "success":
+        return
+    if not stage.rewards:
+        text = "context `success` needs rewards, which say what succeeded; add them"
+        yield ("algorithm", "context"), f"{text}, or use `solution` or `answer`"
+    if stage.rollout.group_size == 1:
+        text = "context `success` is another completion of the group, and 1 leaves none; give at least 2"
+        yield ("rollout", "group_size"), text
+
+
+def _truncated_rollouts(stage: StageConfig) -> Iterator[Conflict]:
+    """Completions that are put away or stopped before they have ended."""
+    rollout, budget = stage.rollout, ("rollout", "token_budget")
+    if rollout.token_budget is not None:
+        if stage.max_staleness == 0:
+            text = "a completion that goes on in the next step is a version old then; set max_staleness to 1 or more"
+            yield budget, text
+        if not stage.workflow.single_turn:
+            text = f"workflow `{stage.workflow.name}` cannot be put away in the middle; use rollout.oversample"
+            yield budget, f"{text}, or rollout.time_limit_s"
+        if rollout.reuse is not None:
+            text = "drafts belong to whole completions, and a budget cuts them into parts"
+            yield ("rollout", "reuse"), f"{text}; choose one of reuse and token_budget"
+        if rollout.oversample:
+            text = "with token_budget unfinished completions go on in the next step, with oversample they are stopped"
+            yield ("rollout", "oversample"), f"{text}; choose one"
+    if rollout.reuse is not None and rollout.oversample:
+        text = "with oversample the slowest groups are stopped, so that drafts would be chosen by their length"
+        yield ("rollout", "reuse"), f"{text}; choose one of reuse and oversample"
+    name = "token_budget" if rollout.token_budget is not None else "oversample"
+    advantage = getattr(stage.algorithm, "advantage", None)
+    if (rollout.token_budget is not None or rollout.oversample) and advantage is not None and advantage.uses_greedy:
+        text = f"advantage `{advantage.name}` needs a greedy completion of every task, which is not cut short"
+        yield ("rollout", name), f"{text}; remove this, or use another algorithm"
+
+
+def _corrections(algorithm: PolicyGradientOptions) -> Iterator[Conflict]:
+    """Weights old / rollout mean something only where old log-probs differ from the rollout's and are used."""
+    weights = [each for each in algorithm.corrections if not isinstance(each, OffPolicyMask)]
+    if not weights:
+        return
+    if algorithm.loss.to_rollout:
+        text = f"`{algorithm.loss.name}` is to the rollout policy already, and `{weights[0].name}` would count twice"
+        yield ("algorithm", "corrections"), f"{text}; remove it"
+    elif algorithm.proximal == "rollout":
+        text = (
+            f"with proximal `rollout` the old log-probs are the rollout's, so `{weights[0].name}` would correct nothing"
+        )
+        yield ("algorithm", "corrections"), f"{text}; set proximal: recompute"
+
+
+def _buffer(stage: StageConfig) -> Iterator[Conflict]:
+    age, replay = stage.buffer.max_age, stage.buffer.replay
+    if age is not None and age < stage.max_staleness:
+        text = f"groups may be {stage.max_staleness} versions old (max_staleness), and all older than {age} are dropped"
+        yield ("buffer", "max_age"), f"{text}; raise it, or lower max_staleness"
+    if replay is not None and replay.max_uses is not None and replay.max_age is not None:
+        steps = replay.cooldown * (replay.max_uses - 1)
+        if steps > replay.max_age:
+            text = f"{replay.max_uses} uses with cool-down {replay.cooldown} take {steps} steps, longer than max_age"
+            yield ("buffer", "replay", "max_uses"), f"{text} ({replay.max_age}); change one of them"
+
+
+def buffer_conflicts(stages: Sequence[StageConfig]) -> Iterator[Conflict]:
+    """Key paths of the run: stages whose buffers would not see what belongs to the run."""
+    database: int | None = None
+    for index, stage in enumerate(stages):
+        at = ("stages", index, "buffer") if len(stages) > 1 else ("buffer",)
+        if not stage.algorithm.uses_rollouts:
+            continue
+        if not stage.buffer.in_database(stage.persistent):
+            made = [operator.name for operator in stage.pipeline if operator.creates_experiences]
+            if made and any(later.buffer.in_database(later.persistent) for later in stages[index + 1 :]):
+                text = f"what `{made[0]}` makes would stay out of reach of later stages, whose buffer is a database"
+                yield (*at, "store"), f"{text}; use `sql` here, too"
+            continue
+        first = stages[index if database is None else database]
+        if first.buffer.url != stage.buffer.url:
+            text = "a run has one database, and an earlier stage has another one: feedback would miss one of them"
+            yield (*at, "url"), f"{text}; write `buffer.url` once, for the whole file"
+        database = index if database is None else database
+
+
+def _rewards(stage: StageConfig) -> Iterator[Conflict]:
+    learns = stage.algorithm.uses_rollouts and stage.algorithm.needs_rewards
+    if not stage.workflow.judged:
+        return
+    users = [f"algorithm `{stage.algorithm.name}`"] if learns else []
+    users += ["evaluation"] if _evaluated_by(stage) and stage.algorithm.trains_policy else []
+    users += [f"workflow `{stage.workflow.name}`"] if stage.workflow.needs_rewards else []
+    if users and not stage.rewards:
+        yield ("rewards",), f"{' and '.join(users)} needs at least one reward; for example rewards: [{{name: math}}]"
+    if stage.rewards and all(reward.weight == 0 for reward in stage.rewards):
+        yield ("rewards",), "every weight is 0, so nothing is rewarded; give one part another weight"
+    yield from reward_conflicts(stage, stage.rewards, ("rewards",))
+
+
+def _evaluated_by(stage: StageConfig) -> bool:
+    """Whether some set of held-out tasks is judged by the stage's own rewards."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return any(each.rewards is None and each.workflow is None for each in sets)
+
+
+def _evaluated_rewards(stage: StageConfig) -> Iterator[Conflict]:
+    """What is wrong with the rewards of sets of held-out tasks."""
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        if each.rewards is not None:
+            yield from reward_conflicts(stage, each.rewards, (*evaluation_set_path(name), "rewards"))
+
+
+def reward_conflicts(stage: StageConfig, rewards: Sequence[RewardSection], at: KeyPath) -> Iterator[Conflict]:
+    """What is wrong with a list of rewards, which stands at `at`; a single one may stand there without a list."""
+    for index, reward in enumerate(rewards):
+        here = at if at[-1] != "rewards" else (*at, index)
+        if isinstance(reward, FormatReward) and reward.pattern is not None:
+            try:
+                regex.compile(reward.pattern)
+            except (regex.error, RecursionError) as error:
+                yield (*here, "pattern"), f"not a regular expression: {error}; correct it"
+        if isinstance(reward, LengthReward) and reward.correct is not None:
+            names = [name for other, name in enumerate(reward_part_names(rewards)) if other != index]
+            if reward.correct.partition("/")[0] not in names:
+                known = f"there are {', '.join(names)}" if names else "there is no other reward"
+                yield (*here, "correct"), f"no reward `{reward.correct}`; {known}"
+        if isinstance(reward, ReasoningGymReward):
+            yield from _ungenerated(stage, here)
+        if isinstance(reward, PythonReward) and re.fullmatch(r".+\.py:\w+|[\w.]+(:\w+)?", reward.function) is None:
+            text = "expected FILE.py:NAME, package.module:NAME or the name a plugin registers"
+            yield (*here, "function"), f"{text}, found `{reward.function}`"
+
+
+def _ungenerated(stage: StageConfig, at: KeyPath) -> Iterator[Conflict]:
+    tasksets = {"taskset": stage.taskset if stage.algorithm.uses_rollouts and at[0] != "evaluation" else None}
+    for name, each in (stage.evaluation.all_sets() if stage.evaluation is not None else {}).items():
+        own = at[: len(evaluation_set_path(name)) + 1] == (*evaluation_set_path(name), "rewards")
+        inherited = {"rewards": not each.rewards, "environment": each.environment is None}
+        if own or inherited.get(str(at[0]), False):
+            tasksets[format_key_path((*evaluation_set_path(name), "taskset"))] = each.taskset
+    for key, taskset in tasksets.items():
+        if taskset is not None and any(part.generator is None for part in taskset.parts()):
+            text = f"`reasoning_gym` scores only tasks of a generator, and {key} has none"
+            part = "environment" if at[0] == "environment" else "reward"
+            yield (*at, "name"), f"{text}; give {key}.generator or use another {part}"
+
+
+def _training(stage: StageConfig) -> Iterator[Conflict]:
+    algorithm, trainer = stage.algorithm, stage.trainer
+    key, batch = "rollout.batch", stage.rollout.batch
+    if isinstance(algorithm, OfflineAlgorithmOptions):
+        key, batch = "algorithm.batch", algorithm.batch
+    if trainer.updates_per_batch > batch:
+        text = f"{trainer.updates_per_batch} updates cannot share {batch} groups; lower it, or raise {key} ({batch})"
+        yield ("trainer", "updates_per_batch"), text
+    if isinstance(algorithm, KTO) and algorithm.batch < 2:
+        text = "kto compares each completion with those of other prompts, and 1 has no other; give at least 2"
+        yield ("algorithm", "batch"), text
+    if trainer.warmup_steps > stage.steps:
+        text = f"{trainer.warmup_steps} is longer than the stage ({stage.steps} steps); lower it or raise steps"
+        yield ("trainer", "warmup_steps"), text
+    if not all(0 <= beta < 1 for beta in trainer.betas):
+        yield ("trainer", "betas"), "both must be at least 0 and below 1, for example [0.9, 0.99]"
+    if trainer.ranks > 1 and trainer.sharding != "none":
+        yield from _sharding(algorithm)
+
+
+def _sharding(algorithm: AlgorithmOptions) -> Iterator[Conflict]:
+    """What cannot be sharded yet."""
+    if not algorithm.trains_policy or isinstance(algorithm, SelfDistill):
+        yield ("trainer", "sharding"), f"algorithm `{algorithm.name}` cannot be sharded yet; use `none`"
+    if not isinstance(algorithm, PolicyGradientOptions) or not algorithm.advantage.uses_critic:
+        return
+    if algorithm.critic.network == "policy":
+        text = "a head on the policy's network cannot be trained beside shards yet; use `own`, or sharding `none`"
+        yield ("algorithm", "critic", "network"), text
+
+
+def _tasksets(stage: StageConfig) -> Iterator[Conflict]:
+    evaluation = stage.evaluation
+    tasksets: dict[KeyPath, TasksetConfig] = {}
+    if stage.taskset is not None:
+        tasksets["taskset",] = stage.taskset
+    elif stage.needs_taskset:
+        yield ("taskset",), "is required; add it"
+    for name, each in (evaluation.all_sets() if evaluation is not None else {}).items():
+        tasksets[*evaluation_set_path(name), "taskset"] = each.taskset
+        if each.taskset.mix and each.limit is not None:
+            text = "the first tasks of a mix are those of its first set; give a limit to each entry of its mix instead"
+            yield (*evaluation_set_path(name), "limit"), text
+    for at, taskset in tasksets.items():
+        for place, section in _sections(taskset, at):
+            for index, operator in enumerate(section.pipeline):
+                if isinstance(operator, DecontaminateTasks) and not operator.against:
+                    text = "held-out tasks would be compared with nothing; put it into taskset.pipeline"
+                    if at == ("taskset",):
+                        text = "what is held out? Give `against`, or an evaluation"
+                    yield (*place, "pipeline", index), text
+            if at == ("taskset",):
+                yield from _useless_sort(taskset, section, place)
+            if section.sources() != ["mix"]:
+                yield from _rows(section, place)
+
+
+def _useless_sort(taskset: TasksetConfig, section: TasksetSection, at: KeyPath) -> Iterator[Conflict]:
+    """`sort` decides only where tasks are handed out as they stand, or an operator behind it keeps the first ones."""
+    orders = [part.order for part in (taskset.parts() if section is taskset else [section])]
+    if any(isinstance(order, SequentialOrder | CustomOrder) for order in orders):
+        return
+    for index, operator in enumerate(section.pipeline):
+        behind = section.pipeline[index + 1 :]
+        if isinstance(operator, SortTasks) and not any(_depends_on_order(each) for each in behind):
+            text = f"order `{orders[0].name}` takes no notice of how the tasks are sorted; give order: sequential or"
+            yield (*at, "pipeline", index), f"{text} easy_to_hard, or remove this"
+
+
+def _depends_on_order(operator: TaskOperatorSection) -> bool:
+    return isinstance(operator, DeduplicateTasks) or type(operator).function is not None
+
+
+def _sections(taskset: TasksetConfig, at: KeyPath) -> list[tuple[KeyPath, TasksetSection]]:
+    """A taskset and its entries, with their places."""
+    return [(at, taskset), *(((*at, "mix", index), entry) for index, entry in enumerate(taskset.mix))]
+
+
+def _rows(taskset: RowsSection, at: KeyPath) -> Iterator[Conflict]:
+    path = taskset.path
+    if taskset.split is not None and path is not None and (path.is_file() or path.suffix in _FILE_SUFFIXES):
+        yield (*at, "split"), f"only a folder written by `datasets` has splits, and {path} is a file; remove it"
+    if taskset.preset is not None and taskset.generator is not None:
+        yield (*at, "preset"), "a generator makes rows in its own layout; presets are honoured with path and function"
+    if taskset.function is not None and ":" not in taskset.function:
+        yield (*at, "function"), f"`{taskset.function}` names no function; write FILE.py:NAME or package.module:NAME"
+
+
+def model_conflicts(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    """The same for the model; `model.new` beside a checkpoint folder is on standby and not looked at."""
+    if isinstance(model.path, Path):
+        if model.path.is_file():
+            yield ("model", "path"), f"{model.path} is a file; give the checkpoint's folder"
+    elif model.new is not None and not any(stage.taskset or stage.needs_taskset for stage in stages):
+        text = "a new model's tokenizer is trained on the taskset, and there is none; give model.path or a taskset"
+        yield ("model", "new"), text
+    elif model.new is None:
+        text = (
+            "which model? Give model.path (a checkpoint folder) or model.new (a recipe, for example {hidden_size: 256})"
+        )
+        yield ("model",), text
+    else:
+        yield from _new_model(model.new, stages)
+    yield from _other_models(model, stages)
+    yield from _sharded_adapters(model, stages)
+
+
+def _sharded_adapters(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    for index, stage in enumerate(stages):
+        if model.lora is not None and stage.trainer.ranks > 1 and stage.trainer.sharding != "none":
+            at: KeyPath = ("stages", index, "trainer") if len(stages) > 1 else ("trainer",)
+            yield (*at, "sharding"), "adapters (model.lora) cannot be sharded yet; use `none`, or train all weights"
+
+
+def _other_models(model: ModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    for index, stage in enumerate(stages):
+        if stage.algorithm.trains_policy:
+            continue
+        name = f"algorithm `{stage.algorithm.name}`"
+        if model.lora is not None:
+            yield ("model", "lora"), f"{name} trains all weights of a model of its own; remove this"
+        if index < len(stages) - 1:
+            text = f"{name} changes no policy, and checkpoints of later stages do not hold what it trains"
+            yield ("stages", index, "algorithm"), f"{text}; make it the last stage, or a run of its own"
+
+
+def _new_model(new: NewModelConfig, stages: list[StageConfig]) -> Iterator[Conflict]:
+    at: KeyPath = ("model", "new")
+    if new.heads % new.kv_heads:
+        yield (
+            (*at, "kv_heads"),
+            f"heads ({new.heads}) must be a multiple of kv_heads ({new.kv_heads}); change one of them",
+        )
+    if new.head_dim is None and new.hidden_size % new.heads:
+        text = f"{new.hidden_size} is not a multiple of heads ({new.heads}); change one of them or give head_dim"
+        yield (*at, "hidden_size"), text
+    elif (new.head_dim or new.hidden_size // new.heads) % 2:
+        key = "head_dim" if new.head_dim else "hidden_size"
+        yield (
+            (*at, key),
+            "rotary positions need an even number of dimensions per head (hidden_size / heads, or head_dim)",
+        )
+    for stage in stages:
+        samples = stage.algorithm.uses_rollouts or stage.evaluation is not None
+        if samples and stage.rollout.max_new_tokens >= new.context:
+            longest = f"rollout.max_new_tokens ({stage.rollout.max_new_tokens})"
+            text = f"{new.context} leaves no room for a prompt beside {longest}; raise it or lower that"
+            yield (*at, "context"), text
+            return

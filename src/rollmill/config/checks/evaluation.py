@@ -1,0 +1,121 @@
+"""Keys of `evaluation` that nothing honours, and choices there that cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmill.config.evaluation import EvaluationSet
+from rollmill.config.hints import suggest_match
+from rollmill.config.run import RunConfig, StageConfig
+from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import JudgedWorkflow, TrafficWorkflow, WorkflowConfig
+
+_TRUNCATION = ("temperature", "top_p", "top_k", "min_p")
+_OF_ALL = {"every", "at_start", "sets", "taskset"}
+
+
+def evaluation_set_path(name: str) -> tuple[str, ...]:
+    """Where a set of held-out tasks stands; "" is the one without a name."""
+    return ("evaluation", "sets", name) if name else ("evaluation",)
+
+
+def unused_evaluation_set_keys(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys that no set of held-out tasks honours."""
+    keys: dict[KeyPath, str] = {}
+    if stage.evaluation is None:
+        return keys
+    if stage.evaluation.taskset is None:
+        for key in EvaluationSet.model_fields.keys() - _OF_ALL:
+            keys["evaluation", key] = "not honoured without evaluation.taskset; write it into the entries of `sets`"
+    for name, each in stage.evaluation.all_sets().items():
+        keys |= {(*evaluation_set_path(name), *path): text for path, text in _unhonoured(stage, each)}
+    return keys
+
+
+def _unhonoured(stage: StageConfig, each: EvaluationSet) -> Iterator[tuple[KeyPath, str]]:
+    workflow = stage.for_evaluation(each).workflow
+    if not workflow.uses_environment:
+        yield ("environment",), f"not honoured by workflow `{workflow.name}`, which acts in none; remove it"
+    if not workflow.judged:
+        yield ("rewards",), f"not honoured by workflow `{workflow.name}`, which rewards by itself; remove it"
+    if each.samples == 0:
+        for key in _TRUNCATION:
+            yield ("sampling", key), "not honoured with samples: 0, which evaluates greedily only; raise samples"
+    if not each.k:
+        yield ("answer",), "not honoured without k: maj@K needs to know how many vote, for example k: [4]"
+
+
+def evaluation_conflicts(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    """Key paths within the stage, each with what is wrong and what to do."""
+    evaluation = stage.evaluation
+    if evaluation is None:
+        return
+    if not evaluation.all_sets():
+        yield ("evaluation", "taskset"), "which tasks? Give the held-out ones here, or by name under evaluation.sets"
+        return
+    for name, each in evaluation.all_sets().items():
+        for path, text in _of_set(stage, name, each):
+            yield (
+                (*(() if path[0] in ("rollout", "environment") and not name else evaluation_set_path(name)), *path),
+                text,
+            )
+    yield from _watched(stage)
+
+
+def _of_set(stage: StageConfig, name: str, each: EvaluationSet) -> Iterator[tuple[KeyPath, str]]:
+    asked, prefix = stage.for_evaluation(each), f"evaluation.{f'sets.{name}.' if name else ''}"
+    if each.samples == 0 and not each.greedy:
+        yield ("samples",), "0 samples and greedy: false evaluate nothing; raise samples or set greedy: true"
+    if each.samples > 0 and asked.rollout.temperature == 0:
+        text = f"{prefix}samples are sampled at this temperature; give a value above 0, or set {prefix}samples: 0"
+        own = each.sampling.temperature is not None or name
+        yield (("sampling", "temperature") if own else ("rollout", "temperature")), text
+    if each.k and max(each.k) > each.samples:
+        text = f"pass@{max(each.k)} needs at least {max(each.k)} samples, and there are {each.samples}; raise samples"
+        yield ("k",), text
+    if asked.workflow.uses_environment and asked.environment is None and (name or each.workflow is not None):
+        yield ("workflow",), f"workflow `{asked.workflow.name}` acts in an environment; add a section `environment`"
+    if each.workflow is not None:
+        yield from _of_workflow(stage, each.workflow)
+    differs = each.rewards is not None or each.workflow is not None
+    if differs and asked.workflow.judged and not asked.rewards and stage.algorithm.trains_policy:
+        yield ("rewards",), "an evaluation needs at least one reward; for example rewards: [{name: math}]"
+
+
+def _of_workflow(stage: StageConfig, workflow: WorkflowConfig) -> Iterator[tuple[KeyPath, str]]:
+    """What a workflow of held-out tasks needs of the stage."""
+    if isinstance(workflow, TrafficWorkflow):
+        yield ("workflow",), "workflow `traffic` waits for an application, and nothing asks it about held-out tasks"
+    if workflow.uses_tools and not stage.tools:
+        yield ("workflow",), f"workflow `{workflow.name}` calls tools; add some, for example tools: [calculator]"
+    if isinstance(workflow, JudgedWorkflow) and workflow.by not in stage.models:
+        yield ("workflow", "by"), f"no model `{workflow.by}`; add it to the section models, or name another"
+
+
+def _watched(stage: StageConfig) -> Iterator[tuple[KeyPath, str]]:
+    evaluation, stop = stage.evaluation, stage.early_stop
+    if evaluation is None or stop is None:
+        return
+    if stop.metric not in evaluation.watched():
+        if stop.metric == "eval/sampled" and evaluation.taskset is not None:
+            text = "eval/sampled needs evaluation.samples of at least 1 (it is 0); raise it or use eval/greedy"
+        elif stop.metric == "eval/greedy" and evaluation.taskset is not None:
+            text = "eval/greedy needs evaluation.greedy: true; set it or use eval/sampled"
+        else:
+            text = _unknown(stop.metric, evaluation.watched())
+        yield ("early_stop", "metric"), text
+    elif stop.at_least is not None and not stop.metric.endswith("/reward") and not 0 <= stop.at_least <= 1:
+        yield ("early_stop", "at_least"), f"accuracy lies between 0 and 1; give for example 0.95, not {stop.at_least:g}"
+
+
+def best_metric_conflicts(config: RunConfig, stages: list[StageConfig]) -> Iterator[tuple[KeyPath, str]]:
+    """The metric by which the best checkpoint is chosen has to be measured by some stage."""
+    watched = [each for stage in stages if stage.evaluation is not None for each in stage.evaluation.watched()]
+    chosen = config.checkpoint.keep_best
+    if isinstance(chosen, str) and watched and chosen not in watched:
+        yield ("checkpoint", "keep_best"), _unknown(chosen, watched)
+
+
+def _unknown(name: str, watched: list[str]) -> str:
+    known = list(dict.fromkeys(watched))
+    return f"no evaluation measures `{name}`{suggest_match(name, known)}; there are {', '.join(known)}"

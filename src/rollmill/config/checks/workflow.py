@@ -1,0 +1,154 @@
+"""Keys of workflows, environments, tools and models that nothing honours, and choices that cannot work together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rollmill.config.run import StageConfig
+from rollmill.config.tools import CalculatorTool, PythonTool
+from rollmill.config.tree import KeyPath
+from rollmill.config.workflows import (
+    EnvironmentWorkflow,
+    FewShotWorkflow,
+    JudgedWorkflow,
+    ReflectionWorkflow,
+    ToolWorkflow,
+    TrafficWorkflow,
+    WorkflowConfig,
+)
+
+WorkflowConflict = tuple[KeyPath, str]
+
+_TAKEN = ("task", "policy", "judge", "environment", "tools", "examples", "endpoint")
+
+
+def unused_workflow_keys(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of what tasks are rolled out by."""
+    keys: dict[KeyPath, str] = {}
+    name = stage.workflow.name
+    if all(each.single_turn for each in stage.workflows):
+        for key in ("attempts", "time_limit_s", "failures"):
+            keys["rollout", key] = f"not honoured by workflow `{name}`, which cannot fail; others honour it"
+    if stage.workflow.single_turn:
+        if not stage.pipeline:
+            text = f"not honoured without a pipeline, which drops groups; workflow `{name}` rejects none; remove it"
+            keys["rollout", "refills"] = text
+    else:
+        keys["rollout", "reuse"] = f"not honoured by workflow `{name}`; it is by `single_turn`"
+    if stage.rollout.token_budget is None:
+        keys["rollout", "partial"] = "not honoured without rollout.token_budget, which makes segments; give one"
+    if not any(each.uses_environment or each.takes("environment") for each in _in_the_stages_environment(stage)):
+        keys["environment",] = f"not honoured by workflow `{name}`, which acts in none; workflow `environment` does"
+    if isinstance(stage.workflow, EnvironmentWorkflow) and stage.workflow.history != "full":
+        keys["workflow", "steps"] = "not honoured with history as a number, where each turn is a step; remove it"
+    if stage.environment is not None and stage.environment.processes == 0:
+        for key in ("restart_after", "memory_gb"):
+            keys["environment", key] = "not honoured with processes 0: it is about worker processes; give processes"
+    if isinstance(stage.workflow, TrafficWorkflow):
+        keys |= _unused_traffic_keys(stage, stage.workflow)
+    if not stage.workflow.judged:
+        for key in ("rewards", "judging"):
+            keys[key,] = f"not honoured by workflow `{name}`, which rewards by itself; remove it"
+    if not any(each.uses_tools or each.takes("tools") for each in stage.workflows):
+        keys["tools",] = f"not honoured by workflow `{name}`, which calls none; `tools` and `react` do"
+    for index, tool in enumerate(stage.tools):
+        if isinstance(tool, CalculatorTool):
+            keys["tools", index, "time_limit_s"] = "not honoured by `calculator`, whose numbers are bounded; remove it"
+        if isinstance(tool, PythonTool) and tool.state == "call":
+            keys["tools", index, "sessions"] = "not honoured with state `call`, which keeps none; it is with `rollout`"
+    for model in stage.models:
+        if not any(each.takes(model) for each in stage.workflows):
+            text = f"not honoured by workflow `{name}`, which does not take it; a parameter of that name would"
+            keys["models", model] = text
+    keys |= _unused_workflow_options(stage)
+    if not stage.algorithm.uses_rollouts and stage.evaluation is None:
+        for key in ("workflow", "environment", "tools", "models"):
+            keys[key,] = f"not honoured: algorithm `{stage.algorithm.name}` rolls nothing out; remove it"
+    return keys
+
+
+def _in_the_stages_environment(stage: StageConfig) -> list[WorkflowConfig]:
+    """The stage's workflow, and those of held-out tasks that have no environment of their own."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return [stage.workflow, *(stage.for_evaluation(each).workflow for each in sets if each.environment is None)]
+
+
+def _unused_traffic_keys(stage: StageConfig, workflow: TrafficWorkflow) -> dict[KeyPath, str]:
+    """Keys of rollouts that an application makes."""
+    text = "not honoured by workflow `traffic`, which has no tasks; evaluate checkpoints in a run of their own"
+    keys: dict[KeyPath, str] = {("evaluation",): text}
+    for key in ("token_budget", "partial", "oversample", "reuse", "refills"):
+        keys["rollout", key] = "not honoured by workflow `traffic`, whose rollouts an application makes; remove it"
+    if workflow.group == "session":
+        keys["rollout", "group_size"] = "not honoured with workflow.group `session`; it is with `prompt`"
+        keys["workflow", "pending"] = "not honoured with group `session`; it is with `prompt`"
+    return keys
+
+
+def _unused_workflow_options(stage: StageConfig) -> dict[KeyPath, str]:
+    """Keys of the workflow itself."""
+    match stage.workflow:
+        case FewShotWorkflow(choose="first"):
+            return {("workflow", "seed"): "not honoured with choose `first`; it is with `random`"}
+        case ReflectionWorkflow(critic="rewards"):
+            return {("workflow", "check"): "not honoured with critic `rewards`; it is with `self`"}
+        case ReflectionWorkflow(critic="self"):
+            return {("workflow", "threshold"): "not honoured with critic `self`; it is with `rewards`"}
+        case ToolWorkflow() if stage.taskset is not None and all(part.chat for part in stage.taskset.parts()):
+            return {("workflow", "result"): "not honoured with taskset.chat, whose template writes results; remove it"}
+    return {}
+
+
+def workflow_conflicts(stage: StageConfig) -> Iterator[WorkflowConflict]:
+    """Choices of a workflow and its parts that cannot work together."""
+    if stage.workflow.uses_environment and stage.environment is None:
+        text = f"workflow `{stage.workflow.name}` acts in one; add a section, for example environment: gymnasium"
+        yield ("environment",), text
+    if (
+        isinstance(stage.workflow, EnvironmentWorkflow)
+        and stage.workflow.history == "full"
+        and not stage.workflow.steps
+    ):
+        advantage = getattr(stage.algorithm, "advantage", None)
+        if advantage is not None and advantage.uses_episodes:
+            text = f"advantage `{advantage.name}` compares steps, and this makes a whole episode one; set steps: true"
+            yield ("workflow", "steps"), f"{text}, or give history as a number"
+    if stage.workflow.multi_step and getattr(stage.algorithm, "overlong_buffer", None):
+        text = f"max_new_tokens limits a completion, and a rollout of workflow `{stage.workflow.name}` may have several"
+        yield ("algorithm", "overlong_buffer"), f"{text}; remove it, or penalise length in `pipeline`"
+    if isinstance(stage.workflow, TrafficWorkflow) and stage.algorithm.uses_rollouts:
+        yield from _traffic(stage, stage.workflow)
+    if stage.workflow.uses_tools and not stage.tools:
+        yield ("tools",), f"workflow `{stage.workflow.name}` calls tools; add some, for example tools: [calculator]"
+    names = [tool.policy_name for tool in stage.tools]
+    for index, name in enumerate(names):
+        if name in names[:index]:
+            yield ("tools", index), f"two tools are called `{name}`; give one another name with `called`"
+    for name in stage.models:
+        if not name.isidentifier() or name in _TAKEN:
+            text = "a workflow takes it as a parameter, so it has to be a name of Python's, and none of"
+            yield ("models", name), f"{text} {', '.join(_TAKEN)}; rename it"
+    if isinstance(stage.workflow, JudgedWorkflow) and stage.workflow.by not in stage.models:
+        text = f"no model `{stage.workflow.by}`; add it to the section models, or name another"
+        yield ("workflow", "by"), text
+
+
+def _traffic(stage: StageConfig, workflow: TrafficWorkflow) -> Iterator[WorkflowConflict]:
+    """What cannot learn from the sessions of an application."""
+    if stage.max_staleness == 0:
+        text = "conversations go on while weights change, and 0 would drop them; give at least 1, for example 4"
+        yield ("max_staleness",), text
+    if not stage.buffer.in_database(stage.persistent):
+        text = "sessions that were committed since the last checkpoint would be lost with the process; use `sql`"
+        yield ("buffer", "store"), text
+    advantage = getattr(stage.algorithm, "advantage", None)
+    fit = "use algorithm reinforce_plus_plus, reinforce or ppo"
+    if advantage is not None and advantage.uses_greedy:
+        text = f"`{stage.algorithm.name}` compares with a greedy completion, which no application makes; {fit}"
+        yield ("algorithm",), text
+    elif advantage is not None and advantage.compares_groups and workflow.group == "session":
+        text = (
+            f"`{stage.algorithm.name}` compares completions of a group, and each session is a group of its own; {fit}, "
+            "or set workflow.group: prompt, where applications repeat their first prompts"
+        )
+        yield ("algorithm",), text

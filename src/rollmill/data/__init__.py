@@ -1,0 +1,28 @@
+"""Tasksets: reading rows, turning them into tasks, preparing these, their order, and prompts as tokens."""
+
+from rollmill.data.encoding import (
+    encode_demonstration,
+    encode_privileged_prompt,
+    encode_prompt,
+    expert_experience,
+    labelled_experience,
+    preference_pair,
+    render_prompt,
+)
+from rollmill.data.samplers import Sampler, build_sampler
+from rollmill.data.taskset import RejectedRow, Taskset, load_taskset
+
+__all__ = [
+    "RejectedRow",
+    "Sampler",
+    "Taskset",
+    "build_sampler",
+    "encode_demonstration",
+    "encode_privileged_prompt",
+    "encode_prompt",
+    "expert_experience",
+    "labelled_experience",
+    "load_taskset",
+    "preference_pair",
+    "render_prompt",
+]

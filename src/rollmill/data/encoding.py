@@ -1,0 +1,119 @@
+"""Prompts and demonstrations as tokens. A task's prompt has the same tokens in a rollout and in a demonstration."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from rollmill.data.template import PromptTemplate
+from rollmill.errors import TasksetError
+from rollmill.types import Experience, ExperienceSource, Message, Task, Turn, experience_from_demonstration
+
+
+def render_prompt(task: Task, tokenizer: Any) -> str:
+    """The prompt as text: plain text as it is, chat messages through the tokenizer's chat template.
+
+    Raises:
+        TasksetError: the tokenizer has no chat template, or the template refuses the messages.
+    """
+    if isinstance(task.prompt, str):
+        return task.prompt
+    if tokenizer.chat_template is None:
+        raise TasksetError(
+            f"task {task.id} is a chat, but the model's tokenizer has no chat template; remove taskset.chat (or give "
+            "text prompts), or use a checkpoint with a chat template"
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(task.prompt, add_generation_prompt=True, tokenize=False)
+    except Exception as error:  # templates are programs: they raise Jinja's errors and Python's
+        raise TasksetError(f"task {task.id}: the tokenizer's chat template refuses its messages: {error}") from error
+    return text
+
+
+def encode_prompt(task: Task, tokenizer: Any) -> list[int]:
+    """The prompt's token ids, with the special tokens the tokenizer itself puts in front (a chat template has its own).
+
+    Raises TasksetError, see `render_prompt`.
+    """
+    text = render_prompt(task, tokenizer)
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=isinstance(task.prompt, str))
+    if ids[-1:] == [tokenizer.eos_token_id] and tokenizer.encode(text, add_special_tokens=False)[-1:] != ids[-1:]:
+        return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+    return ids
+
+
+def encode_privileged_prompt(task: Task, tokenizer: Any, template: PromptTemplate, context: str) -> list[int]:
+    """The prompt's token ids with more context in it: `template` filled with `prompt` and `context`.
+
+    Of a chat the last message becomes the filled template. Raises TasksetError, see `render_prompt`.
+    """
+    prompt: str | list[Message]
+    if isinstance(task.prompt, str):
+        prompt = template.fill({"prompt": task.prompt, "context": context})
+    else:
+        *before, last = task.prompt
+        filled = template.fill({"prompt": last["content"], "context": context})
+        prompt = [*before, Message(role=last["role"], content=filled)]
+    return encode_prompt(replace(task, prompt=prompt), tokenizer)
+
+
+def encode_demonstration(task: Task, tokenizer: Any, eos_id: int, solution: str | None = None) -> tuple[list[int], int]:
+    """Token ids of prompt, worked solution (or another one) and end, and how many of them are the prompt.
+
+    Raises TasksetError when the task has no worked solution.
+    """
+    solution = task.response if solution is None else solution
+    if solution is None:
+        raise TasksetError(
+            f"task {task.id} has no worked solution to imitate; name its column in taskset.fields.response or write "
+            "taskset.response_template"
+        )
+    prompt = encode_prompt(task, tokenizer)
+    response: list[int] = tokenizer.encode(solution, add_special_tokens=False)
+    return [*prompt, *response, eos_id], len(prompt)
+
+
+def expert_experience(task: Task, tokenizer: Any, eos_id: int) -> Experience:
+    """The demonstration as an experience: its response and end count in the loss, log-probs 0 and versions -1."""
+    return _demonstrated(
+        task, task.response, tokenizer, eos_id, name="expert", group=task.id, source=ExperienceSource.EXPERT
+    )
+
+
+def preference_pair(task: Task, tokenizer: Any, eos_id: int, group: str) -> list[Experience]:
+    """The task's two solutions as a group of experiences: the chosen one with reward 1, the rejected one with 0."""
+    pair = [
+        _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=ExperienceSource.PREFERENCE)
+        for name, text in (("chosen", task.response), ("rejected", task.rejected))
+    ]
+    for experience, reward in zip(pair, (1.0, 0.0), strict=True):
+        experience.reward = reward
+    return pair
+
+
+def labelled_experience(task: Task, tokenizer: Any, eos_id: int, group: str) -> Experience:
+    """The task's only solution as a group of its own: reward 1 where it is desirable (`response`), else 0."""
+    desirable = task.response is not None
+    name, text = ("desirable", task.response) if desirable else ("undesirable", task.rejected)
+    made = _demonstrated(task, text, tokenizer, eos_id, name=name, group=group, source=ExperienceSource.PREFERENCE)
+    made.reward = float(desirable)
+    return made
+
+
+def _demonstrated(
+    task: Task, response: str | None, tokenizer: Any, eos_id: int, *, name: str, group: str, source: ExperienceSource
+) -> Experience:
+    ids, n_prompt = encode_demonstration(task, tokenizer, eos_id, response)
+    prompt = render_prompt(task, tokenizer)
+    assert response is not None
+    return experience_from_demonstration(
+        ids,
+        n_prompt,
+        id=f"{group}/{name}",
+        task_id=task.id,
+        group=group,
+        turns=[Turn("prompt", 0, n_prompt, prompt), Turn("assistant", n_prompt, len(ids), response)],
+        prompt=prompt,
+        response=response,
+        source=source,
+    )

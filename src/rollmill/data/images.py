@@ -1,0 +1,125 @@
+"""Pictures of a task, by reference: a path with the hash of what was there when the taskset was loaded.
+
+A task's metadata holds the references under `images`; the pictures stay in their files. Who opens one gets the bytes
+that the hash is of, or an error.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from rollmill.errors import ConfigError, TasksetError
+
+PILLOW_INSTALL = "pip install 'rollmill[vision]'"
+IMAGE_COLUMNS = ("images", "image")
+"""Columns that hold pictures where the run file names none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRef:
+    """A picture in a file. `size` is in bytes, `width` and `height` in pixels; `sha256` is a hex digest."""
+
+    path: str
+    sha256: str
+    size: int
+    media_type: str
+    width: int
+    height: int
+
+
+def make_image_ref(path: Path) -> ImageRef:
+    """The reference of a picture. Raises ValueError where there is none, and ConfigError without Pillow."""
+    try:
+        from PIL import Image
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"tasks with pictures need Pillow: {PILLOW_INSTALL}") from error
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"the picture {path} cannot be read: {error.strerror or error}") from error
+    try:
+        with Image.open(io.BytesIO(content)) as image:
+            width, height = image.size
+            media_type = image.get_format_mimetype() or "application/octet-stream"
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        raise ValueError(f"{path} is not a picture that can be opened: {error}") from error
+    digest = hashlib.sha256(content).hexdigest()
+    return ImageRef(str(path.absolute()), digest, len(content), media_type, width, height)
+
+
+def image_refs_of(metadata: Mapping[str, Any]) -> list[ImageRef]:
+    """The pictures of a task, from its metadata; none where its column `images` is something else."""
+    images = metadata.get("images")
+    entries = images if isinstance(images, list) else []
+    names = {field.name for field in fields(ImageRef)}
+    return [ImageRef(**entry) for entry in entries if isinstance(entry, Mapping) and entry.keys() == names]
+
+
+def read_image(ref: ImageRef) -> bytes:
+    """The picture's bytes. Raises TasksetError where they are no longer those of the reference."""
+    try:
+        content = Path(ref.path).read_bytes()
+    except OSError as error:
+        raise TasksetError(f"the picture {ref.path} cannot be read: {error.strerror or error}; put it back") from error
+    found = hashlib.sha256(content).hexdigest()
+    if found != ref.sha256:
+        raise TasksetError(
+            f"the picture {ref.path} has changed since the taskset was loaded (sha256 {found[:12]}, it was "
+            f"{ref.sha256[:12]}); put the old one back, or start a new run"
+        )
+    return content
+
+
+def data_url(ref: ImageRef) -> str:
+    """The picture as a `data:` URL, which endpoints take for an address. Raises TasksetError like `read_image`."""
+    return f"data:{ref.media_type};base64,{base64.b64encode(read_image(ref)).decode()}"
+
+
+def metadata_with_images(row: Mapping[str, Any], column: str | None, folder: Path) -> dict[str, Any]:
+    """A row with the references of its pictures under `images`, in place of the column that named their files.
+
+    Args:
+        column: which one; None for `images` or `image`, where it holds paths; empty for none.
+        folder: what relative paths start from.
+
+    Raises ValueError where a picture is missing or is none.
+    """
+    if column is None:
+        column = next((each for each in IMAGE_COLUMNS if _paths(row.get(each)) or _holds_pictures(row.get(each))), "")
+    if not column:
+        return dict(row)
+    rest = {key: value for key, value in row.items() if key != column}
+    return rest | {"images": _references(row.get(column), column, folder)}
+
+
+def _references(value: Any, name: str, folder: Path) -> list[dict[str, Any]]:
+    paths = _paths(value)
+    if paths is None and _holds_pictures(value):
+        raise ValueError(f"column {name} holds pictures, not their paths; save them as files and give the paths")
+    if paths is None:
+        kind = type(value).__name__
+        raise ValueError(f"column {name} holds {kind}, not the path of a picture, or a list of paths")
+    if remote := [path for path in paths if "://" in path or path.startswith("data:")]:
+        raise ValueError(f"column {name} has {remote[0]:.80}; rollmill downloads nothing, so give the path of a file")
+    return [asdict(make_image_ref(folder / path)) for path in paths]
+
+
+def _holds_pictures(value: Any) -> bool:
+    """Whether a cell, or an entry of its list, is the picture itself, as `datasets` has it: decoded, or as bytes."""
+    entries = value if isinstance(value, list) else [value]
+    contents = [each.get("bytes") if isinstance(each, Mapping) else each for each in entries]
+    return any(isinstance(each, bytes) or type(each).__module__.startswith("PIL.") for each in contents)
+
+
+def _paths(value: Any) -> list[str] | None:
+    """Paths of a cell: text, a list of it, or what `datasets` has for a picture it has not decoded; None for others."""
+    values = value if isinstance(value, list) else [value] if value is not None and value != "" else []
+    paths = [each.get("path") if isinstance(each, Mapping) and each.get("bytes") is None else each for each in values]
+    found = [path for path in paths if isinstance(path, str)]
+    return found if len(found) == len(paths) else None

@@ -1,0 +1,89 @@
+"""From the run file's `taskset.pipeline` to prepared tasks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+
+from rollmill.config.rows import RowsSection
+from rollmill.config.task_operators import (
+    CleanTasks,
+    DecontaminateTasks,
+    DeduplicateTasks,
+    FilterTasks,
+    RateTaskDifficulty,
+    SampleTasks,
+    SortTasks,
+    TaskOperatorSection,
+)
+from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
+from rollmill.data.operators.clean import clean
+from rollmill.data.operators.custom import build_custom_task_operator
+from rollmill.data.operators.decontamination import decontaminate
+from rollmill.data.operators.deduplication import deduplicate
+from rollmill.data.operators.difficulty import difficulty
+from rollmill.data.operators.filters import filter_tasks
+from rollmill.data.operators.selection import sample, sort
+from rollmill.errors import RollmillError, TasksetError
+from rollmill.types import Task
+
+TaskOperator = Callable[[TaskBatch], None]
+TaskReader = Callable[[RowsSection], list[Task]]
+
+
+def run_task_pipeline(
+    taskset: str, tasks: Sequence[Task], pipeline: Sequence[TaskOperatorSection], read: TaskReader
+) -> tuple[list[Task], list[TaskOperatorReport]]:
+    """What comes out of a pipeline, and what each operator did.
+
+    Args:
+        taskset: name, for reports and errors.
+        tasks: stay as they are; operators get copies.
+        read: reads held-out tasks.
+
+    Raises TasksetError: an operator raised, or leaves no task.
+    """
+    current = [copy.copy(task) for task in tasks]
+    for task in current:
+        task.metadata = dict(task.metadata)
+    reports: list[TaskOperatorReport] = []
+    for section in pipeline:
+        report = TaskOperatorReport(taskset, section.name, len(current))
+        batch = TaskBatch(current, report)
+        try:
+            _operator(section, read)(batch)
+            batch.check()
+        except RollmillError:
+            raise
+        except Exception as error:  # a user's code may raise anything
+            raise TasksetError(
+                f"taskset {taskset}: operator `{section.name}` raised {type(error).__name__}: {error}; correct it, or "
+                "take it out of taskset.pipeline"
+            ) from error
+        current = batch.tasks
+        reports.append(report)
+        if not current:
+            lines = "".join(f"\n  {each}" for each in reports)
+            raise TasksetError(f"taskset {taskset}: its pipeline leaves no task; loosen an operator{lines}")
+    return current, reports
+
+
+def _operator(section: TaskOperatorSection, read: TaskReader) -> TaskOperator:
+    if type(section).function is not None:
+        return build_custom_task_operator(section)
+    match section:
+        case CleanTasks():
+            return clean(section)
+        case FilterTasks():
+            return filter_tasks(section)
+        case DeduplicateTasks():
+            return deduplicate(section)
+        case DecontaminateTasks():
+            return decontaminate(section, [task for rows in section.against for task in read(rows)])
+        case RateTaskDifficulty():
+            return difficulty(section)
+        case SortTasks():
+            return sort(section)
+        case SampleTasks():
+            return sample(section)
+    raise AssertionError(f"no operator is built from {type(section).__name__}")

@@ -1,0 +1,64 @@
+"""From a taskset and its `order` to a sampler."""
+
+from __future__ import annotations
+
+from rollmill.config.order import (
+    CurriculumOrder,
+    CustomOrder,
+    EasyToHardOrder,
+    OrderSection,
+    PosteriorOrder,
+    PrioritisedOrder,
+    ShuffledOrder,
+)
+from rollmill.data.samplers.base import Sampler
+from rollmill.data.samplers.curriculum import CurriculumSampler
+from rollmill.data.samplers.custom import CustomSampler
+from rollmill.data.samplers.epochs import EasyToHardSampler, EpochSampler
+from rollmill.data.samplers.mixture import MixtureSampler
+from rollmill.data.samplers.posterior import PosteriorSampler
+from rollmill.data.samplers.weighted import PrioritisedSampler
+from rollmill.data.taskset import MixtureComponent, Taskset
+
+_APART = 0x9E3779B97F4A7C15  # keeps the random numbers of a mix's sets apart
+
+
+def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: int, observed: bool = True) -> Sampler:
+    """The sampler of a taskset.
+
+    Args:
+        order: how to choose; a mix goes by the orders of its sets instead.
+        seed: what all randomness derives from.
+        batch: tasks per training step: how many are drawn at once where success decides.
+        observed: whether the sampler will be told of successes; where not, orders that go by them shuffle.
+
+    Raises:
+        TasksetError: the order needs a column that tasks lack.
+    """
+    if taskset.mixed:
+
+        def of_set(part: Taskset, mixed: MixtureComponent, number: int, share: float) -> Sampler:
+            of_this = max(1, round(batch * share))
+            return build_sampler(part, mixed.order, seed + number * _APART, batch=of_this, observed=observed)
+
+        return MixtureSampler(taskset, seed, of_set)
+    order = order if observed else _unobserved(order)
+    match order:
+        case EasyToHardOrder():
+            return EasyToHardSampler(taskset, order, seed)
+        case CurriculumOrder():
+            return CurriculumSampler(taskset, order, seed, batch)
+        case PrioritisedOrder():
+            return PrioritisedSampler(taskset, order, seed, batch)
+        case PosteriorOrder():
+            return PosteriorSampler(taskset, order, seed, batch)
+        case CustomOrder():
+            return CustomSampler(taskset, order, seed, batch)
+        case _:
+            return EpochSampler(taskset, order, seed)
+
+
+def _unobserved(order: OrderSection) -> OrderSection:
+    """The same order without what goes by success."""
+    plain = order.model_copy(update={"skip_uniform": 0})
+    return ShuffledOrder() if plain.uses_success else plain

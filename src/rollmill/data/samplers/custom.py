@@ -1,0 +1,73 @@
+"""Orders of users' files: a function that weighs the tasks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+
+from rollmill.config.order import CustomOrder
+from rollmill.config.parts import register_section, section_from_signature
+from rollmill.data.samplers.base import Floats, Ints
+from rollmill.data.samplers.weighted import WeightedSampler
+from rollmill.data.taskset import Taskset
+from rollmill.errors import TasksetError
+from rollmill.types import Task
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class TaskView:
+    """What a user's order goes by. Arrays have one entry per task."""
+
+    tasks: Sequence[Task]
+    rates: Floats  #: success rates, the prior where nothing was seen
+    groups: Ints  #: how many groups were rolled out
+    step: int  #: of the stage, from 0
+
+
+def order(function: Function) -> Function:
+    """Register an order under its name: `taskset: {order: NAME}`.
+
+    The function takes a `TaskView` and returns a weight of at least 0 for each task; tasks are drawn with chances in
+    proportion. It is called once per batch. Keyword-only parameters with a type and a default are keys of the run file,
+    beside those of all orders that track success.
+
+    Raises ConfigError naming the parameter that lacks a type or a default.
+    """
+    register_section("order", function.__name__, section_from_signature(function, CustomOrder))
+    return function
+
+
+class CustomSampler(WeightedSampler):
+    """P(task) proportional to what a user's function says."""
+
+    def __init__(self, taskset: Taskset, order: CustomOrder, seed: int, batch: int) -> None:
+        super().__init__(taskset, order, seed, batch)
+        self._order, self._step = order, 0
+
+    def next(self, step: int = 0) -> Task:
+        self._step = step
+        return super().next(step)
+
+    def _weights(self) -> Floats:
+        function, own = type(self._order).function, self._order.arguments()
+        assert function is not None
+        known = CustomOrder.model_fields.keys()
+        options = {key: value for key, value in own.items() if key not in known}
+        view = TaskView(self._taskset.tasks, self._success.rates(), self._success.groups.copy(), self._step)
+        name = f"taskset.order `{self._order.name}`"
+        try:
+            weights: Floats = np.asarray(function(view, **options), np.float64)
+        except Exception as error:  # a user's code may raise anything
+            raise TasksetError(f"{name}: it raised {type(error).__name__}: {error}; correct it") from error
+        if weights.shape != (self._size,) or not np.isfinite(weights).all() or (weights < 0).any() or not weights.any():
+            raise TasksetError(
+                f"{name}: expected {self._size} weights of at least 0, one per task and not all 0, found an array of "
+                f"shape {list(weights.shape)}"
+                + (f" from {weights.min():g} to {weights.max():g}" if weights.size else "")
+            )
+        return weights

@@ -1,0 +1,217 @@
+"""From a row to a task: which column plays which part, templates, chat messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.rows import FieldsConfig, RowsSection
+from rollmill.data.images import metadata_with_images
+from rollmill.data.presets import PRESETS
+from rollmill.data.records import BadRowError, Row, SourceRow, check_finite
+from rollmill.data.template import PromptTemplate, describe_type
+from rollmill.errors import ConfigError, TasksetError
+from rollmill.types import Message, Task
+
+
+class TaskBuilder:
+    """Makes tasks from records as a taskset section says.
+
+    Raises:
+        TasksetError: a template is not one, or two keys say what the prompt is.
+    """
+
+    def __init__(self, config: RowsSection, name: str) -> None:
+        self._config, self._name = config, name
+        self._folder = (
+            config.path.parent if config.path is not None and config.path.is_file() else config.path or Path()
+        )
+        self._template = PromptTemplate(config.template, "taskset.template") if config.template is not None else None
+        worked = config.response_template
+        self._response = PromptTemplate(worked, "taskset.response_template") if worked is not None else None
+        self._preset = PRESETS[config.preset] if config.preset is not None else None
+        if self._template is not None and config.fields.prompt != FieldsConfig().prompt:
+            raise TasksetError(
+                "taskset.fields.prompt and taskset.template both say what the prompt is; give one of them"
+            )
+        if self._response is not None and config.fields.response is not None:
+            raise TasksetError(
+                "taskset.fields.response and taskset.response_template both say what the response is; give one of them"
+            )
+
+    def task(self, record: SourceRow, number: int) -> Task:
+        """The task of a record; `number` is its row, from 0. Raises BadRowError when it cannot become one."""
+        if record.problem is not None:
+            raise BadRowError(record.problem)
+        row = self._preset(record.row) if self._preset is not None else record.row
+        fields = self._config.fields
+        answer = _optional(row, fields.answer, "answer")
+        response, rejected = self._solutions(row)
+        for text in (response, rejected, answer):
+            _check_unicode(text)
+        if isinstance(answer, bytes):
+            raise BadRowError(f"the answer (column {fields.answer or 'answer'}) is bytes, not text; convert it")
+        check_finite(answer, f"the answer (column {fields.answer or 'answer'})")
+        parts = {fields.prompt, fields.answer or "answer", fields.response or self._usual_response(row), fields.id}
+        parts |= {fields.rejected or "rejected"} | ({self._label(row)} - {None})
+        rest = {column: value for column, value in row.items() if column not in parts}
+        metadata = self._with_images(rest) if record.metadata is None else record.metadata
+        return Task(
+            id=self._id(row, number),
+            prompt=self._prompt(row),
+            answer=answer,
+            response=response,
+            rejected=rejected,
+            metadata=metadata,
+            taskset=self._name,
+        )
+
+    def _with_images(self, rest: Row) -> Row:
+        column = self._config.fields.images
+        if column:
+            _column(rest, column, "taskset.fields.images")
+        try:
+            return metadata_with_images(rest, column, self._folder)
+        except ConfigError:
+            raise
+        except ValueError as error:
+            raise BadRowError(f"{error}; taskset.fields.images names another column, or '' for none") from error
+
+    def _id(self, row: Row, number: int) -> str:
+        column = self._config.fields.id
+        if column is None:
+            return f"{self._name}:{number}"
+        value = _column(row, column, "taskset.fields.id")
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            raise BadRowError(f"column {column} is {describe_type(value) if value != '' else 'empty'}, not an id")
+        return str(value)
+
+    def _prompt(self, row: Row) -> str | list[Message]:
+        if self._template is not None:
+            return self._dialogue(_text(self._template.fill(row)))
+        column = self._config.fields.prompt
+        value = _column(row, column, "taskset.fields.prompt, or write taskset.template")
+        if isinstance(value, str):
+            return self._dialogue(_text(value))
+        if isinstance(value, list):
+            return self._with_system(_messages(value))
+        raise BadRowError(f"the prompt (column {column}) is {describe_type(value)}, not text or a list of messages")
+
+    def _dialogue(self, text: str) -> str | list[Message]:
+        return self._with_system([Message(role="user", content=text)]) if self._config.chat else text
+
+    def _with_system(self, messages: list[Message]) -> list[Message]:
+        if self._config.system is None:
+            return messages
+        if messages[0]["role"] == "system":
+            raise BadRowError("the prompt has a system message of its own beside taskset.system; remove one of them")
+        return [Message(role="system", content=self._config.system), *messages]
+
+    def _solutions(self, row: Row) -> tuple[str | None, str | None]:
+        """The better and the worse solution; of a labelled row the one that its label says."""
+        worked, rejected = self._worked(row), self._solution(row, self._config.fields.rejected, "rejected")
+        label = self._label(row)
+        if label is None:
+            return worked, rejected
+        if rejected is not None:
+            raise BadRowError(f"the row has a label (column {label}) and a rejected solution; remove one of them")
+        if worked is None:
+            raise BadRowError(
+                f"the row has a label (column {label}) but no completion; name its column in taskset.fields.response"
+            )
+        return (worked, None) if _desirable(row[label], label) else (None, worked)
+
+    def _label(self, row: Row) -> str | None:
+        """The column with the label, if the row has one."""
+        column = self._config.fields.label
+        if column is not None:
+            _column(row, column, "taskset.fields.label")
+            return column
+        own = self._response is None and self._config.fields.response in (None, "completion")
+        return "label" if own and self._usual_response(row) == "completion" else None
+
+    def _worked(self, row: Row) -> str | None:
+        if self._response is not None:
+            return self._response.fill(row)
+        column = self._config.fields.response
+        return self._solution(row, column, "response" if column is not None else self._usual_response(row))
+
+    def _usual_response(self, row: Row) -> str:
+        """Where a solution stands unless the run file says: preference sets call it `chosen`, labelled `completion`."""
+        if "response" in row:
+            return "response"
+        if "chosen" in row:
+            return "chosen"
+        labelled = {"completion", self._config.fields.label or "label"} <= row.keys() and "rejected" not in row
+        return "completion" if labelled else "response"
+
+    @staticmethod
+    def _solution(row: Row, column: str | None, default: str) -> str | None:
+        value = _optional(row, column, default)
+        match value:
+            case [{"role": "assistant", "content": str(text)}]:  # as chat sets have it
+                value = text
+        if value is not None and not isinstance(value, str):
+            raise BadRowError(f"the {default} is {describe_type(value)}, not text or one message of the assistant")
+        return value or None
+
+
+def _column(row: Row, column: str, key: str) -> Any:
+    if column not in row:
+        raise BadRowError(f"no column {column} (columns: {', '.join(row)}); name another in {key}")
+    return row[column]
+
+
+def _optional(row: Row, column: str | None, default: str) -> Any:
+    """The value of a named column, which must exist, or of the default column, which need not."""
+    return row.get(default) if column is None else _column(row, column, f"taskset.fields.{default}")
+
+
+def _desirable(value: Any, column: str) -> bool:
+    """What a label says: true or false, 1 or 0, or these words (CSV files know no other)."""
+    known = {"true": True, "false": False, "1": True, "0": False, "1.0": True, "0.0": False}
+    label = known.get(str(value).strip().lower())
+    if label is None:
+        found = f"`{value}`" if isinstance(value, str | int | float) and value != "" else describe_type(value)
+        raise BadRowError(f"the label (column {column}) is {found}, not true (desirable) or false (undesirable)")
+    return label
+
+
+def _text(prompt: str) -> str:
+    if not prompt.strip():
+        raise BadRowError("the prompt is empty")
+    _check_unicode(prompt)
+    return prompt
+
+
+def _messages(value: list[Any]) -> list[Message]:
+    if not value:
+        raise BadRowError("the prompt is empty")
+    messages: list[Message] = []
+    for index, message in enumerate(value):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+            raise BadRowError(f"message {index} of the prompt is not an object with role and content")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or not isinstance(content, str):
+            raise BadRowError(f"role or content of message {index} of the prompt is not text")
+        unused = [key for key, part in message.items() if key not in ("role", "content") and part is not None]
+        if unused:
+            raise BadRowError(f"message {index} of the prompt has {', '.join(unused)}; only role and content are used")
+        _check_unicode(content)
+        messages.append(Message(role=role, content=content))
+    if messages[-1]["role"] == "assistant":
+        raise BadRowError("the prompt ends with the assistant's message, so nothing is left to answer")
+    if not messages[-1]["content"].strip():
+        raise BadRowError("the prompt is empty (its last message)")
+    return messages
+
+
+def _check_unicode(value: Any) -> None:
+    """Half of a surrogate pair is not text: no tokenizer takes it and no UTF-8 file holds it."""
+    if not isinstance(value, str):
+        return
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise BadRowError(f"not valid Unicode text (character {error.start} is half of a surrogate pair)") from error

@@ -1,0 +1,190 @@
+"""A taskset: tasks in memory, and the rows and tasks that were left out."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.order import OrderSection
+from rollmill.config.rows import RowsSection
+from rollmill.config.taskset import MixEntry, TasksetConfig, TasksetSection
+from rollmill.data.generators import call_row_function, generate_rows
+from rollmill.data.images import image_refs_of
+from rollmill.data.operators.batch import TaskOperatorReport
+from rollmill.data.operators.pipeline import run_task_pipeline
+from rollmill.data.readers import read_path
+from rollmill.data.records import BadRowError, SourceRow, SourceRows
+from rollmill.data.task_builder import TaskBuilder
+from rollmill.errors import TasksetError
+from rollmill.types import Task
+
+log = logging.getLogger(__name__)
+
+_NAMED = 5
+
+
+@dataclass(frozen=True, slots=True)
+class RejectedRow:
+    """A row that did not become a task."""
+
+    where: str  #: file:line, or the source and the row's number
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class MixtureComponent:
+    """One of the tasksets of a mix; its tasks have its name as `task.taskset`."""
+
+    name: str
+    weight: float
+    order: OrderSection
+
+
+@dataclass(frozen=True, slots=True)
+class Taskset:
+    """Tasks with different ids, in the source's order."""
+
+    name: str
+    tasks: list[Task]
+    rejected: list[RejectedRow]  #: rows that became no tasks, and tasks that the pipeline dropped
+    reports: list[TaskOperatorReport] = field(default_factory=list)  #: what each operator of the pipeline did
+    mixed: tuple[MixtureComponent, ...] = ()  #: the sets of a mix; none elsewhere
+
+    def with_tasks(self, tasks: list[Task], rejected: list[RejectedRow]) -> Taskset:
+        """The same taskset with some of its tasks only, and what was left out besides."""
+        return replace(self, tasks=tasks, rejected=[*self.rejected, *rejected])
+
+    def fingerprint(self) -> str:
+        """Hex digest of ids, prompts, pictures, solutions and answers: equal for equal tasks, in any process.
+
+        Of an answer that JSON does not hold only the type counts.
+        """
+        digest = hashlib.sha256()
+        for task in self.tasks:
+            pictures = [image.sha256 for image in image_refs_of(task.metadata)]
+            parts = [task.id, task.prompt, task.response, task.rejected, task.answer, *pictures]
+            digest.update(json.dumps(parts, default=lambda other: type(other).__name__, skipkeys=True).encode())
+        return digest.hexdigest()[:16]
+
+
+def load_taskset(config: TasksetConfig) -> Taskset:
+    """Read the taskset that a `taskset` section describes, and prepare it by its pipeline.
+
+    Raises:
+        TasksetError: the source does not exist or cannot be read, there are no tasks, (on_bad_row: refuse) rows
+            cannot become tasks, or an operator fails or leaves none; the message names them.
+        ConfigError: taskset.function names nothing that can be imported.
+    """
+    if not config.mix:
+        return _prepared(read_tasks(config), config)
+    parts = [_entry(entry) for entry in config.mix]
+    whole = Taskset(
+        "+".join(part.name for part in parts),
+        [task for part in parts for task in part.tasks],
+        [row for part in parts for row in part.rejected],
+        [report for part in parts for report in part.reports],
+        tuple(MixtureComponent(entry.name, entry.weight, entry.order) for entry in config.mix),
+    )
+    return _prepared(whole, config)
+
+
+def read_tasks(config: RowsSection) -> Taskset:
+    """Read rows of one source as tasks; see `load_taskset`."""
+    name = _name(config)
+    if config.preset is not None and config.generator is not None:
+        raise TasksetError("taskset.preset: a generator makes rows in its own layout; remove preset")
+    reader = TaskBuilder(config, name)
+    tasks: list[Task] = []
+    rejected: list[RejectedRow] = []
+    places: dict[str, str] = {}
+    for number, record in enumerate(_records(config)):
+        try:
+            task = _unique(reader.task(record, number), record, places)
+        except BadRowError as error:
+            rejected.append(RejectedRow(record.where, str(error)))
+            continue
+        tasks.append(task)
+        if len(tasks) == config.limit:
+            break
+    _judge(name, config, tasks, rejected)
+    return Taskset(name, tasks, rejected)
+
+
+def _entry(entry: MixEntry) -> Taskset:
+    """A set of a mix: its name is that of the entry, and begins the ids of its tasks."""
+    rows = read_tasks(entry)
+    tasks = [replace(task, id=f"{entry.name}/{task.id}", taskset=entry.name) for task in rows.tasks]
+    return _prepared(Taskset(entry.name, tasks, rows.rejected), entry)
+
+
+def _prepared(taskset: Taskset, config: TasksetSection) -> Taskset:
+    if not config.pipeline:
+        return taskset
+    tasks, reports = run_task_pipeline(
+        taskset.name, taskset.tasks, config.pipeline, read=lambda rows: read_tasks(rows).tasks
+    )
+    dropped = [
+        RejectedRow(f"task {id}", f"{report.operator}: {why}")
+        for report in reports
+        for id, why in report.dropped.items()
+    ]
+    for report in reports:
+        log.info("%s", report)
+    return replace(taskset.with_tasks(tasks, dropped), reports=[*taskset.reports, *reports])
+
+
+def _unique(task: Task, record: SourceRow, places: dict[str, str]) -> Task:
+    first = places.setdefault(task.id, record.where)
+    if first is not record.where:
+        raise BadRowError(f"the id {task.id} is taken by {first}")
+    return task
+
+
+def _records(config: RowsSection) -> SourceRows:
+    if config.path is not None:
+        return read_path(config.path, config.split)
+    if config.generator is not None:
+        return generate_rows(config.generator)
+    assert config.function is not None
+    return call_row_function(config.function, config.options)
+
+
+def _name(config: RowsSection) -> str:
+    if config.path is not None:
+        stem = config.path.name if config.path.is_dir() else config.path.stem
+        return f"{stem}/{config.split}" if config.split else stem
+    if config.generator is not None:
+        return config.generator.name
+    assert config.function is not None
+    return config.function.rpartition(":")[2]
+
+
+def _judge(name: str, config: RowsSection, tasks: list[Task], rejected: list[RejectedRow]) -> None:
+    total = len(tasks) + len(rejected)
+    if rejected and config.on_bad_row == "refuse":
+        advice = "correct them, or skip them by taskset.on_bad_row: skip"
+        raise TasksetError(
+            f"taskset {name}: {len(rejected)} of {total} rows cannot become tasks; {advice}\n{_first(rejected)}"
+        )
+    if not tasks:
+        if rejected:
+            raise TasksetError(f"taskset {name} has no tasks: all {total} rows were skipped\n{_first(rejected)}")
+        raise TasksetError(f"taskset {name} is empty: {_source(config)} has no rows; give one that has")
+    if rejected:
+        log.warning("taskset %s: skipped %d of %d rows\n%s", name, len(rejected), total, _first(rejected))
+
+
+def _source(config: RowsSection) -> Any:
+    return config.path or config.function or config.generator
+
+
+def _first(rejected: list[RejectedRow]) -> str:
+    lines = [f"  {row}" for row in rejected[:_NAMED]]
+    more = [f"  and {len(rejected) - _NAMED} more"] if len(rejected) > _NAMED else []
+    return "\n".join(lines + more)

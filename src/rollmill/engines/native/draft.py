@@ -1,0 +1,68 @@
+"""Tokens that a running completion may go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rollmill.engines.base import Draft
+from rollmill.types import FloatArray, IntArray
+
+INITIAL_DRAFT_WINDOW, REDUCED_DRAFT_WINDOW = 32, 8
+MIN_ACCEPTED_PER_PASS, MAX_LOW_YIELD_PASSES = 1, 3
+"""A pass that gives no more than so many tokens is poor; so many of them in a row, and guesses are not worth a pass."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ActiveDraft:
+    """Tokens from index `start` of a completion on. Arrays: token_ids [T], known and probs [T, K], see Drafted.
+
+    They were sampled after exactly the tokens that stand before them; once the completion has another token, the rest
+    is a guess (`guessed`): the text may come back to it. Poor passes in a row end that.
+    """
+
+    start: int
+    token_ids: IntArray
+    known: IntArray
+    probs: FloatArray
+    guessed: bool = False
+    once: bool = False  #: a wrong guess ends it
+    window: int = INITIAL_DRAFT_WINDOW  #: how many are looked at in the next pass
+    poor: int = 0  #: poor passes in a row
+
+    def left(self, at: int) -> int:
+        """How many tokens there are from index `at` of the completion on."""
+        return self.start + len(self.token_ids) - at
+
+    def part(self, at: int, count: int) -> tuple[IntArray, IntArray, FloatArray]:
+        """`count` tokens from index `at` of the completion on, with what is known of their distributions."""
+        cut = slice(at - self.start, at - self.start + count)
+        return self.token_ids[cut], self.known[cut], self.probs[cut]
+
+    def after(self, accepted: int, tested: int) -> ActiveDraft | None:
+        """What is proposed after a pass."""
+        if accepted == tested:
+            return replace(self, window=2 * self.window if tested == self.window else self.window, poor=0)
+        poor = self.poor + 1 if self.guessed and accepted <= MIN_ACCEPTED_PER_PASS else 0
+        if self.once or poor == MAX_LOW_YIELD_PASSES:
+            return None
+        return replace(self, guessed=True, window=REDUCED_DRAFT_WINDOW, poor=poor)
+
+
+def activate_draft(draft: Draft, begun: Sequence[int], limit: int) -> ActiveDraft | None:
+    """A draft of a completion that has the tokens `begun` and may have `limit`; None where it goes on from others."""
+    start = len(begun)
+    if draft.token_ids[:start].tolist() != list(begun) or min(len(draft.token_ids), limit) <= start:
+        return None
+    rest = slice(start, limit)
+    guessed = draft.top_ids.shape[1] == 0
+    return ActiveDraft(start, draft.token_ids[rest], draft.top_ids[rest], draft.top_probs[rest], guessed)
+
+
+def activate_ngram_draft(start: int, tokens: Sequence[int]) -> ActiveDraft:
+    """Tokens that nobody sampled."""
+    ids = np.asarray(tokens, np.int32)
+    nothing = np.zeros((len(ids), 0), np.int32)
+    return ActiveDraft(start, ids, nothing, nothing.astype(np.float32), guessed=True, once=True, window=len(ids))

@@ -1,0 +1,217 @@
+"""Proposed tokens of running completions, checked many at a time: what the weights agree with is taken over.
+
+A row's next tokens are fed as if they had been sampled, in one pass, and its entry in the cache is cut back to what is
+right of them. Tokens of an earlier completion are accepted or replaced by the rule in `speculative`, with random
+numbers in streams apart from plain sampling's. A guess is right where plain sampling, with its own random number, gives
+the same token: guesses change nothing but the speed. So a completion depends on its seed and its draft only, however
+tokens are cut into passes.
+
+Shapes: P positions of a pass (of all rows), R rejected ones, V vocabulary, K tokens with known old probabilities.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from rollmill.engines.native.model_runner import ModelRunner, build_sampling_tensors, require_finite
+from rollmill.engines.native.rejection_sampling import DraftBatch, acceptance_probability, residual_weights
+from rollmill.engines.native.sampler import (
+    HostSamplerOutput,
+    normalized_probs,
+    row_slices,
+    sample_inverse_cdf,
+    sample_tokens,
+    select_top_tokens,
+    truncated_probs,
+)
+from rollmill.engines.native.sequence import SequenceState
+from rollmill.seeds import counter_uniforms, derive_seed
+
+ACCEPT_STREAM, REPLACE_STREAM = 0xACC, 0x4E9
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """What became of proposed tokens, since the start."""
+
+    passes: int = 0  #: forward passes
+    fed: int = 0  #: tokens in them
+    reuse_tested: int = 0  #: tokens of earlier completions that were accepted or rejected
+    reuse_accepted: int = 0
+    guess_tested: int = 0
+    guess_accepted: int = 0
+
+
+class DraftVerifier:
+    """Checks proposals. `counts` says what became of them."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.counts = SpeculationStats()
+        self._runner = runner
+
+    def first(self, rows: list[SequenceState], version: int) -> None:
+        """Give rows of drafts their first token, by the logits after their prompts."""
+        prompts = [row.group.logits_V for row in rows if row.group.logits_V is not None]
+        self._accept(rows, torch.stack(prompts), [1] * len(rows), version)
+
+    def drafts(self, rows: list[SequenceState], version: int) -> None:
+        """Extend rows, which have tokens, by what is accepted of earlier completions, and by what replaces the first
+        token that is not; what is left then are guesses. One pass: those that have no place in it come later."""
+        batch, counts = next(self._passes(rows))
+        self._accept(batch, self._fed(batch, counts), counts, version)
+        self._runner.cut(batch)
+
+    def verify_ngram_drafts(self, rows: list[SequenceState], version: int) -> None:
+        """Extend rows, which have tokens, by what is right of their guesses, and by what comes in place of the first
+        that is not."""
+        for batch, counts in self._passes(rows):
+            self._compare(batch, self._fed(batch, counts), counts, version)
+            self._runner.cut(batch)
+
+    def _passes(self, rows: list[SequenceState]) -> Iterator[tuple[list[SequenceState], list[int]]]:
+        """Rows that share a pass, and how many positions of each are looked at."""
+        room = self._runner.max_logits
+        batch: list[SequenceState] = []
+        counts: list[int] = []
+        for row in rows:
+            assert row.proposal is not None
+            batch.append(row)
+            counts.append(min(row.proposal.window, row.proposal.left(len(row.tokens)), room))
+            if sum(counts) >= room:
+                yield batch, counts
+                batch, counts = [], []
+        if batch:
+            yield batch, counts
+
+    def _fed(self, rows: list[SequenceState], counts: list[int]) -> Tensor:
+        """Logits [P, V] that test the rows' next tokens: the latest one is fed, and all of these but the last."""
+        fed = [[row.tokens[-1], *row.next_draft_tokens(count - 1)] for row, count in zip(rows, counts, strict=True)]
+        self.counts.passes += 1
+        self.counts.fed += sum(counts)
+        return self._runner.feed(rows, fed)
+
+    def _compare(self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], version: int) -> None:
+        """Sample at every position, up to the first where something else was guessed."""
+        each, offsets = _positions(rows, counts)
+        uniform_P = torch.from_numpy(_uniforms(each, offsets)).to(logits_PV.device)
+        top = max(row.group.request.record_top for row in rows)
+        sampled = sample_tokens(logits_PV, build_sampling_tensors(each, logits_PV.device), uniform_P, top)
+        require_finite(each, sampled.logprob_B)
+        found, start = HostSamplerOutput.of(*sampled), 0
+        for row, count in zip(rows, counts, strict=True):
+            guessed = row.next_draft_tokens(count)
+            right = tested = 0
+            for at, token in enumerate(guessed, start):
+                ended = row.append(*found.at(at), version, found.top(at))
+                tested += 1
+                right += found.tokens[at] == token
+                if ended or found.tokens[at] != token:
+                    break
+            start += count
+            self.counts.guess_tested += tested
+            self.counts.guess_accepted += right
+            row.checked(right, tested)
+
+    def _accept(self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], version: int) -> None:
+        """Accept, replace and append; `counts` are each row's positions among those of the logits, in order."""
+        drafted = DraftBatch(*(part.to(logits_PV.device) for part in _drafted(rows, counts)))
+        top = max(row.group.request.record_top for row in rows)
+        agreed, found = self._tested(rows, logits_PV, counts, drafted, top)
+        rejected: list[tuple[SequenceState, int]] = []
+        start = 0
+        for row, count in zip(rows, counts, strict=True):
+            accepted = tested = 0
+            for at in range(start, start + count):
+                tested += 1
+                if not agreed[at]:
+                    rejected.append((row, at))
+                    break
+                accepted += 1
+                if row.append(*found.at(at), version, found.top(at)):
+                    break
+            start += count
+            self.counts.reuse_tested += tested
+            self.counts.reuse_accepted += accepted
+            if tested == accepted:
+                row.checked(accepted, tested)
+        if rejected:
+            self._replace(rejected, logits_PV, drafted, top, version)
+
+    def _tested(
+        self, rows: list[SequenceState], logits_PV: Tensor, counts: list[int], drafted: DraftBatch, top: int
+    ) -> tuple[npt.NDArray[np.bool_], HostSamplerOutput]:
+        """Of each position: whether its token is accepted, and the token with what is said of it."""
+        each, offsets = _positions(rows, counts)
+        uniform_P = torch.from_numpy(_uniforms(each, offsets, ACCEPT_STREAM)).to(logits_PV.device)
+        params = build_sampling_tensors(each, logits_PV.device)
+        parts = []
+        for cut in row_slices(logits_PV):
+            logits, own, some = logits_PV[cut], params.part(cut), drafted.part(cut)
+            probs, kept = truncated_probs(logits, own)
+            drawn = normalized_probs(probs, kept, logits, own)
+            picked, new = (x.gather(1, some.token_B[:, None])[:, 0] for x in (probs, drawn))
+            agreed = uniform_P[cut] < acceptance_probability(new, some)
+            parts.append((agreed, torch.log(picked / kept), torch.log(kept), *select_top_tokens(drawn, top)))
+        agreed, logprob, *others = (torch.cat(part) for part in zip(*parts, strict=True))
+        require_finite(each, torch.where(logprob.isnan(), logprob, 0.0))
+        return agreed.cpu().numpy(), HostSamplerOutput.of(drafted.token_B, logprob, *others)
+
+    def _replace(
+        self, rejected: list[tuple[SequenceState, int]], logits_PV: Tensor, drafted: DraftBatch, top: int, version: int
+    ) -> None:
+        rows, at = [row for row, _ in rejected], torch.tensor([at for _, at in rejected], device=logits_PV.device)
+        logits_RV, params = logits_PV[at], build_sampling_tensors(rows, logits_PV.device)
+        uniform_R = torch.from_numpy(_uniforms(rows, np.zeros(len(rows), np.int64), REPLACE_STREAM)).to(at.device)
+        parts = []
+        for cut in row_slices(logits_RV):
+            logits, own = logits_RV[cut], params.part(cut)
+            probs, kept = truncated_probs(logits, own)
+            drawn = normalized_probs(probs, kept, logits, own)
+            tokens = sample_inverse_cdf(residual_weights(drawn, drafted.part(at[cut])), uniform_R[cut])
+            picked = probs.gather(1, tokens[:, None])[:, 0]
+            parts.append((tokens, torch.log(picked / kept), torch.log(kept), *select_top_tokens(drawn, top)))
+        columns = [torch.cat(part) for part in zip(*parts, strict=True)]
+        require_finite(rows, columns[1])
+        found = HostSamplerOutput.of(*columns)
+        for number, row in enumerate(rows):
+            same = found.tokens[number] == row.next_draft_tokens(1)[0]  # its old probability was not known
+            row.append(*found.at(number), version, found.top(number))
+            row.checked(int(same), 1)
+
+
+def _positions(rows: list[SequenceState], counts: list[int]) -> tuple[list[SequenceState], npt.NDArray[np.int64]]:
+    """The row of every position, and how far it is behind the row's tokens."""
+    each = [row for row, count in zip(rows, counts, strict=True) for _ in range(count)]
+    return each, np.concatenate([np.arange(count) for count in counts])
+
+
+def _drafted(rows: list[SequenceState], counts: list[int]) -> DraftBatch:
+    """The rows' next tokens, one after the other."""
+    parts = []
+    for row, count in zip(rows, counts, strict=True):
+        assert row.proposal is not None
+        parts.append(row.proposal.part(len(row.tokens), count))
+    widest = max(known.shape[1] for _, known, _ in parts)
+    tokens = np.concatenate([tokens for tokens, _, _ in parts]).astype(np.int64)
+    known, probs = np.zeros((len(tokens), widest), np.int64), np.zeros((len(tokens), widest), np.float32)
+    start = 0
+    for own, ids, values in parts:
+        at = (slice(start, start + len(own)), slice(ids.shape[1]))
+        known[at], probs[at] = ids, values
+        start += len(own)
+    return DraftBatch(torch.from_numpy(tokens), torch.from_numpy(known), torch.from_numpy(probs))
+
+
+def _uniforms(
+    rows: list[SequenceState], offsets: npt.NDArray[np.int64], stream: int | None = None
+) -> npt.NDArray[np.float64]:
+    """One number per position, `offsets` behind the tokens that its row has; in a stream apart, or plain sampling's."""
+    seeds = {row: row.seed if stream is None else derive_seed(row.seed, stream) for row in dict.fromkeys(rows)}
+    counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows)) + offsets.astype(np.uint64)
+    return counter_uniforms(np.fromiter((seeds[row] for row in rows), np.uint64, len(rows)), counters)

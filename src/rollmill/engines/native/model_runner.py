@@ -1,0 +1,290 @@
+"""Forward passes: prompts and recomputation through PrefillContext, decode steps through DecodeContext, sampling."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterable
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollmill.engines.native.cuda_graph import GraphedStep
+from rollmill.engines.native.decode import DecodeContext
+from rollmill.engines.native.kv_cache import KVCache
+from rollmill.engines.native.prefill import PrefillChunk, PrefillContext
+from rollmill.engines.native.sampler import SamplerOutput, SamplingTensors, sample_tokens
+from rollmill.engines.native.sequence import SequenceGroup, SequenceState
+from rollmill.errors import EngineError
+from rollmill.models.attention import use_attention_context
+from rollmill.models.forward import build_forward_inputs
+from rollmill.models.norms import find_norms, is_fp32_on_cpu, use_fast_norms
+from rollmill.models.recurrent import recurrent_layers
+from rollmill.models.routing import capture_routing
+from rollmill.seeds import counter_uniforms
+from rollmill.types import RoutingArray
+
+log = logging.getLogger(__name__)
+
+
+class ModelRunner:
+    """Runs the model over cache entries. Rows are kept in the order of the cache's buckets between changes."""
+
+    def __init__(
+        self, model: nn.Module, cache: KVCache, prefill_tokens: int, context: int, record_routing: bool = False
+    ) -> None:
+        self._model, self._record_routing = model, record_routing
+        self._device = next(model.parameters()).device
+        self._prefill_tokens = prefill_tokens
+        self._last_position = context - 1
+        self._vocabulary: int = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
+        self._norms = find_norms(model) if is_fp32_on_cpu(model) else []
+        #: whether the model keeps states besides keys and values: completions cannot be cut back then
+        self.recurrent = bool(recurrent_layers(model))
+        self._graphs = self._device.type == "cuda" and not self.recurrent
+        #: share of finished rows that may stay in the batch: a captured step is worth more than empty rows
+        self.slack = 0.25 if self._graphs else 0.0
+        self._context: DecodeContext | None = None
+        self.reset(cache)
+
+    def reset(self, cache: KVCache) -> None:
+        """Use another cache; everything in the old one is forgotten."""
+        self._cache = cache
+        self.changed()
+
+    def changed(self) -> None:
+        """Rows have come or gone: the decode context must be built anew."""
+        if self._context is not None:
+            self._context.write_back_states()
+        self._context = None
+        self._graph: GraphedStep | None = None
+        self._moves = -1
+        self._params: dict[int, SamplingTensors] = {}
+
+    # -- prompts -----------------------------------------------------------------------------------------------
+
+    def prefill(self, groups: Iterable[SequenceGroup], room: float = math.inf) -> None:
+        """Process waiting prompts, first come first served, up to the token budget of one step.
+
+        `room` is how many completions may start: prompts that none of them could use yet wait, and take no memory.
+        """
+        budget = self._prefill_tokens
+        work: list[tuple[SequenceGroup, PrefillChunk]] = []
+        for group in groups:
+            prompt = group.request.prompt_ids
+            if budget == 0 or room <= 0:
+                break
+            room -= len(group.waiting)
+            if group.logits_V is not None:
+                continue
+            if group.entry is None:
+                group.entry = self._cache.prompt(len(prompt))
+            take = min(budget, len(prompt) - group.prefilled)
+            tokens = list(prompt[group.prefilled : group.prefilled + take])
+            work.append((group, PrefillChunk(group.entry, group.prefilled, tokens)))
+            budget -= take
+        if not work:
+            return
+        logits_SV, routing = self._extend([segment for _, segment in work])
+        for (group, segment), logits_V, experts in zip(work, logits_SV, routing, strict=True):
+            group.prefilled += len(segment.tokens)
+            group.routing.extend(experts)
+            if group.prefilled == len(group.request.prompt_ids):
+                group.logits_V = logits_V
+
+    def prefill_all(self, groups: list[SequenceGroup]) -> None:
+        """Process whole prompts, in as many passes as the budget asks for."""
+        while any(group.logits_V is None for group in groups):
+            self.prefill(groups)
+
+    def enter(self, rows: list[SequenceState]) -> None:
+        """Give rows their place in the cache, below their prompts."""
+        parents = []
+        for row in rows:
+            assert row.group.entry is not None
+            parents.append(row.group.entry)
+        for row, parent, entry in zip(rows, parents, self._cache.completions(parents), strict=True):
+            row.entry, entry.states = entry, dict(parent.states)
+            if row.prompt_routing is None:
+                row.prompt_routing = row.group.routing
+        self.changed()
+
+    def restore(self, rows: list[SequenceState]) -> None:
+        """Compute keys and values of running rows anew: all their tokens but the last, which the next step feeds."""
+        self.enter(rows)
+        pending: list[tuple[SequenceState, PrefillChunk]] = []
+        tokens = 0
+
+        def extend() -> None:
+            _, routing = self._extend([segment for _, segment in pending])
+            for (row, _), experts in zip(pending, routing, strict=True):
+                row.fed(0, experts)
+
+        for row in rows:
+            assert row.entry is not None
+            cached = row.tokens[:-1]
+            while row.entry.bucket.capacity < len(cached):
+                self._cache.grow([row.entry])
+            if cached:
+                pending.append((row, PrefillChunk(row.entry, 0, cached)))
+                tokens += len(cached)
+            if pending and tokens >= self._prefill_tokens:
+                extend()
+                pending, tokens = [], 0
+        if pending:
+            extend()
+
+    def feed(self, rows: list[SequenceState], tokens: list[list[int]]) -> Tensor:
+        """Add tokens to the rows' entries; logits after every one of them, [P, V], row after row."""
+        segments = []
+        for row, own in zip(rows, tokens, strict=True):
+            assert row.entry is not None
+            while row.entry.bucket.capacity < row.entry.length + len(own):
+                self._cache.grow([row.entry])
+            segments.append(PrefillChunk(row.entry, row.entry.length, own))
+        logits, routing = self._extend(segments, every=True)
+        for row, segment, experts in zip(rows, segments, routing, strict=True):
+            row.fed(segment.start, experts)
+        return logits
+
+    def cut(self, rows: list[SequenceState]) -> None:
+        """Cut entries back to the rows' tokens but the last; what lies behind is written over."""
+        for row in rows:
+            assert row.entry is not None
+            row.entry.length = len(row.tokens) - 1
+            del row.routing[row.entry.length :]
+        if self._context is not None:
+            self._context.follow()
+
+    @property
+    def max_logits(self) -> int:
+        """How many tokens `feed` should get in one pass: [P, V] stays below 256 MiB in float32."""
+        return max(16, min(self._prefill_tokens, (1 << 26) // self._vocabulary))
+
+    def _extend(self, segments: list[PrefillChunk], every: bool = False) -> tuple[Tensor, list[RoutingArray]]:
+        """Add tokens to entries; logits [S, V] after each segment's last token, or [T, V] after every token.
+
+        Also each segment's experts, [tokens, L, k]; without recording empty.
+        """
+        context = PrefillContext(segments)
+        flat = [token for segment in segments for token in segment.tokens]
+        logits, routing = self._forward(
+            context,
+            torch.tensor([flat], device=self._device),
+            torch.tensor([context.positions()], device=self._device),
+            0 if every else torch.tensor(context.last_rows(), device=self._device),
+        )
+        for segment in segments:
+            segment.entry.length = segment.start + len(segment.tokens)
+        ends = np.cumsum([len(segment.tokens) for segment in segments])
+        return logits, np.split(_on_host(routing), ends[:-1])
+
+    # -- decoding ----------------------------------------------------------------------------------------------
+
+    def decode(self, rows: list[SequenceState]) -> Tensor:
+        """Feed each row's last token; logits [B, V]. Sorts `rows` in place into the order of the buckets."""
+        context = self._context
+        if context is None or self._moves != self._cache.moves() or context.full():
+            context = self._prepare(rows)
+        tokens = torch.tensor([[row.tokens[-1] for row in rows]], device=self._device)
+        if self._graph is not None:
+            logits, routing = self._graph(tokens)
+        else:
+            logits, routing = self._forward(context, tokens, context.positions_B[None], 0)
+        context.advance()
+        if routing is not None:
+            for row, experts in zip(rows, _on_host(routing)[:, None], strict=True):
+                assert row.entry is not None
+                row.fed(row.entry.length, experts)
+        for row in rows:
+            assert row.entry is not None
+            row.entry.length += 1
+        return logits
+
+    def _prepare(self, rows: list[SequenceState]) -> DecodeContext:
+        """A context for these rows and, on a GPU, the captured step."""
+        if self._context is not None:
+            self._context.write_back_states()
+        self._context, self._graph = self._arrange(rows), None
+        if self._graphs:
+            try:
+                self._graph = GraphedStep(self._forward, self._context)
+            except RuntimeError as error:  # a model that waits for the device inside its forward pass
+                log.warning("decode steps of %s cannot be captured: %s", type(self._model).__name__, error)
+                self._graphs, self.slack = False, 0.0
+                self._context = self._arrange(rows)
+        self._moves = self._cache.moves()
+        return self._context
+
+    def _arrange(self, rows: list[SequenceState]) -> DecodeContext:
+        self._params.clear()
+        for bucket in self._cache.completion_buckets():
+            full = [entry for entry in bucket.entries if entry.length >= bucket.capacity]
+            if full:
+                self._cache.grow(full)
+        buckets = self._cache.completion_buckets()
+        first = {id(bucket): sum(len(b.entries) for b in buckets[:i]) for i, bucket in enumerate(buckets)}
+
+        def place(row: SequenceState) -> int:
+            assert row.entry is not None
+            return first[id(row.entry.bucket)] + row.entry.index
+
+        rows.sort(key=place)
+        entries = [row.entry for row in rows if row.entry is not None]
+        return DecodeContext(entries, self._device, self._last_position, exact=not self._graphs)
+
+    def sample(self, rows: list[SequenceState], logits_BV: Tensor, top: int = 0) -> SamplerOutput:
+        """See `sampler.sample`; each row draws at (its seed, its number of tokens so far)."""
+        seeds = np.fromiter((row.seed for row in rows), np.uint64, len(rows))
+        counters = np.fromiter((len(row.tokens) for row in rows), np.uint64, len(rows))
+        uniform_B = torch.from_numpy(counter_uniforms(seeds, counters)).to(self._device)
+        sampled = sample_tokens(logits_BV, self._sampling(rows), uniform_B, top)
+        require_finite(rows, sampled.logprob_B)
+        return sampled
+
+    def _sampling(self, rows: list[SequenceState]) -> SamplingTensors:
+        if self._context is None or len(rows) != len(self._context.positions_B):
+            return build_sampling_tensors(rows, self._device)
+        key = id(self._context)
+        if key not in self._params:
+            self._params = {key: build_sampling_tensors(rows, self._device)}
+        return self._params[key]
+
+    def _forward(
+        self, context: PrefillContext | DecodeContext, tokens: Tensor, positions: Tensor, keep: Tensor | int
+    ) -> tuple[Tensor, Tensor | None]:
+        """Logits of the kept rows (0: all), and the experts of all rows [T, L, k] where they are recorded."""
+        context.begin()
+        recording = capture_routing(self._model) if self._record_routing else nullcontext()
+        with use_attention_context(self._model, context), use_fast_norms(self._norms), recording as recorded:
+            inputs = build_forward_inputs(self._model, tokens, positions)
+            output: Any = self._model(**inputs, logits_to_keep=keep)
+            routing = None if recorded is None else recorded.take()
+        return output.logits[0], routing
+
+
+def _on_host(routing: Tensor | None) -> RoutingArray:
+    """Experts as they are kept: uint8, or uint16 for more than 256 experts; empty where nothing was recorded."""
+    if routing is None:
+        return np.zeros((0, 0, 0), np.uint8)
+    array: RoutingArray = routing.cpu().numpy()
+    return array.view(np.uint16) if array.dtype == np.int16 else array
+
+
+def require_finite(rows: list[SequenceState], logprobs_B: Tensor) -> None:
+    """Raises EngineError that names the first row whose log-prob is not finite."""
+    if not bool(torch.isfinite(logprobs_B).all()):
+        bad = rows[int((~torch.isfinite(logprobs_B)).nonzero()[0])]
+        raise EngineError(
+            f"{bad.group.request.id}: the model's logits are not finite after {len(bad.tokens)} new tokens; its "
+            "weights have diverged (lower trainer.lr) or are damaged"
+        )
+
+
+def build_sampling_tensors(rows: list[SequenceState], device: torch.device) -> SamplingTensors:
+    """How each row is sampled."""
+    settings = [row.group.request.sampling for row in rows]
+    return SamplingTensors.of([(s.temperature, s.top_p, s.top_k, s.min_p) for s in settings], device)

@@ -1,0 +1,148 @@
+"""The engine held against the model's own forward pass: what it says of tokens it has sampled, and what the model says.
+
+One run has everything in it that keeps keys, values and states: prompts read in pieces, several completions below one
+prompt, decoding, and weights that change in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.engines.native.engine import NativeEngine
+from rollmill.errors import ModelError
+from rollmill.models.hf_forward import (
+    LogprobGap,
+    find_first_difference,
+    hf_layer_outputs,
+    hf_logprobs,
+    logprob_tolerance,
+    random_prompts,
+    record_layer_outputs,
+    shrink_model,
+)
+from rollmill.types import Completion
+
+PROMPT_LENGTHS = (29, 14)  #: tokens; of the first, more than are read at a time
+NUM_NEW_TOKENS = 14  #: tokens of a completion
+_PIECE, _COMPLETIONS = 16, 2
+
+
+def check_engine_parity(model: Any, folder: Path) -> None:
+    """Check the engine alone, for a model that is not trained.
+
+    Raises:
+        ModelError: the engine computes something else than the model, or cannot run it.
+    """
+    with shrink_model(model), wrap_model_errors(model, folder):
+        gap, _ = measure_engine_gap(model)
+    if not gap.right:
+        raise parity_error(folder, model, [gap])
+
+
+def parity_error(folder: Path, model: Any, gaps: list[LogprobGap]) -> ModelError:
+    """The error for a model that is computed wrongly."""
+    said = "; ".join(
+        f"{gap.path} {gap.value:.2g} off (rounding gives at most {gap.tolerance:.0e})"
+        + (f", from {gap.layer} on" if gap.layer else "")
+        for gap in gaps
+    )
+    return ModelError(
+        f"model.path: {folder}: {type(model).__name__} would not be computed as transformers computes it: {said}; "
+        "choose another architecture (docs/guide/models.md lists those that can be trained)"
+    )
+
+
+@contextmanager
+def wrap_model_errors(model: Any, folder: Path) -> Iterator[None]:
+    """Errors of a model's code on rollmill's inputs become a ModelError that names the folder."""
+    try:
+        with torch.no_grad():
+            hf_logprobs(model, random_prompts(model, (4,)), 1)
+    except Exception as error:  # whatever a model's code raises
+        raise ModelError(f"model.path: {folder}: the model's own forward pass fails: {error}") from error
+    training = model.training
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"model.path: {folder}: {error}") from error
+    except Exception as error:  # as above
+        raise ModelError(
+            f"model.path: {folder}: rollmill cannot run {type(model).__name__} ({type(error).__name__}: {error}); "
+            "choose another architecture (docs/guide/models.md lists those that can be trained)"
+        ) from error
+    finally:
+        model.train(training)
+
+
+def measure_engine_gap(model: Any) -> tuple[LogprobGap, list[list[Completion]]]:
+    """Compare the log-probs that the engine records with the model's own; `model` is as `shrink_model` makes it.
+
+    Returns:
+        the largest gap in nats, and the completions of each prompt.
+    """
+    prompts = random_prompts(model, PROMPT_LENGTHS)
+    found = _generated(model, prompts, _COMPLETIONS)
+    worst = 0.0
+    with torch.no_grad():
+        for prompt, completions in zip(prompts, found, strict=True):
+            own = hf_logprobs(model, [prompt + each.token_ids.tolist() for each in completions], NUM_NEW_TOKENS)
+            recorded = torch.from_numpy(np.stack([each.logprobs for each in completions])).to(own)
+            worst = _larger(worst, float((own - recorded).abs().max()))
+    gap = LogprobGap("engine: prefill and decode", worst, logprob_tolerance(model))
+    return (gap if gap.right else LogprobGap(gap.path, worst, gap.tolerance, _layer(model, prompts[0]))), found
+
+
+def _generated(model: Any, prompts: list[list[int]], count: int) -> list[list[Completion]]:
+    """Completions of each prompt, by an engine that nobody else drives."""
+    engine = NativeEngine(
+        model,
+        eos_ids=frozenset(),
+        context=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS,
+        dtype=next(model.parameters()).dtype,
+        prefill_tokens=_PIECE,
+    )
+    engine.pause()
+    sampling = SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)
+    groups = [engine.submit(GenerationRequest(ids, sampling, n=count, seed=i)) for i, ids in enumerate(prompts)]
+    steps = 0
+    while any(group.unfinished for group in groups):
+        engine.step()
+        steps += 1
+        if steps == NUM_NEW_TOKENS // 2:
+            engine.weights_updated(1)
+    found: list[list[Completion]] = []
+    for group in groups:
+        results = [group.results.get_nowait() for _ in range(count)]
+        found.append(sorted((each for each in results if isinstance(each, Completion)), key=lambda each: each.index))
+    return found
+
+
+def _layer(model: Any, prompt: list[int]) -> str:
+    """Where the engine parts with the model, seen on one completion alone: its passes are its tokens in order."""
+    engine = NativeEngine(
+        model, eos_ids=frozenset(), context=max(PROMPT_LENGTHS) + NUM_NEW_TOKENS, dtype=next(model.parameters()).dtype
+    )
+    engine.pause()
+    with record_layer_outputs(engine.weights.model) as outputs:
+        group = engine.submit(GenerationRequest(prompt, SamplingConfig(max_new_tokens=NUM_NEW_TOKENS)))
+        while group.unfinished:
+            engine.step()
+    completion = group.results.get_nowait()
+    assert isinstance(completion, Completion)
+    read = prompt + completion.token_ids.tolist()[:-1]
+    return find_first_difference(
+        model, hf_layer_outputs(model, read), [torch.cat(each)[: len(read)] for each in outputs]
+    )
+
+
+def _larger(a: float, b: float) -> float:
+    """The larger one; NaN counts as the largest."""
+    return b if not b <= a else a

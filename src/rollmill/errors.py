@@ -1,0 +1,91 @@
+"""Errors meant for users: each names what is wrong, where, and what to do. The command line prints no traceback."""
+
+from __future__ import annotations
+
+
+class RollmillError(Exception):
+    """Base of every error a user can cause or cure. `exit_code` is what the command line exits with."""
+
+    exit_code = 1
+
+
+class ConfigError(RollmillError, ValueError):
+    """A run file, an override or a command-line argument is wrong (exit code 2)."""
+
+    exit_code = 2
+
+
+class CorruptFileError(RollmillError, ValueError):
+    """A file that rollmill wrote holds something else now."""
+
+
+class TasksetError(RollmillError, ValueError):
+    """A taskset is missing, empty or holds rows that cannot become tasks."""
+
+
+class RewardError(RollmillError):
+    """A reward raised, or returned something that is not a reward."""
+
+
+class ModelError(RollmillError, ValueError):
+    """A checkpoint folder, its tokenizer or its configuration cannot be used."""
+
+
+class WorkflowError(RollmillError):
+    """A workflow or an environment raised, or returned something that is not a reward."""
+
+
+class EpisodeError(WorkflowError):
+    """An environment raised, crashed or took too long. The rollout that acted in it has failed, others have not."""
+
+
+class EngineError(RollmillError):
+    """A rollout request cannot be served, for example a prompt longer than the context."""
+
+
+class ContextLengthError(EngineError):
+    """A prompt leaves no room for a completion in the model's context."""
+
+
+class TrainingError(RollmillError):
+    """Training cannot go on, for example because the loss is not finite."""
+
+
+class TrainerRankLostError(TrainingError):
+    """A process of the trainer has ended. Going on from the newest checkpoint may be all that it takes."""
+
+
+class StoreError(RollmillError):
+    """A buffer's database cannot be reached, read or written."""
+
+
+class PipelineError(RollmillError):
+    """An operator of a pipeline raised, or left nothing to learn from."""
+
+
+class WeightSyncError(RollmillError):
+    """Weights cannot be sent, arrived damaged, or do not fit who receives them."""
+
+
+class OffloadError(RollmillError):
+    """What has to leave the device cannot be put elsewhere, or does not come back."""
+
+
+class CheckpointError(RollmillError):
+    """A checkpoint cannot be written or read."""
+
+
+class DeadlineError(RollmillError):
+    """A wait passed its deadline.
+
+    The message names who waited, for whom, for how long and what to do (design rule: every wait has a deadline and
+    an owner).
+    """
+
+    def __init__(self, waiter: str, owner: str, seconds: float, advice: str) -> None:
+        super().__init__(f"{waiter} waited {seconds:.0f} s for {owner}, which did not answer. {advice}")
+        self.waiter, self.owner, self.seconds, self.advice = waiter, owner, seconds, advice
+
+    def __reduce__(self) -> tuple[type[DeadlineError], tuple[str, str, float, str]]:
+        """It may be raised in another process than it is caught in."""
+        return type(self), (self.waiter, self.owner, self.seconds, self.advice)

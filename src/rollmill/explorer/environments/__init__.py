@@ -1,5 +1,0 @@
-"""Environments that workflows act in."""
-
-from rollmill.explorer.environments.base import Environment, Observation, StepResult
-
-__all__ = ["Environment", "Observation", "StepResult"]

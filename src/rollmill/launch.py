@@ -1,0 +1,259 @@
+"""Starting, resuming and evaluating runs: from a run file to a master with everything it needs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.loader import LoadedRun, load_run
+from rollmill.config.placement import InlinePlacement, RayPlacement
+from rollmill.config.resolve import STAGE_KEYS
+from rollmill.config.run import StageConfig
+from rollmill.config.workflows import TrafficWorkflow
+from rollmill.errors import CheckpointError, ConfigError
+from rollmill.files import atomic_write
+from rollmill.orchestrator.buffers import Buffers
+from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.interrupt import Interrupted, Interrupts
+from rollmill.orchestrator.loop import MakeLoop, TrainingLoop
+from rollmill.orchestrator.monitor import Monitor
+from rollmill.orchestrator.orchestrator import Orchestrator, Serving
+from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
+from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
+from rollmill.orchestrator.state import RunState
+from rollmill.orchestrator.summary import summarise
+from rollmill.remote.actor_pool import ActorPool
+from rollmill.remote.trainer_stage import choose_loop
+from rollmill.trackers.console import RunView, make_view
+from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
+from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatWriter, keep_heartbeat
+from rollmill.trackers.metrics_log import read_metrics
+
+CONFIG = "config.yaml"
+
+
+def run(
+    source: str | Path, overrides: Sequence[str] = (), out: str | Path | None = None, view: RunView | None = None
+) -> dict[str, Any]:
+    """Run a run file and return the summary (the contents of summary.json).
+
+    Args:
+        source: the run file.
+        overrides: `section.key=value` strings.
+        out: the run directory; default runs/NAME, numbered if it exists.
+        view: what shows the run; default the terminal.
+
+    Raises:
+        ConfigError: the run file is wrong, or `out` already holds a run.
+        RollmillError: the run failed; the message says what to do.
+        KeyboardInterrupt: the user interrupted the run; a checkpoint is written.
+    """
+    loaded = load_run(Path(source), overrides, None if out is None else Path(out))
+    if loaded.config.mode not in ("both", "train"):
+        raise ConfigError(f"{source}: mode `{loaded.config.mode}` is for the command `rollmill run`")
+    return start(loaded, out, view)
+
+
+def start(
+    loaded: LoadedRun, out: str | Path | None, view: RunView | None, serving: Serving | None = None
+) -> dict[str, Any]:
+    """Run what was loaded, in a directory of its own; see `run`."""
+    run_dir = _folder(Path(out)) if out is not None else next_free_folder(loaded.out)
+    with hold_run_lock(run_dir):
+        _require_fresh(run_dir)
+        atomic_write(run_dir / CONFIG, loaded.to_yaml().encode())
+        return execute(loaded, run_dir, view, resumed=False, serving=serving)
+
+
+def resume(run_dir: str | Path, view: RunView | None = None, serving: Serving | None = None) -> dict[str, Any]:
+    """Go on with an interrupted or killed run, from its newest checkpoint; see `run`."""
+    folder = Path(run_dir)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no run (no {CONFIG}); give the directory that `rollmill run` printed")
+    with hold_run_lock(folder):
+        return execute(load_run(folder / CONFIG, out=folder), folder, view, resumed=True, serving=serving)
+
+
+def evaluate(run_dir: str | Path, step: int | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Evaluate a checkpoint of a run (default: the newest) as the run's last evaluated stage says.
+
+    Returns step and the eval/ metrics. Raises ConfigError when no stage has an evaluation, CheckpointError when the
+    step has no checkpoint.
+    """
+    folder = Path(run_dir)
+    if not (folder / CONFIG).is_file():
+        raise ConfigError(f"{folder} holds no run (no {CONFIG}); give a run directory")
+    loaded = load_run(folder / CONFIG, out=folder)
+    indices = [i for i, stage in enumerate(loaded.stages) if stage.evaluation is not None]
+    if not indices:
+        raise ConfigError(f"{folder / CONFIG} has no evaluation section; add evaluation.taskset to evaluate")
+    loaded = load_run(folder / CONFIG, stage_overrides(loaded, indices[-1], overrides), out=folder)
+    fixed = [key for key in overrides if key.partition("=")[0].rpartition(".")[2] in ("precision", "threads")]
+    if fixed:
+        raise ConfigError(f"--set {fixed[0]}: precision and threads are fixed for a run, and stored in its {MACHINE}")
+    steps = Checkpoints(folder).steps()
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        what = "checkpoint" if step is None else f"checkpoint of step {step}"
+        raise CheckpointError(f"{folder} has no {what} to evaluate; it has: {have}")
+    chosen = steps[-1] if step is None else step
+    require_models(loaded.stages[indices[-1]])
+    setup = set_up_run(loaded, folder, chosen)  # not in the event loop, so that Ctrl-C ends it at once
+    return {"step": chosen, **asyncio.run(_evaluate(loaded, folder, setup, indices[-1], chosen))}
+
+
+def require_models(stage: StageConfig) -> None:
+    """Raises ConfigError where a stage that is only evaluated talks to the policy that it began with."""
+    for name, model in stage.models.items():
+        if model.policy is not None:
+            text = f"models.{name}: the policy at the start of the stage is known only while the run trains; give"
+            raise ConfigError(f"{text} --set models.{name}.policy=null and --set models.{name}.path=FOLDER")
+
+
+def stage_overrides(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> list[str]:
+    """Overrides as keys of one stage, where the run has several."""
+    if not loaded.config.stages:
+        return list(overrides)
+    return [f"stages.{index}.{each}" if re.split(r"[.=]", each)[0] in STAGE_KEYS else each for each in overrides]
+
+
+async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: int, step: int) -> dict[str, float]:
+    stage = TrainingLoop(
+        loaded.stages[index],
+        setup.policy,
+        setup.tasks[index],
+        setup.context(loaded, run_dir, Buffers(run_dir, setup.run_id, read_only=True), InlinePlacement()),
+        index=index,
+        first_version=step,
+    )
+    try:
+        return (await stage.evaluate()).metrics
+    finally:
+        await stage.close()
+
+
+def execute(
+    loaded: LoadedRun,
+    run_dir: Path,
+    view: RunView | None,
+    *,
+    resumed: bool,
+    serving: Serving | None = None,
+    explorers: ActorPool | None = None,
+    ranks: Sequence[dict[str, Any]] = (),
+    interrupts: Interrupts | None = None,
+) -> dict[str, Any]:
+    """Run what is left of a run and return the summary; see `run`.
+
+    Args:
+        explorers: those of a run on Ray, in the process that trains; without, that process is started.
+        ranks: how Ray shall start the trainer's ranks, from rank 1.
+        interrupts: what may be asked to end the run besides signals.
+    """
+    if isinstance(loaded.config.placement, RayPlacement) and explorers is None:
+        from rollmill.remote.supervisor import supervise  # which has this function called
+
+        return supervise(loaded, run_dir, view, resumed=resumed)
+    with (
+        choose_loop(loaded.config, run_dir, resumed=resumed) as make_stage,
+        keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat,
+    ):
+        given = _RunInputs(heartbeat, make_stage, serving, explorers, ranks, interrupts)
+        return _execute(loaded, run_dir, view, given, resumed=resumed)
+
+
+@dataclass(frozen=True)
+class _RunInputs:
+    """What a run gets from the process that it is in."""
+
+    heartbeat: HeartbeatWriter
+    make_stage: MakeLoop
+    serving: Serving | None
+    explorers: ActorPool | None
+    ranks: Sequence[dict[str, Any]]
+    interrupts: Interrupts | None
+
+
+def _execute(
+    loaded: LoadedRun, run_dir: Path, view: RunView | None, given: _RunInputs, *, resumed: bool
+) -> dict[str, Any]:
+    serving = given.serving
+    if serving is None and any(isinstance(stage.workflow, TrafficWorkflow) for stage in loaded.stages):
+        raise ConfigError(
+            f"{loaded.path}: workflow `traffic` waits for an application: start it by "
+            f"`rollmill serve {run_dir if resumed else loaded.path} --train`"
+        )
+    checkpoints = Checkpoints(run_dir)
+    steps = checkpoints.steps() if resumed else []
+    start: tuple[RunState, dict[str, Any]] | None = None
+    if steps:
+        start = checkpoints.read(steps[-1])
+    checkpoints.sweep()
+    setup = set_up_run(loaded, run_dir, steps[-1] if steps else None)
+    plan = [(stage.name, stage.steps) for stage in loaded.stages]
+    view = view or make_view(loaded.config.monitor.show_completions)
+    monitor = Monitor(run_dir, loaded.config.name, plan, loaded.config.monitor, view)
+    buffers = Buffers(run_dir, setup.run_id, shared=loaded.config.is_split)
+    shared = setup.context(loaded, run_dir, buffers, loaded.config.placement)
+    context = replace(shared, explorers=given.explorers, ranks=given.ranks, heartbeat=given.heartbeat)
+    master = Orchestrator(
+        context,
+        loaded.config,
+        loaded.stages,
+        setup.policy,
+        setup.tasks,
+        monitor,
+        serving=serving,
+        interrupts=given.interrupts,
+        make_stage=given.make_stage,
+    )
+    try:
+        buffers.open_all(loaded.stages)
+        monitor.message(setup.describe(run_dir))
+        if resumed:
+            monitor.resume_at(steps[-1] if steps else 0)
+        summary = asyncio.run(master.run(start))
+    except Interrupted:
+        again = f"resume {run_dir}" if serving is None else f"serve {run_dir} --train"
+        summary = summarise(master.state, [stage.name for stage in loaded.stages], checkpoints, "interrupted")
+        monitor.message(f"interrupted after step {master.state.step}; go on with: rollmill {again}")
+        monitor.close(summary)
+        raise KeyboardInterrupt from None
+    except BaseException:
+        monitor.close(None)
+        raise
+    finally:
+        buffers.close()
+    monitor.close(summary)
+    return summary
+
+
+def _folder(path: Path) -> Path:
+    if os.path.exists(path) and not path.is_dir():
+        raise ConfigError(f"{path} is a file; choose another folder with --out")
+    return path
+
+
+def _require_fresh(folder: Path) -> None:
+    """A run that failed before its first result may be started again in the same directory, with another run file."""
+    if (folder / CONFIG).exists() and (read_metrics(folder) or Checkpoints(folder).steps()):
+        raise ConfigError(
+            f"{folder} already holds a run; go on with it by `rollmill resume {folder}`, or choose another --out"
+        )
+    (folder / MACHINE).unlink(missing_ok=True)
+    shutil.rmtree(folder / PROCESSES, ignore_errors=True)
+
+
+def next_free_folder(folder: Path) -> Path:
+    """The folder, or the first of FOLDER-2, FOLDER-3 ... that holds no run."""
+    number, candidate = 1, folder
+    while os.path.exists(candidate / CONFIG) or is_run_locked(candidate):
+        number += 1
+        candidate = folder.with_name(f"{folder.name}-{number}")
+    return candidate

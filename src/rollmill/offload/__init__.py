@@ -1,0 +1,15 @@
+"""Residency: what is on the device, in host memory, on disk or destroyed in which phase of a step."""
+
+from rollmill.offload.components import Offloadable, OffloadableTensors, RebuildableComponent
+from rollmill.offload.manager import OffloadManager
+from rollmill.offload.plan import ComponentSpec, OffloadPlan, plan_offload
+
+__all__ = [
+    "ComponentSpec",
+    "OffloadManager",
+    "OffloadPlan",
+    "Offloadable",
+    "OffloadableTensors",
+    "RebuildableComponent",
+    "plan_offload",
+]

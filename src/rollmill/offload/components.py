@@ -1,0 +1,164 @@
+"""Residents: components that can leave the device and come back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Executor
+from typing import Protocol
+
+from torch import Tensor, UntypedStorage
+
+from rollmill.models.storage import collect_storages, ensure_own_memory, free_storages
+from rollmill.offload.plan import StorageTier
+from rollmill.offload.stores import OffloadStore
+
+
+class Offloadable(Protocol):
+    """A component of a stage. `name` is its key in the run file."""
+
+    name: str
+
+    def bytes(self) -> int:
+        """What it takes on the device now."""
+        ...
+
+    def move(self, place: StorageTier) -> int:
+        """Be there; the bytes that were copied, or freed where it is destroyed. Nothing happens where it is there."""
+        ...
+
+    def copies(self) -> Mapping[int, UntypedStorage]:
+        """What is away: copies by the address (`_cdata`) of the storage they were taken from."""
+        ...
+
+    def close(self) -> None:
+        """Free what is held off the device."""
+        ...
+
+
+class OffloadableTensors:
+    """Weights or an optimizer's state.
+
+    Args:
+        tensors: they, as they are when asked: an optimizer makes its state at its first step.
+        copies: by place, where it may be.
+        frozen: it is changed rarely, so that a copy stays good until then.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        tensors: Callable[[], Iterable[Tensor]],
+        copies: Mapping[StorageTier, OffloadStore],
+        *,
+        frozen: bool = False,
+    ) -> None:
+        self.name = name
+        self._tensors, self._copies, self._frozen = tensors, copies, frozen
+        self._place: StorageTier = "device"
+        self._away: list[UntypedStorage] = []
+        self._sizes: list[int] = []
+        self._stamps: dict[StorageTier, tuple[tuple[int, int], ...]] = {}
+
+    def bytes(self) -> int:
+        """See Offloadable."""
+        return sum(storage.nbytes() for storage in collect_storages(self._tensors()))
+
+    def move(self, place: StorageTier) -> int:
+        """See Offloadable. Raises OffloadError where there is no room; then it stays."""
+        if place == self._place:
+            return 0
+        moved = self._come()
+        return moved if place == "device" else moved + self._leave(place)
+
+    def copies(self) -> Mapping[int, UntypedStorage]:
+        """See Offloadable."""
+        if self._place == "device":
+            return {}
+        held = self._copies[self._place].read()
+        return {storage._cdata: copy for storage, copy in zip(self._away, held, strict=True)}
+
+    def close(self) -> None:
+        """See Offloadable."""
+        for each in self._copies.values():
+            each.close()
+
+    def _come(self) -> int:
+        if self._place == "device":
+            return 0
+        for storage, size in zip(self._away, self._sizes, strict=True):
+            storage.resize_(size)
+        self._copies[self._place].get(self._away)
+        self._place, self._away = "device", []
+        return sum(self._sizes)
+
+    def _leave(self, place: StorageTier) -> int:
+        tensors = list(self._tensors())
+        ensure_own_memory(tensors)
+        storages = collect_storages(tensors)
+        if not storages:
+            return 0
+        stamp = tuple((tensor.untyped_storage()._cdata, tensor._version) for tensor in tensors)
+        kept = self._frozen and self._stamps.get(place) == stamp
+        if not kept:
+            self._copies[place].put(storages)
+            self._stamps[place] = stamp
+        self._away, self._sizes = storages, [storage.nbytes() for storage in storages]
+        free_storages(storages)
+        self._place = place
+        return sum(self._sizes)
+
+
+class RebuildableComponent:
+    """Something that is destroyed and made again from what else there is.
+
+    Args:
+        size: what it takes now, in bytes.
+        make: brings it up to date, whether it is there or not.
+    """
+
+    def __init__(
+        self, name: str, size: Callable[[], int], *, destroy: Callable[[], None], make: Callable[[], None] | None = None
+    ) -> None:
+        self.name, self.bytes = name, size
+        self._destroy, self._make = destroy, make
+
+    def move(self, place: StorageTier) -> int:
+        """See Offloadable."""
+        if place == "device":
+            if self._make is not None:
+                self._make()
+            return 0
+        freed = self.bytes()
+        if freed:
+            self._destroy()
+        return freed
+
+    def copies(self) -> Mapping[int, UntypedStorage]:
+        """See Offloadable."""
+        return {}
+
+    def close(self) -> None:
+        """See Offloadable."""
+
+
+class ThreadBoundComponent:
+    """A resident that a thread uses: it is moved in that thread, when what it does now has ended."""
+
+    def __init__(self, inner: Offloadable, thread: Executor) -> None:
+        self.name, self._inner, self._thread = inner.name, inner, thread
+
+    def bytes(self) -> int:
+        """See Offloadable."""
+        return self._inner.bytes()
+
+    def move(self, place: StorageTier) -> int:
+        """See Offloadable."""
+        return self._thread.submit(self._inner.move, place).result()
+
+    def copies(self) -> Mapping[int, UntypedStorage]:
+        """See Offloadable."""
+        return self._inner.copies()
+
+    def close(self) -> None:
+        """See Offloadable."""
+        self._inner.close()

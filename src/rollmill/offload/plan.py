@@ -1,0 +1,100 @@
+"""The plan: where each component is in each phase, as the run file chooses it and as the budget asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from rollmill.config.offload import Phase
+from rollmill.errors import ConfigError
+
+StorageTier = Literal["device", "memory", "disk", "destroyed"]
+GB = 1e9
+GRADIENTS = "gradients"
+"""They exist inside an update only, so they take room and never move."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComponentSpec:
+    """A component: its size in bytes and the phases that need it on the device.
+
+    `choice` is the run file's: where it is in the other phases. `away` is where `auto` puts what has no room. One of
+    unknown size (`eager`) leaves whenever anything leaves.
+    """
+
+    name: str
+    size: int
+    needed: frozenset[Phase]
+    choice: Literal["auto", "device", "memory", "disk", "destroyed"]
+    away: StorageTier
+    eager: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class OffloadPlan:
+    """Where each component is, by phase, and how many bytes are on the device then."""
+
+    places: Mapping[Phase, Mapping[str, StorageTier]]
+    sizes: Mapping[Phase, int]
+
+    def describe(self) -> str:
+        """One line: what leaves the device when, and the size of what stays."""
+        left: dict[str, list[str]] = {}
+        for phase, places in self.places.items():
+            for name, place in places.items():
+                if place != "device" and name != GRADIENTS:
+                    left.setdefault(f"{name.replace('_', ' ')} {_describe_tier(place)}", []).append(phase)
+        moves = [f"{what} in {' and '.join(phases)}" for what, phases in left.items()]
+        stays = ", ".join(f"{phase} {size / GB:.3g}" for phase, size in self.sizes.items())
+        return f"residency: {'; '.join(moves) or 'everything stays where it is'}; GB by phase: {stays}"
+
+
+def plan_offload(
+    parts: Sequence[ComponentSpec], phases: Sequence[Phase], budget: float, where: str = ""
+) -> OffloadPlan:
+    """The plan for a budget in bytes. In every phase what does not fit leaves, the largest idle component first.
+
+    Args:
+        where: what the error begins with, such as the stage.
+
+    Raises:
+        ConfigError: a phase needs more than the budget; names the phase, its components and their sizes.
+    """
+    places: dict[Phase, dict[str, StorageTier]] = {}
+    sizes: dict[Phase, int] = {}
+    for phase in phases:
+        fixed = [part for part in parts if phase in part.needed or part.choice == "device"]
+        idle = [part for part in parts if part not in fixed]
+        taken = sum(part.size for part in fixed)
+        if taken > budget:
+            listed = ", ".join(f"{part.name.replace('_', ' ')} {part.size / GB:.3g}" for part in fixed if part.size)
+            raise ConfigError(
+                f"{where}residency.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `{phase}` needs "
+                f"{taken / GB:.3g} GB on the device ({listed}); raise budget_gb, or make the models smaller"
+            )
+        staying = _components_that_fit(idle, budget - taken)
+        here = [*fixed, *staying]
+        places[phase] = {part.name: "device" if part in here else _offload_tier(part) for part in parts}
+        sizes[phase] = sum(part.size for part in here)
+    return OffloadPlan(places, sizes)
+
+
+def _components_that_fit(idle: Sequence[ComponentSpec], room: float) -> list[ComponentSpec]:
+    """Which of the idle components stay: those that `auto` leaves where they are, as far as there is room."""
+    staying = sorted((part for part in idle if part.choice == "auto"), key=lambda part: part.size)
+    all_of_them = len(staying)
+    while staying and sum(part.size for part in staying) > room:
+        staying.pop()
+    return staying if len(staying) == all_of_them else [part for part in staying if not part.eager]
+
+
+def _offload_tier(part: ComponentSpec) -> StorageTier:
+    """Where it is when it is not on the device. What the user wants in memory is on disk where memory is the device."""
+    if part.choice == "auto" or part.choice == "device" or (part.choice == "memory" and part.away == "disk"):
+        return part.away
+    return part.choice
+
+
+def _describe_tier(place: StorageTier) -> str:
+    return {"memory": "in memory", "disk": "on disk"}.get(place, place)

@@ -1,0 +1,88 @@
+"""What a training step learns from: the oldest groups that wait in the store, each once, and older ones again."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollmill.buffer import ExperienceStore, Group
+from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.replay import mean_abs_advantage
+from rollmill.config.run import StageConfig
+from rollmill.orchestrator.metrics import REPLAYED
+from rollmill.seeds import derive_seed
+from rollmill.types import Experience
+
+REPLAY_STREAM = 0x4E
+
+
+def oldest_allowed(config: StageConfig, version: int) -> int:
+    """The oldest version whose tokens weights of `version` may learn from, by max_staleness and buffer.max_age."""
+    staleness, age = config.max_staleness, config.buffer.max_age
+    return version - (staleness if age is None else min(age, staleness))
+
+
+class BatchReader:
+    """The store as the trainer of one stage sees it.
+
+    Args:
+        first_version: of the weights when the stage began.
+        seed: what replay derives from.
+    """
+
+    def __init__(
+        self, config: StageConfig, store: ExperienceStore, ratings: RatingOverrides, *, first_version: int, seed: int
+    ) -> None:
+        self._config, self._store, self._ratings = config, store, ratings
+        self._first_version, self._seed = first_version, seed
+        self._taken: list[Group] = []
+        self._replayed = 0
+
+    def again(self, version: int) -> list[Experience]:
+        """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards
+        people have given them since.
+        """
+        rule = self._config.buffer.replay
+        self._taken = []
+        if rule is None:
+            return []
+        seed = derive_seed(self._seed, REPLAY_STREAM)
+        since = self._first_version  # earlier stages may have had other rewards
+        for group in self._store.replay(rule, step=version + 1, version=version, seed=seed, since=since):
+            marked = [_marked(each) for each in self._ratings.apply_ratings(group.experiences)]
+            self._taken.append(replace(group, experiences=marked))
+        self._replayed = len(self._taken)
+        return [experience for group in self._taken for experience in group.experiences]
+
+    def take(self, version: int, min_version: int | None) -> list[Experience]:
+        """The oldest groups that wait, a batch of them, for the step after `version`.
+
+        Args:
+            min_version: groups with older tokens are never learned from.
+
+        Raises:
+            DeadlineError: there are too few.
+        """
+        rollout = self._config.rollout
+        fresh = self._store.take(
+            rollout.batch, step=version + 1, deadline_s=rollout.deadline_s, min_version=min_version
+        )
+        self._taken += fresh
+        return [experience for group in fresh for experience in group.experiences]
+
+    def learned(self, version: int) -> None:
+        """The trainer has learned from what was handed out for the step that made `version`."""
+        rule = self._config.buffer.replay
+        if rule is not None and rule.priority == "advantage":
+            for group in self._taken:
+                group.priority = mean_abs_advantage(group)
+            self._store.learned(self._taken, step=version)
+        self._taken = []
+
+    def metrics(self) -> dict[str, float]:
+        """What joined the last step again."""
+        return {} if self._config.buffer.replay is None else {"replay/groups": float(self._replayed)}
+
+
+def _marked(experience: Experience) -> Experience:
+    """A copy that can be told from fresh ones."""
+    return replace(experience, info={**experience.info, REPLAYED: True}, advantage=None)

@@ -1,0 +1,100 @@
+"""The stores that a run opens: its own, people's feedback on it, and what other runs hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from pathlib import Path
+
+from rollmill.buffer import ExperienceKind, ExperienceStore
+from rollmill.buffer.build import DATABASE_FILE, create_run_store, database_url, open_run_store, open_store
+from rollmill.buffer.memory import MemoryStore
+from rollmill.buffer.parquet import read_parquet
+from rollmill.buffer.reader import StoreReader
+from rollmill.config.run import StageConfig
+
+
+class Buffers:
+    """Opens stores and closes all of them at the end.
+
+    Args:
+        run_id: what a database that several runs share knows the run by.
+        read_only: the run is looked at, not continued: nothing is opened, and nothing is kept.
+        shared: other processes put groups and take them, so `auto` stands for a database.
+    """
+
+    def __init__(self, run_dir: Path, run_id: str, *, read_only: bool = False, shared: bool = False) -> None:
+        self.run_dir, self._run_id, self._read_only, self._shared = run_dir, run_id, read_only, shared
+        self._open: dict[str, ExperienceStore] = {}  # by what was asked for
+
+    def open_all(self, stages: Sequence[StageConfig]) -> None:
+        """Open what the stages will ask for, so that what is missing shows before the first has run."""
+        for stage in stages:
+            self.of_stage(stage)
+            if stage.algorithm.uses_examples:
+                for source in stage.experts.others:
+                    self.of_others(source)
+
+    def of_stage(self, config: StageConfig) -> ExperienceStore:
+        """Where a stage keeps its experiences."""
+        options, persistent = config.buffer, config.persistent or self._shared
+        if self._read_only or not options.in_database(persistent):
+            return MemoryStore(keep=0 if options.replay is None else options.replay.capacity)
+
+        def opened() -> ExperienceStore:
+            return open_store(options, run_dir=self.run_dir, run_id=self._run_id, persistent=persistent)
+
+        return self._kept(f"the run's {options.url}", opened)
+
+    def of_run(self, store: ExperienceStore) -> list[StoreReader]:
+        """What has been put on the run's shelves: in the stage's own store, and by feedback beside it."""
+        own = StoreReader("this run", lambda: store)
+        if not isinstance(store, MemoryStore):
+            return [own]
+        return [own, StoreReader("the run's feedback", self._feedback)]
+
+    def of_others(self, source: Path) -> StoreReader:
+        """What another run, or a Parquet file, holds."""
+        if self._read_only:
+            return StoreReader(str(source), MemoryStore)
+        store = self._kept(
+            str(source), lambda: _read(source) if source.suffix == ".parquet" else open_run_store(source)
+        )
+        return StoreReader(str(source), lambda: store)
+
+    def close(self) -> None:
+        """Close everything that was opened; who writes last, since only that one tidies up beside a SQLite file."""
+        for store in reversed(self._open.values()):
+            store.close()
+        self._open.clear()
+
+    def _kept(self, name: str, opened: Callable[[], ExperienceStore]) -> ExperienceStore:
+        if name not in self._open:
+            self._open[name] = opened()
+        return self._open[name]
+
+    def _feedback(self) -> ExperienceStore | None:
+        """Where feedback is put on a run that keeps nothing there itself; None while nobody has said anything.
+
+        Opened for writing: the file may be there before its tables are.
+        """
+        if not (self._has_url or (self.run_dir / DATABASE_FILE).is_file()):
+            return None
+        return self._kept("feedback", lambda: create_run_store(self.run_dir))
+
+    @cached_property
+    def _has_url(self) -> bool:
+        return database_url(self.run_dir) is not None
+
+
+def _read(file: Path) -> MemoryStore:
+    """A Parquet file's demonstrations, pairs and ratings."""
+    store = MemoryStore()
+    store.put(
+        [
+            group
+            for group in read_parquet(file)
+            if group.shelf in (ExperienceKind.EXPERT, ExperienceKind.PREFERENCE, ExperienceKind.RATED)
+        ]
+    )
+    return store

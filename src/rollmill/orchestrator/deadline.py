@@ -1,0 +1,21 @@
+"""Waits of the master, each with a deadline."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+from rollmill.errors import DeadlineError
+
+Result = TypeVar("Result")
+
+
+async def wait_with_deadline(work: Awaitable[Result], seconds: float, waiter: str, owner: str) -> Result:
+    """What `work` gives. Raises DeadlineError after `seconds`, naming who waited for whom."""
+    try:
+        async with asyncio.timeout(seconds):
+            return await work
+    except TimeoutError:
+        advice = "Raise rollout.deadline_s or lower rollout.max_new_tokens, rollout.batch or rollout.group_size."
+        raise DeadlineError(waiter, owner, seconds, advice) from None

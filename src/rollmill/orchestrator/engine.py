@@ -1,0 +1,168 @@
+"""The rollout engine of a stage, and how the trainer's weights get there."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from rollmill.config.checks.engine import uses_engine
+from rollmill.config.engine import NativeEngineConfig, VLLMEngineConfig
+from rollmill.config.rollout import RolloutConfig
+from rollmill.config.run import StageConfig
+from rollmill.engines.base import RolloutEngine
+from rollmill.engines.native import NativeEngine
+from rollmill.engines.vllm.engine import VLLMEngine
+from rollmill.engines.vllm.process import VLLMLaunchConfig, current_python, probe_python
+from rollmill.errors import ConfigError, ModelError
+from rollmill.models.load import PolicyModel
+from rollmill.models.lora import merged_weights
+from rollmill.models.routing import routing_shape
+from rollmill.weights import (
+    InPlacePublisher,
+    SharedMemorySender,
+    TransferPublisher,
+    WeightPublisher,
+    shared_memory_folder,
+)
+from rollmill.weights.checksum import CRC32, XXH3
+
+
+def build_engine(
+    policy: PolicyModel, config: StageConfig, precision: str, weights: Path | None = None, *, trained_on: bool = True
+) -> RolloutEngine:
+    """The engine that `config.engine` names; it computes in `precision` (bf16 or fp32).
+
+    Args:
+        weights: where vLLM's process finds shared weights that somebody else sends; None: `build_publisher` sends them.
+        trained_on: somebody learns from what it generates.
+
+    Raises:
+        ConfigError: engine.python is no Python with vLLM; it shall sleep, and there is no GPU.
+        ModelError: vLLM cannot be given this model's weights.
+    """
+    if isinstance(config.engine, VLLMEngineConfig) and uses_engine(config):
+        return build_vllm_engine(policy, config.engine, config.rollout, precision, weights)
+    kept = isinstance(config.engine, NativeEngineConfig) and config.engine.after_update == "keep"
+    replayed = trained_on and replays_routing(config, policy.model)
+    return build_native_engine(policy, config.rollout, precision, keep=kept, record_routing=replayed)
+
+
+def replays_routing(config: StageConfig, model: nn.Module) -> bool:
+    """Whether a stage trains tokens through the experts that their rollouts chose.
+
+    Raises:
+        ConfigError: it shall, and the model is no mixture of experts.
+    """
+    wanted, native = config.trainer.router_replay, isinstance(config.engine, NativeEngineConfig)
+    if not wanted or not native or not config.algorithm.uses_rollouts:
+        return False
+    if routing_shape(model) is None and wanted is True:
+        raise ConfigError(
+            f"stage {config.name}: trainer.router_replay: {type(model).__name__} has no routers that select experts by "
+            "topk; remove this key"
+        )
+    return routing_shape(model) is not None
+
+
+def build_publisher(policy: PolicyModel, engine: RolloutEngine, precision: str) -> WeightPublisher:
+    """What brings the trainer's weights to an engine that `build_engine` has made."""
+    if not isinstance(engine, VLLMEngine):
+        return InPlacePublisher(engine)
+
+    def weights() -> dict[str, torch.Tensor]:
+        return merged_weights(policy.model)
+
+    sender = SharedMemorySender(
+        engine.weights_path,
+        weights(),
+        dtype=_torch_dtype(precision),
+        checksum=engine.checksum,
+        deadline_s=engine.deadline_s,
+    )
+    return TransferPublisher(sender, weights, engine)
+
+
+def build_native_engine(
+    policy: PolicyModel, rollout: RolloutConfig, precision: str, *, keep: bool = False, record_routing: bool = False
+) -> NativeEngine:
+    """The native engine, with the policy's own parameters."""
+    return NativeEngine(
+        policy.model,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        dtype=_torch_dtype(precision),
+        max_sequences=rollout.max_sequences,
+        prefill_tokens=rollout.prefill_tokens,
+        keep=keep,
+        record_routing=record_routing,
+    )
+
+
+def shared_checksum(configs: Iterable[StageConfig]) -> str:
+    """What shared weights are verified by that the engines of all of these may read themselves."""
+    engines = [config.engine for config in configs if uses_engine(config)]
+    pythons = {engine.python or current_python() for engine in engines if isinstance(engine, VLLMEngineConfig)}
+    return CRC32 if CRC32 in [_checksum(probe_python(python)) for python in pythons] else XXH3
+
+
+def build_vllm_engine(
+    policy: PolicyModel, engine: VLLMEngineConfig, rollout: RolloutConfig, precision: str, weights: Path | None = None
+) -> VLLMEngine:
+    """vLLM, whose process starts with the first request."""
+    if any(weight.ndim > 2 for weight in policy.model.parameters()):
+        raise ModelError(
+            "engine `vllm` cannot be given this model's weights: it is a mixture of experts, whose weights have other "
+            "names in memory than vLLM reads; use engine `native`"
+        )
+    gpu = policy.device.type == "cuda"
+    if engine.sleep and not gpu:
+        raise ConfigError("engine.sleep: vLLM sleeps on GPUs only, and this run is on a CPU; remove it")
+    python = engine.python or current_python()
+    found = probe_python(python)
+    folder = Path(tempfile.mkdtemp(prefix="rollmill-vllm-", dir=shared_memory_folder()))
+    model = folder / "model"
+    settings = policy.model.config.__class__.from_dict(policy.model.config.to_dict())
+    settings.architectures = [type(policy.model).__name__]
+    settings.save_pretrained(model)
+    at_once = rollout.prefill_tokens + rollout.max_sequences
+    arguments = {
+        "model": str(model),
+        "dtype": "bfloat16" if precision == "bf16" else "float32",
+        "max_model_len": policy.context,
+        "max_num_seqs": rollout.max_sequences,
+        # a prompt in parts has a sampled token discarded, and its generator set back, which CPUs' cannot be: vLLM dies
+        "enable_chunked_prefill": gpu,
+        "max_num_batched_tokens": at_once if gpu else max(at_once, policy.context),
+        "kv_cache_memory_bytes": int(engine.cache_gb * 2**30),
+        "enforce_eager": not (gpu if engine.compile == "auto" else engine.compile),
+        **({"enable_sleep_mode": True} if engine.sleep else {}),
+        **engine.options,
+    }
+    launch = VLLMLaunchConfig(
+        python,
+        folder,
+        {"arguments": arguments, "weights": str(weights or folder / "weights"), "folder": str(folder)},
+        threads=torch.get_num_threads(),
+        deadline_s=engine.deadline_s,
+    )
+    return VLLMEngine(
+        launch,
+        policy.tokenizer,
+        eos_ids=policy.eos_ids,
+        context=policy.context,
+        restarts=engine.restarts,
+        checksum=_checksum(found),
+    )
+
+
+def _checksum(found: dict[str, bool]) -> str:
+    return XXH3 if found["xxhash"] else CRC32
+
+
+def _torch_dtype(precision: str) -> torch.dtype:
+    return torch.bfloat16 if precision == "bf16" else torch.float32

@@ -1,0 +1,152 @@
+"""What `rollmill bench` compares: checkpoints of runs, folders of models, and models that others serve."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from rollmill.config.loader import load_run
+from rollmill.config.model import ModelConfig
+from rollmill.config.other_models import AuxiliaryModelConfig
+from rollmill.config.served import load_served_model
+from rollmill.errors import CheckpointError, ConfigError, ModelError
+from rollmill.models.load import PolicyModel
+from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
+from rollmill.orchestrator.checkpoint import STATE, Checkpoints
+from rollmill.trackers.summary import read_summary
+from rollmill.trainer.verification import load_verified_policy
+
+RUN_FILE = "config.yaml"
+_FILES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointTarget:
+    """A model to be evaluated. `run` and `step` are those of a checkpoint."""
+
+    label: str
+    folder: Path
+    run: Path | None = None
+    step: int | None = None
+
+    def load(self, seed: int, device: torch.device) -> PolicyModel:
+        """The model. Raises CheckpointError or ModelError where it is not there, or not whole."""
+        if not self.folder.is_dir():
+            advice = "a run that goes on keeps its newest and best ones; name one that is there, or raise checkpoint."
+            raise CheckpointError(f"{self.label}: {self.folder} is not there any more; {advice}keep_last")
+        try:
+            return self._load(seed, device)
+        except ModelError as error:
+            raise ModelError(f"{self.label} cannot be evaluated: {error}") from error
+
+    def _load(self, seed: int, device: torch.device) -> PolicyModel:
+        if self.run is None:
+            return load_verified_policy(ModelConfig(path=self.folder), texts=[], seed=seed, device=device)
+        model = load_run(self.run / RUN_FILE, out=self.run).config.model
+        if model.lora is None:
+            path = ModelConfig(path=self.folder, trust_remote_code=model.trust_remote_code)
+            return load_verified_policy(path, texts=[], seed=seed, device=device)
+        policy = load_verified_policy(model, texts=[], seed=seed, device=device)
+        load_adapter(policy.model, self.folder / ADAPTER_FOLDER)
+        return policy
+
+    def identity(self) -> str:
+        """What changes when the weights are replaced: the folder, and when its weights were written."""
+        weights = sorted([*self.folder.rglob("*.safetensors"), *self.folder.glob("pytorch_model*.bin")])
+        return "|".join([str(self.folder.resolve()), *(str(each.stat().st_mtime_ns) for each in weights)])
+
+
+@dataclass(frozen=True, slots=True)
+class ServedTarget:
+    """A model behind an OpenAI-compatible endpoint, described in a file."""
+
+    label: str
+    folder: Path  #: the file
+    model: AuxiliaryModelConfig
+    run: None = None
+    step: None = None
+
+    def identity(self) -> str:
+        """What is asked. Whether the server changes its weights is not known."""
+        return self.model.model_dump_json(include={"endpoint", "model", "completes", "options"})
+
+
+EvalTarget = CheckpointTarget | ServedTarget
+
+
+def find_eval_targets(paths: Sequence[Path], steps: str = "last") -> list[EvalTarget]:
+    """The checkpoints of run directories, chosen by `steps`, and the model folders and served models among `paths`.
+
+    Args:
+        steps: `last`, `all`, `best` (of the run's own evaluations), or numbers with commas between them.
+
+    Raises:
+        ConfigError: a path is neither a run directory nor a model's folder, or `steps` means nothing.
+        CheckpointError: a run has no such checkpoint.
+    """
+    found = [each for path in paths for each in _of_path(path, steps)]
+    if steps != "last" and all(each.run is None for each in found):
+        raise ConfigError(f"--step {steps} chooses among the checkpoints of run directories; name one, or leave it out")
+    counts = Counter(each.label for each in found)
+    found = [replace(each, label=_full(each)) if counts[each.label] > 1 else each for each in found]
+    labels = [each.label for each in found]
+    if twice := [label for label in labels if labels.count(label) > 1]:
+        raise ConfigError(f"{twice[0]} is there twice; name every model once")
+    return found
+
+
+def _of_path(path: Path, steps: str) -> list[EvalTarget]:
+    if (path / RUN_FILE).is_file():
+        name = path.resolve().name
+        return [
+            CheckpointTarget(f"{name}@{step}", Checkpoints(path).path(step), path, step)
+            for step in _chosen(path, steps)
+        ]
+    if (path / "config.json").is_file():
+        return [CheckpointTarget(path.resolve().name, path)]
+    if path.suffix in _FILES and path.is_file():
+        return [ServedTarget(path.stem, path, load_served_model(path))]
+    what = "holds neither" if path.is_dir() else "is no folder with"
+    advice = "give a run directory, a model, or a file (.yaml) with an endpoint"
+    raise ConfigError(f"{path} {what} a run ({RUN_FILE}) nor a model (config.json); {advice}")
+
+
+def _full(subject: EvalTarget) -> str:
+    return str(subject.folder) if subject.run is None else f"{subject.run}@{subject.step}"
+
+
+def _best_so_far(run: Path, newest: int) -> int | None:
+    """The best step by the newest checkpoint, of a run that is going on."""
+    try:
+        best: int | None = json.loads((Checkpoints(run).path(newest) / STATE).read_text())["best_step"]
+    except (OSError, ValueError, KeyError):
+        return None
+    return best
+
+
+def _chosen(run: Path, steps: str) -> list[int]:
+    known = Checkpoints(run).steps()
+    have = ", ".join(map(str, known)) or "none"
+    if not known:
+        raise CheckpointError(f"{run} has no checkpoint to evaluate")
+    if steps == "all":
+        return known
+    if steps == "last":
+        return known[-1:]
+    if steps == "best":
+        best = read_summary(run).get("best_step", _best_so_far(run, known[-1]))
+        if best not in known:
+            raise CheckpointError(f"{run}: its best checkpoint (step {best}) is not there; it has: {have}")
+        return [best]
+    try:
+        wanted = [int(each) for each in steps.split(",")]
+    except ValueError:
+        raise ConfigError(f"--step {steps}: expected last, best, all, or numbers such as 100,200") from None
+    if missing := [step for step in wanted if step not in known]:
+        raise CheckpointError(f"{run} has no checkpoint of step {missing[0]}; it has: {have}")
+    return list(dict.fromkeys(wanted))

@@ -1,0 +1,104 @@
+"""The learning half of a stage: its trainer, in this process or shared with other ranks."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+
+from rollmill.config.run import StageConfig
+from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
+from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.privileged_context import PrivilegedContext
+from rollmill.orchestrator.stages import build_trainer
+from rollmill.recipes import SelfDistill
+from rollmill.rewards import RewardManager
+from rollmill.trainer import DistributedTrainer, RewardTrainer
+from rollmill.types import Experience, Task
+
+
+class Learner:
+    """What updates the weights of `policy`, or of a reward model that begins as the policy.
+
+    Args:
+        tasks: those that are rolled out.
+        kept_versions: see MismatchProbe.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: PolicyModel,
+        judge: RewardManager | None,
+        context: RunContext,
+        tasks: Sequence[Task],
+        *,
+        seed: int,
+        kept_versions: int = 0,
+    ) -> None:
+        self._policy = policy
+        self._privileged: PrivilegedContext | None = None
+        if isinstance(config.algorithm, SelfDistill):
+            by_id = {task.id: task for task in tasks}
+            self._privileged = PrivilegedContext(config.algorithm, by_id, policy.tokenizer, policy.context)
+        self.trainer = build_trainer(config, policy, judge, context, seed=seed, kept_versions=kept_versions)
+        threads = (torch.get_num_threads(),)
+        self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
+
+    def begin(self) -> None:
+        """Start other ranks, where there are some."""
+        if isinstance(self.trainer, DistributedTrainer):
+            self.trainer.start()
+
+    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+        """See Trainer; a reward model's has nothing to do ahead."""
+        if not isinstance(self.trainer, RewardTrainer):
+            yield from self.trainer.ahead(experiences, version)
+
+    def step(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
+        """See Trainer; `upcoming` are completions of later steps, batch by batch. The teacher of a policy that distils
+        from itself sees its context from here on."""
+        if isinstance(self.trainer, RewardTrainer):
+            return self.trainer.step(experiences, version)
+        shown = {} if self._privileged is None else self._privileged.give(experiences)
+        return self.trainer.step(experiences, version, self.trainer.probes(upcoming, experiences, version)) | shown
+
+    async def step_beside(
+        self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
+    ) -> dict[str, float]:
+        """`step` in a thread, so that requests are taken and explorers are answered meanwhile.
+
+        Once begun it is not cancelled: weights that have changed belong to the step.
+        """
+        loop = asyncio.get_running_loop()
+        work = loop.run_in_executor(self._thread, self.step, experiences, version, upcoming)
+        while not work.done():
+            try:
+                await asyncio.wait([work])
+            except asyncio.CancelledError:
+                task = asyncio.current_task()
+                assert task is not None
+                task.uncancel()
+        return work.result()
+
+    def export(self, folder: Path) -> None:
+        """Write a reward model into a checkpoint's folder, where one is trained."""
+        learner = self.trainer.own if isinstance(self.trainer, DistributedTrainer) else self.trainer
+        if isinstance(learner, RewardTrainer):
+            policy, scored = self._policy, learner.model
+            directory = folder / REWARD_MODEL_FOLDER
+            save_classifier(
+                policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
+            )
+
+    def close(self) -> None:
+        """End other ranks and the thread."""
+        if isinstance(self.trainer, DistributedTrainer):
+            self.trainer.close()
+        self._thread.shutdown()

@@ -1,0 +1,151 @@
+"""Metrics of a batch of experiences."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from rollmill.errors import RewardError
+from rollmill.rewards.base import LATE, TIMEOUT
+from rollmill.rewards.judges.chat import REFUSED, UNPARSABLE
+from rollmill.trackers.trace import REWARD, Span, max_queue_depth
+from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
+
+REPLAYED = "replayed"  #: key of `info` of a completion that an earlier step has learned from
+STEPS, SECONDS = "environment/steps", "environment/step_seconds"
+PHASES = ("rollout", "inference", "reward", "train", "eval")
+"""What the process of a step does, one after the other."""
+_ENGINE = ("updates", "update_seconds", "sleeps", "restarts")
+"""What engines in other processes count."""
+
+
+def require_rewards(experiences: list[Experience], where: str) -> None:
+    """Raises RewardError when completions were judged and no reward applied to any of them."""
+    usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT and e.reward_parts]
+    if usual and all(e.reward is None for e in usual):
+        names = ", ".join(dict.fromkeys(part for e in usual for part in e.reward_parts))
+        raise RewardError(
+            f"{where}: no reward ({names}) applies to any of the {len(usual)} completions (first: task "
+            f"{usual[0].task_id}), so nothing can be learned or measured; correct `rewards`, or give the tasks what "
+            "they compare with (taskset.fields.answer)"
+        )
+
+
+def batch_metrics(experiences: list[Experience], version: int) -> dict[str, float]:
+    """Rewards, lengths and staleness of a batch that weights of `version` are about to learn from.
+
+    Replayed completions count as experiences and tokens only: rewards are those of fresh ones.
+    """
+    usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT and REPLAYED not in e.info]
+    metrics: dict[str, float] = {
+        "experiences": len(experiences),
+        "tokens": sum(len(e.token_ids) for e in experiences),
+    }
+    again = [e for e in experiences if REPLAYED in e.info]
+    if again:
+        metrics["replay/age"] = float(np.mean([version - e.oldest_version for e in again]))
+    if experts := len({e.id for e in experiences if e.source is not ExperienceSource.ROLLOUT}):
+        metrics["experts"] = experts
+    if not usual:
+        return metrics
+    rollouts = first_per_rollout(usual)
+    rewards = np.array([e.reward for e in rollouts if e.reward is not None], np.float64)
+    learned = [e for e in usual if e.action_tokens]  # an operator may have masked all tokens
+    lengths = np.array([e.action_tokens for e in learned] or [0], np.float64)
+    staleness = np.array([version - e.oldest_version for e in learned] or [0], np.float64)
+    metrics |= {
+        "completions": len(rollouts),
+        "judged": len(rewards),
+        "length/mean": float(lengths.mean()),
+        "length/max": float(lengths.max()),
+        "length/truncated": float(np.mean([e.stop_reason is StopReason.LENGTH for e in usual])),
+        "staleness/mean": float(staleness.mean()),
+        "staleness/max": float(staleness.max()),
+    }
+    if repeated := sum(e.stop_reason is StopReason.REPETITION for e in usual):
+        metrics["length/repeated"] = repeated / len(usual)
+    if len(rewards):
+        metrics |= {"reward/mean": float(rewards.mean()), "reward/std": float(rewards.std())}
+    for name in dict.fromkeys(part for e in rollouts for part in e.reward_parts):
+        values = [value for e in rollouts if (value := e.reward_parts.get(name)) is not None]
+        if values:
+            metrics[f"reward/{name}"] = float(np.mean(values))
+    details = [e.info.get("details", {}) for e in rollouts]
+    for name in dict.fromkeys(name for each in details for name in each):
+        metrics[f"reward/{name}"] = float(np.mean([each[name] for each in details if name in each]))
+    numbers = [e.info["numbers"] for e in rollouts if "numbers" in e.info]
+    for name in dict.fromkeys(name for each in numbers for name in each):
+        metrics[f"episode/{name}"] = float(np.mean([each[name] for each in numbers if name in each]))
+    outcomes = [outcome for e in rollouts for outcome in e.info.get("outcomes", {}).values()]
+    metrics["reward/timeouts"] = float(outcomes.count(TIMEOUT) + outcomes.count(LATE))
+    return metrics
+
+
+def engine_metrics(before: Mapping[str, float], after: Mapping[str, float]) -> dict[str, float]:
+    """What an engine in another process has counted."""
+    return {f"engine/{key}": value for key in _ENGINE if (value := after.get(key, 0) - before.get(key, 0))}
+
+
+def drafting_metrics(before: Mapping[str, float], after: Mapping[str, float], generated: int) -> dict[str, float]:
+    """Of drafts and guesses that were looked at: the share accepted, and what share of all new tokens that is."""
+    metrics: dict[str, float] = {}
+    for name in ("reuse", "guess"):
+        tested, accepted = (
+            after.get(f"{name}_{key}", 0) - before.get(f"{name}_{key}", 0) for key in ("tested", "accepted")
+        )
+        if tested:
+            metrics[f"rollout/{name}/accepted"] = accepted / tested
+            metrics[f"rollout/{name}/share"] = accepted / generated
+    return metrics
+
+
+def rewards_without_verdict(experiences: list[Experience]) -> dict[str, str]:
+    """Rewards of which most judgements of a batch took too long, or got none, each with a sentence on it."""
+    outcomes: dict[str, list[str]] = {}
+    for experience in experiences:
+        for name, outcome in experience.info.get("outcomes", {}).items():
+            outcomes.setdefault(name, []).append(outcome)
+    found = {}
+    for name, own in outcomes.items():
+        late = sum(outcome in (TIMEOUT, LATE) for outcome in own)
+        if 2 * late > len(own):
+            found[name] = (
+                f"warning: {late} of {len(own)} judgements of reward `{name}` took too long and earned its "
+                "timeout_reward; raise its time_limit_s (or judging.deadline_s), or make it faster"
+            )
+        unread = sum(outcome in (UNPARSABLE, REFUSED) for outcome in own)
+        if 2 * unread > len(own):
+            found[name] = (
+                f"warning: {unread} of {len(own)} judgements of reward `{name}` got no verdict from its model and "
+                "earned its unparsable_reward; raise its max_tokens, or take another model"
+            )
+    return found
+
+
+def seconds_of(spans: list[Span], kind: str) -> float:
+    """Seconds of all spans of one kind."""
+    return sum(span.ended - span.started for span in spans if span.kind == kind)
+
+
+def judging_metrics(spans: list[Span]) -> dict[str, float]:
+    """Of every reward: mean seconds of a judgement and of waiting for a worker, and how many waited at most."""
+    metrics: dict[str, float] = {}
+    for kind in dict.fromkeys(span.kind for span in spans if span.kind.startswith(REWARD)):
+        name, own = kind.removeprefix(REWARD), [span for span in spans if span.kind == kind]
+        metrics[f"judging/{name}/seconds"] = float(np.mean([span.ended - span.started for span in own]))
+        metrics[f"judging/{name}/queued"] = float(np.mean([span.started - span.asked for span in own]))
+        metrics[f"judging/{name}/waiting"] = float(max_queue_depth(own))
+    return metrics
+
+
+def sum_metrics(happened: Sequence[dict[str, float]]) -> dict[str, float]:
+    """What has happened in several sets of environments and tools, as if in one; seconds of a step are their mean."""
+    total: Counter[str] = Counter()
+    for each in happened:
+        total.update(each)
+    if SECONDS in total:
+        seconds = sum(each.get(SECONDS, 0.0) * each.get(STEPS, 0.0) for each in happened)
+        total[SECONDS] = seconds / max(total[STEPS], 1)  # type: ignore[assignment]
+    return dict(total)

@@ -1,0 +1,91 @@
+"""The residency of a stage: its plan, and what follows it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from rollmill.config.checks.offload import REBUILT_COMPONENTS, component_phases, reward_models, stage_phases
+from rollmill.config.run import StageConfig
+from rollmill.engines.native import NativeEngine
+from rollmill.errors import ConfigError
+from rollmill.models.load import PolicyModel
+from rollmill.offload import (
+    ComponentSpec,
+    Offloadable,
+    OffloadableTensors,
+    OffloadManager,
+    OffloadPlan,
+    RebuildableComponent,
+    plan_offload,
+)
+from rollmill.offload.components import ThreadBoundComponent
+from rollmill.offload.manager import CAST, POLICY
+from rollmill.offload.plan import GB, GRADIENTS, StorageTier
+from rollmill.offload.sizes import default_memory_budget, estimate_component_sizes
+from rollmill.offload.stores import OffloadStore, PinnedMemoryStore, TempFileStore
+from rollmill.orchestrator.context import RunContext
+from rollmill.rewards.reward_model import loaded_reward_models
+from rollmill.trainer import Trainer
+
+_FROZEN = ("reference", "teacher", "rewards")
+
+
+def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) -> OffloadPlan:
+    """The plan of a stage whose `residency` is not `none`.
+
+    Raises:
+        ConfigError: what a phase needs is more than the budget.
+    """
+    chosen, device = stage.residency, policy.device
+    assert chosen is not None
+    needs, sizes = component_phases(stage), estimate_component_sizes(stage, policy, precision)
+    out: StorageTier = "memory" if device.type == "cuda" else "disk"
+    if precision == "bf16":  # the cast is all that rollouts decode with
+        needs["policy"] -= {"rollout"}
+    parts = [ComponentSpec(GRADIENTS, sizes[GRADIENTS], frozenset({"train"}), "destroyed", "destroyed")]
+    for name, size in sizes.items():
+        if name != GRADIENTS:
+            away = "destroyed" if name in REBUILT_COMPONENTS else out
+            parts.append(ComponentSpec(name, size, needs[name], getattr(chosen, name), away, eager=name == "cache"))
+    budget = default_memory_budget(device) if chosen.budget_gb is None else chosen.budget_gb * GB
+    plan = plan_offload(parts, stage_phases(stage), budget, where=f"stage {stage.name}: ")
+    casting = sizes["policy"] + sizes.get(CAST, 0)
+    if "rollout" in plan.places and plan.places["rollout"][POLICY] != "device" and casting > budget:
+        raise ConfigError(
+            f"stage {stage.name}: residency.budget_gb: the budget is {budget / GB:.3g} GB, and the phase `rollout` "
+            f"begins with the policy and the engine's cast of it, {casting / GB:.3g} GB; raise budget_gb"
+        )
+    return plan
+
+
+def build_offloader(
+    stage: StageConfig, policy: PolicyModel, trainer: Trainer, engine: NativeEngine, context: RunContext
+) -> OffloadManager:
+    """What moves the components of a stage whose `residency` is not `none`; all of them are on the device."""
+    assert stage.residency is not None
+    plan, folder = build_offload_plan(stage, policy, context.precision), stage.residency.folder or context.run_dir
+    known = plan.places[stage_phases(stage)[0]]
+
+    def copies(name: str) -> Mapping[StorageTier, OffloadStore]:
+        file: Mapping[StorageTier, OffloadStore] = {"disk": TempFileStore(folder, name.replace("_", " "))}
+        return file if policy.device.type == "cpu" else {**file, "memory": PinnedMemoryStore()}
+
+    residents: list[Offloadable] = [
+        OffloadableTensors(name, tensors, copies(name), frozen=name in _FROZEN)
+        for name, tensors in trainer.offloadable_tensors().items()
+        if name in known
+    ]
+    for scorer in loaded_reward_models(reward_models(stage), str(policy.device)):
+        weights = OffloadableTensors("rewards", scorer.model.parameters, copies("rewards"), frozen=True)
+        scorer.wake = partial(weights.move, "device")
+        residents.append(ThreadBoundComponent(weights, scorer.thread))
+    if "cast" in known:
+        residents.append(
+            RebuildableComponent(
+                "cast", engine.weights.bytes, destroy=engine.destroy_weights, make=engine.weights.refresh
+            )
+        )
+    if "cache" in known:
+        residents.append(RebuildableComponent("cache", engine.cache_bytes, destroy=engine.destroy_cache))
+    return OffloadManager(residents, plan, policy.device)

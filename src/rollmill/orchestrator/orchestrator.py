@@ -1,0 +1,299 @@
+"""The master: makes the components of each stage, paces them, evaluates, checkpoints, resumes.
+
+Components never call the master.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import Any
+
+from rollmill.config.run import RunConfig, StageConfig
+from rollmill.files import atomic_write, to_jsonable
+from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.evaluation import EvaluationResult
+from rollmill.orchestrator.interrupt import Interrupted, Interrupts
+from rollmill.orchestrator.loop import MakeLoop, StepResult, TrainingLoop
+from rollmill.orchestrator.metrics import rewards_without_verdict
+from rollmill.orchestrator.monitor import Monitor
+from rollmill.orchestrator.state import RunState, StageState
+from rollmill.orchestrator.summary import summarise
+from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.trackers.rollout_log import RolloutLog
+
+EVALUATIONS = "evaluations"
+Note = Callable[[], Awaitable[None]]
+
+
+Serving = Callable[[TrainingLoop], AbstractAsyncContextManager[None]]
+"""Serves a stage's policy to an application while it is trained."""
+
+
+class Orchestrator:
+    """Runs the stages of a run in this process."""
+
+    def __init__(
+        self,
+        context: RunContext,
+        config: RunConfig,
+        stages: list[StageConfig],
+        policy: PolicyModel,
+        tasks: list[StageTasks],
+        monitor: Monitor,
+        *,
+        serving: Serving | None = None,
+        interrupts: Interrupts | None = None,
+        make_stage: MakeLoop = TrainingLoop,
+    ) -> None:
+        self._context = context
+        self._config = config
+        self._stages = stages
+        self._policy = policy
+        self._tasks = tasks
+        self._monitor = monitor
+        self._serving = serving
+        self._make_stage = make_stage
+        self._checkpoints = Checkpoints(context.run_dir)
+        self._evaluations = RolloutLog(context.run_dir / EVALUATIONS)
+        self._interrupts = interrupts or Interrupts()
+        self._checkpoint_seconds = 0.0
+        self.state = RunState()
+
+    async def run(self, resumed: tuple[RunState, dict[str, Any]] | None = None) -> dict[str, Any]:
+        """Run what is left and return the summary. `resumed` is a checkpoint's state and trainer state.
+
+        Raises:
+            Interrupted: the user asked to end; a checkpoint of the last step is written.
+            RollmillError: whatever stopped the run.
+        """
+        self._warned: set[tuple[str, str]] = set()
+        trainer: dict[str, Any] = {}
+        if resumed is not None:
+            self.state, trainer = resumed
+            self._prune()
+        with self._interrupts.installed():
+            while self.state.stage < len(self._stages):
+                await self._stage(self._stages[self.state.stage], trainer)
+                trainer = {}
+        return summarise(self.state, [stage.name for stage in self._stages], self._checkpoints)
+
+    async def _stage(self, config: StageConfig, trainer: dict[str, Any]) -> None:
+        stage = self._make_stage(
+            config,
+            self._policy,
+            self._tasks[self.state.stage],
+            self._context,
+            index=self.state.stage,
+            first_version=self.state.step - self.state.current.step,
+        )
+        try:
+            if trainer:
+                stage.restore(self.state.current, trainer)
+                trainer.clear()  # copies of what the stage has now
+            else:
+                stage.begin(self.state.current.stores)
+                self._announce(config, stage)
+            self.state.current = stage.state
+            async with nullcontext() if self._serving is None else self._serving(stage):
+                await self._train(config, stage)
+        finally:
+            await stage.close()
+
+    def _announce(self, config: StageConfig, stage: TrainingLoop) -> None:
+        self._monitor.message(
+            f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, "
+            f"{len(stage.tasks.training.tasks)} tasks loaded, {len(stage.tasks.training.rejected)} rejected"
+        )
+        if stage.elsewhere:
+            self._monitor.message(stage.elsewhere)
+        for note in (*stage.describe_residency(), *stage.tasks.notes):
+            self._monitor.message(note)
+
+    async def _train(self, config: StageConfig, stage: TrainingLoop) -> None:
+        state, started = stage.state, time.perf_counter()
+        if (
+            state.step == 0
+            and self.state.stage
+            and _evaluation_key(self._stages[self.state.stage - 1]) != _evaluation_key(config)
+        ):
+            self.state.best_value = self.state.best_step = None  # another measure: not comparable
+        try:
+            if config.evaluates_exclusively and state.step == 0 and config.evaluation and config.evaluation.at_start:
+                await self._evaluate_at_start(config, stage)
+            while state.step < config.steps and not state.stopped:
+                await self._one_step(config, stage)
+                started = self._clock(config.name, started)
+        except Interrupted:
+            self._clock(config.name, started)
+            if self.state.step not in self._checkpoints.steps():
+                await self._checkpoint(stage)
+            raise
+        self.state.stage += 1
+        self.state.current = StageState(stores=state.stores)
+        self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
+
+    async def _evaluate_at_start(self, config: StageConfig, stage: TrainingLoop) -> None:
+        """Evaluate before the first step, unless the stage before has just done the same."""
+        done = [(each["step"], each["stage"]) for each in self.state.evaluations]
+        if (self.state.step, config.name) in done or self._already_evaluated(config):
+            return  # also where the run was interrupted between the evaluation and the first step
+        metrics = await self._interrupts.guard(self._evaluate(config, stage))
+        self._monitor.evaluation({"step": self.state.step, **metrics})
+
+    def _already_evaluated(self, config: StageConfig) -> bool:
+        """Whether the last evaluation of the stage before says the same; it is noted as one of this stage, too."""
+        before = self._stages[self.state.stage - 1] if self.state.stage else None
+        if before is None or _evaluation_key(before) != _evaluation_key(config):
+            return False
+        done = [each for each in self.state.evaluations if each["step"] == self.state.step]
+        if done and all(each["stage"] != config.name for each in done):
+            self.state.evaluations.append(done[-1] | {"stage": config.name})
+        return bool(done)
+
+    def _is_due(self, config: StageConfig, stage: TrainingLoop) -> bool:
+        """Whether the weights as they are shall be evaluated while the next step rolls out.
+
+        A run that goes on from a checkpoint evaluates again what it was written with, beside the same rollouts: so it
+        computes the same as a run that was not stopped. Some stages are evaluated alone, before the next step.
+        """
+        if config.evaluation is None or config.evaluates_exclusively:
+            return False
+        if stage.state.step == 0:
+            return config.evaluation.at_start and not self._already_evaluated(config)
+        return stage.state.step % config.evaluation.every == 0
+
+    async def _step(self, config: StageConfig, stage: TrainingLoop) -> tuple[StepResult, Note | None]:
+        """The next step of the stage; the weights as they are are evaluated beside it where that is due.
+
+        Nothing is awaited after the update, so that an interrupted step is either made or not. What has to be noted of
+        an evaluation by then comes second.
+        """
+        if not self._is_due(config, stage):
+            return await stage.step(), None
+        assert stage.evaluator is not None
+        evaluation, noted = stage.evaluator.begin(), False
+
+        async def note() -> None:
+            nonlocal noted
+            with stage.record_span("eval", "rewards of the evaluation"):
+                found = await evaluation.result()
+            self._note(config, stage, found)
+            self._monitor.evaluation({"step": self.state.step, **found.metrics})
+            noted = True
+            if stage.state.step > 0 and self._is_best():
+                await self._timed_checkpoint(stage)
+
+        async def before_update() -> None:
+            with stage.record_span("eval", "completions of the evaluation"):
+                await evaluation.generated()
+            if self._config.checkpoint.keep_best or stage.awaits_all_rewards:
+                await note()
+
+        try:
+            return await stage.step(before_update), None if noted else note
+        except BaseException:
+            await evaluation.cancel()
+            raise
+
+    async def _one_step(self, config: StageConfig, stage: TrainingLoop) -> None:
+        result, note = await self._interrupts.guard(self._step(config, stage))
+        if note is not None:
+            await note()
+        self.state.step = stage.version
+        self.state.generated_tokens += result.generated_tokens
+        self.state.generation_seconds += result.seconds.get("rollout", 0.0)
+        tokens = result.generated_tokens or result.metrics["tokens"]
+        metrics = {"step": self.state.step, "stage": config.name, "version": stage.version, **result.metrics}
+        metrics["tokens_per_second"] = tokens / result.seconds["total"]
+        metrics |= {f"seconds/{phase}": seconds for phase, seconds in result.seconds.items()}
+        metrics["seconds/checkpoint"], self._checkpoint_seconds = self._checkpoint_seconds, 0.0
+        last = stage.state.step == config.steps
+        due = config.evaluates_exclusively and config.evaluation and stage.state.step % config.evaluation.every == 0
+        if config.evaluation is not None and (last or due):
+            began = time.perf_counter()
+            metrics |= await self._evaluate(config, stage)
+            metrics["seconds/eval"] = time.perf_counter() - began
+        # metrics before the checkpoint: a run killed in between makes the step again and drops this line
+        self._monitor.step(metrics, result.experiences, result.began, result.spans)
+        for reward, warning in rewards_without_verdict(result.experiences).items():
+            if (config.name, reward) not in self._warned:
+                self._monitor.message(warning)
+            self._warned.add((config.name, reward))
+        every = stage.state.step % self._config.checkpoint.every == 0
+        if not last and not stage.state.stopped and (every or self._is_best()):
+            await self._timed_checkpoint(stage)
+
+    def _is_best(self) -> bool:
+        """Whether the weights as they are have the best evaluation so far, and are to be kept for it."""
+        return bool(self._config.checkpoint.keep_best) and self.state.best_step == self.state.step
+
+    async def _timed_checkpoint(self, stage: TrainingLoop) -> None:
+        if self.state.step not in self._checkpoints.steps():
+            began = time.perf_counter()
+            await self._checkpoint(stage)
+            self._checkpoint_seconds += time.perf_counter() - began
+
+    async def _evaluate(self, config: StageConfig, stage: TrainingLoop) -> dict[str, float]:
+        """Evaluate alone, and wait for it; the metrics."""
+        found = await stage.evaluate()
+        self._note(config, stage, found)
+        return found.metrics
+
+    def _note(self, config: StageConfig, stage: TrainingLoop, found: EvaluationResult) -> None:
+        """Store an evaluation, note the best, decide on early stopping. A run that was stopped may do it again."""
+        step, metrics, earlier = self.state.step, found.metrics, self.state.evaluations
+        self._evaluations.write(step, found.experiences)
+        results = json.dumps(to_jsonable(dict(found.to_json(step=step, stage=config.name))), allow_nan=False) + "\n"
+        atomic_write(self._evaluations.folder / f"step-{step:06d}.json", results.encode())
+        known = [each for each in earlier if (each["step"], each["stage"]) != (step, config.name)]
+        self.state.evaluations = [*known, {"step": step, "stage": config.name, **metrics}]
+        value = metrics.get(_best_metric(self._config, config))
+        if value is not None and (self.state.best_value is None or value > self.state.best_value):
+            self.state.best_value, self.state.best_step = value, step
+        if config.early_stop is not None:
+            stage.state.consider_stopping(config.early_stop, metrics[config.early_stop.metric])
+
+    def _clock(self, stage: str, since: float) -> float:
+        now = time.perf_counter()
+        self.state.seconds[stage] = self.state.seconds.get(stage, 0.0) + now - since
+        return now
+
+    async def _checkpoint(self, stage: TrainingLoop) -> None:
+        self.state.current = await stage.snapshot()
+        self._write(stage.trainer_state(), stage)
+
+    def _write(self, trainer: dict[str, Any], stage: TrainingLoop) -> None:
+        self._context.set_activity(f"write the checkpoint of step {self.state.step}")
+        stage.gather()
+        model, tokenizer = self._policy.model, self._policy.tokenizer
+        self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove checkpoints that are not to be kept; a run killed between writing and this does it on resuming."""
+        config = self._config.checkpoint
+        best = self.state.best_step if config.keep_best else None
+        self._checkpoints.prune(config.keep_last, [] if best is None else [best])
+
+
+def _evaluation_key(stage: StageConfig) -> Any:
+    """What an evaluation of this stage depends on, besides the weights."""
+    if stage.evaluation is None:
+        return None
+    asked = stage.evaluation.model_dump(exclude={"every", "at_start"})
+    own = stage.name if any(each.policy is not None for each in stage.models.values()) else ""  # frozen at its start
+    examples = stage.taskset if stage.uses_task_examples else None
+    parts = stage.workflow, stage.environment, stage.tools, stage.models, stage.judging
+    return asked, stage.rollout.model_dump(), stage.rewards, *parts, own, examples
+
+
+def _best_metric(config: RunConfig, stage: StageConfig) -> str:
+    """The metric by which the best checkpoint of a stage is chosen."""
+    assert stage.evaluation is not None
+    chosen = config.checkpoint.keep_best
+    return chosen if isinstance(chosen, str) else stage.evaluation.watched()[0]

@@ -1,0 +1,64 @@
+"""The prompts that the teacher of algorithm `self_distill` reads: the task's, with what the policy does not see."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from rollmill.data import encode_privileged_prompt
+from rollmill.data.template import PromptTemplate
+from rollmill.recipes import SelfDistill
+from rollmill.types import Experience, IntArray, Task
+
+
+class PrivilegedContext:
+    """Gives experiences their `teacher_prompt`.
+
+    Args:
+        tasks: by their ids. An experience of a task that is not among them gets none.
+        longest: longest sequence of the model in tokens. A completion that does not fit after its teacher's prompt gets
+            none.
+
+    Raises:
+        TasksetError: `algorithm.template` is no template.
+    """
+
+    def __init__(self, options: SelfDistill, tasks: Mapping[str, Task], tokenizer: Any, longest: int) -> None:
+        self._options, self._tasks, self._tokenizer, self._longest = options, tasks, tokenizer, longest
+        self._template = PromptTemplate(options.template, "algorithm.template")
+
+    def give(self, experiences: Sequence[Experience]) -> dict[str, float]:
+        """Set `teacher_prompt` of all experiences for which there is a context.
+
+        Returns:
+            teacher/context, the share of them; teacher/prompt_tokens, the mean length of their prompts.
+        """
+        groups: dict[str, list[Experience]] = {}
+        for each in experiences:
+            groups.setdefault(each.group, []).append(each)
+        lengths: list[int] = []
+        for each in experiences:
+            task = self._tasks.get(each.task_id)
+            context = None if task is None else self._context(each, task, groups[each.group])
+            each.teacher_prompt = None if task is None or context is None else self._prompt(each, task, context)
+            if each.teacher_prompt is not None:
+                lengths.append(len(each.teacher_prompt))
+        share = {"teacher/context": len(lengths) / max(len(experiences), 1)}
+        return share | ({"teacher/prompt_tokens": float(np.mean(lengths))} if lengths else {})
+
+    def _context(self, experience: Experience, task: Task, group: Sequence[Experience]) -> str | None:
+        if self._options.context == "solution":
+            return task.response
+        if self._options.context == "answer":
+            return None if task.answer is None else str(task.answer)
+        least = self._options.success_at_least
+        others = (each for each in group if each is not experience)
+        return next((each.response for each in others if each.reward is not None and each.reward >= least), None)
+
+    def _prompt(self, experience: Experience, task: Task, context: str) -> IntArray | None:
+        ids = encode_privileged_prompt(task, self._tokenizer, self._template, context)
+        start = int(np.argmax(experience.action_mask))
+        fits = len(ids) + len(experience.token_ids) - start <= self._longest
+        return np.array(ids, np.int32) if fits else None

@@ -1,0 +1,63 @@
+"""A run directory belongs to one process at a time: two that continue a run would overwrite each other's steps."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from rollmill.errors import ConfigError
+from rollmill.files import explain_write_errors
+from rollmill.remote.run_state import is_locked, try_lock
+
+LOCK, TRAINER_LOCK = "run.lock", "trainer.lock"
+"""The second is for a trainer that is another process than the command; it may outlive it by a moment."""
+_LOOK_S = 0.05
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+
+
+@contextmanager
+def hold_run_lock(run_dir: Path, lock: str = LOCK, patience_s: float = 0.0) -> Iterator[None]:
+    """Inside, no other process runs or resumes what is in this directory; on a disk without locks nobody knows.
+
+    Args:
+        lock: TRAINER_LOCK: no other process trains.
+        patience_s: how long to wait for one that does.
+
+    Raises:
+        ConfigError: another process does; says which.
+        RollmillError: the directory cannot be written.
+    """
+    path = run_dir / lock
+    with explain_write_errors(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        ends = time.monotonic() + patience_s
+        while (held := _locked(path)) is None and time.monotonic() < ends:
+            time.sleep(_LOOK_S)
+        if held is None:
+            who = path.read_text().strip() or "another process"
+            raise ConfigError(f"{run_dir} is in use by {who}; wait until it ends, or choose another folder with --out")
+        held.truncate(0)
+        held.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        held.flush()
+    with held:
+        yield
+
+
+def is_run_locked(run_dir: Path) -> bool:
+    """Whether a process runs or resumes what is in this directory."""
+    return is_locked(run_dir / LOCK)
+
+
+def _locked(path: Path) -> IO[str] | None:
+    try:
+        return try_lock(path)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return path.open("a")
+        raise

@@ -1,0 +1,333 @@
+"""Rollouts of one stage: which task is started when, how long its completions go on, and what is put away or stopped.
+
+    sampler -> explorer -> queue
+
+Three rules for the end of a step's rollouts: everything that was started has its tokens; with `rollout.oversample`, as
+many groups as are needed; with `rollout.token_budget`, the step's groups, and that many tokens were generated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import NamedTuple, Protocol, runtime_checkable
+
+from rollmill.buffer import ExperienceStore, GroupQueue
+from rollmill.buffer.base import oldest_version
+from rollmill.buffer.group_queue import PendingGroup
+from rollmill.config.run import StageConfig
+from rollmill.data import Sampler
+from rollmill.orchestrator.deadline import wait_with_deadline
+from rollmill.orchestrator.oversampling import MAX_STOPS, LengthBias, StoppedTasks
+from rollmill.orchestrator.pacing import Pacing
+from rollmill.orchestrator.partial_rollouts import (
+    SEGMENTS,
+    PartialRollouts,
+    count_unfinished,
+    response_tokens,
+    trainable_part,
+)
+from rollmill.orchestrator.state import StageState
+from rollmill.rollout import Explorer
+from rollmill.rollout.base import ExplorerProtocol
+from rollmill.rollout.runner import REJECTION_REASON_KEY
+from rollmill.seeds import derive_seed
+from rollmill.serialization import decode_experience, encode_experience
+from rollmill.types import Experience, Task
+
+
+class TokenCounter(Protocol):
+    """What rollouts ask of engines."""
+
+    tokens_generated: int
+
+
+@runtime_checkable
+class Interruptible(TokenCounter, Protocol):
+    """And of one whose completions are cut into parts."""
+
+    def interrupt(self) -> None:
+        """See RolloutEngine."""
+
+
+class RolloutScheduler:
+    """Groups of completions from their tasks until their tokens are there.
+
+    Args:
+        task: by id.
+        first_version: of the weights when the stage began.
+        seed: what completions' seeds derive from.
+        uses_greedy: the algorithm compares with one greedy completion per task.
+        prefix: begins the names of groups; None: the stage's name.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        *,
+        sampler: Sampler,
+        explorer: ExplorerProtocol,
+        engine: TokenCounter,
+        store: ExperienceStore,
+        task: Callable[[str], Task],
+        first_version: int,
+        seed: int,
+        uses_greedy: bool,
+        prefix: str | None = None,
+    ) -> None:
+        self._config, self._rollout, self._task = config, config.rollout, task
+        self._prefix = config.name if prefix is None else prefix
+        self._first_version, self._seed = first_version, seed
+        self._sampler, self._explorer, self._engine = sampler, explorer, engine
+        self._roll = partial(explorer.rollout, with_greedy=uses_greedy)
+        self._pacing = Pacing(config.rollout.batch, config.max_staleness, config.steps)
+        self._submitted = 0
+        self._unfinished: list[tuple[int, str]] = []  # what is started again, first of all
+        self._stopped = StoppedTasks(config.rollout.oversample)
+        self._partials = PartialRollouts(store, config.name)
+        self._put_away: dict[int, list[Experience]] = {}  # by number
+        self._step, self._budget_ends = -1, 0
+        self._counted: Counter[str] = Counter()
+        self._lengths = LengthBias()
+        self._at_boundary: list[PendingGroup] = []
+        self.queue = GroupQueue()
+
+    async def run(self, version: int, waiting: int, deadlines: int = 1) -> None:
+        """Start what the pacing rule admits while weights are at `version`, and wait for its tokens.
+
+        Args:
+            waiting: groups that wait in the buffer for a step.
+            deadlines: how many times rollout.deadline_s it may take.
+
+        Raises:
+            DeadlineError: it takes too long.
+            RollmillError: a rollout failed.
+        """
+        self._begin_step(version)
+        before, done, ahead = self._engine.tokens_generated, version - self._first_version, waiting + len(self.queue)
+        started = self._admit(done, ahead)
+        admitted = len(started)
+        for _ in range(self._stopped.extra(admitted)):
+            started.append(self._start_next(self._pacing.step_of(done, ahead + admitted - 1)))
+        await asyncio.sleep(0)  # lets what was admitted reach the engine
+        if self._rollout.token_budget is not None:
+            work = self._until_spent(max(self._rollout.batch - waiting, 0))
+        elif len(started) > admitted:
+            work = self._until_admitted(started, admitted, before)
+        elif self._explorer.elsewhere:
+            work = self.queue.wait_all_generated(max(self._rollout.batch - waiting, 0))  # others go on while we train
+        else:
+            work = self.queue.wait_all_generated()
+        deadline = deadlines * self._rollout.deadline_s
+        await wait_with_deadline(work, deadline, "the master", "the engine to finish its completions")
+        self.queue.raise_failure()
+
+    def start(self, version: int, others: int) -> int:
+        """Start what the pacing rule admits while weights are at `version`, and wait for nothing; how many.
+
+        Args:
+            others: groups besides those under way here that come before in the next steps.
+        """
+        self._begin_step(version)
+        return len(self._admit(version - self._first_version, others + len(self.queue)))
+
+    def ready(self, count: int) -> bool:
+        """Whether a step can take groups: there are some, and none of the `count` oldest has been put away."""
+        taken = self.queue.first(count)
+        return bool(taken) and all(number > taken[-1].number for number in self._put_away)
+
+    def _begin_step(self, version: int) -> None:
+        """Go on with what was put away: before this step or, if it had to begin again, within it."""
+        continued, is_new = self._put_away, version != self._step
+        if is_new and self._rollout.token_budget is not None:
+            continued = self._partials.take(step=version + 1)
+            self._budget_ends = self._engine.tokens_generated + self._rollout.token_budget
+        self._step, self._put_away = version, {}
+        for number, begun in continued.items():
+            oldest = oldest_version(begun)
+            if 0 <= oldest < version - self._config.max_staleness:
+                begun = []  # others were put into the buffer before it meanwhile: its tokens are too old
+                self._counted["partial/late"] += 1
+            self._counted["continued"] += count_unfinished(begun) if is_new else 0
+            self._start(number, self._task(continued[number][0].task_id), begun)
+
+    # -- starting ----------------------------------------------------------------------------------------------
+
+    def name_of(self, number: int) -> str:
+        """The name of a group."""
+        return f"{self._prefix}-{number:06d}"
+
+    def _admit(self, done: int, ahead: int) -> list[_StartedGroup]:
+        """Start what the pacing rule admits."""
+        started: list[_StartedGroup] = []
+        while self._pacing.may_start(done, ahead + len(started)):
+            started.append(self._start_next(self._pacing.step_of(done, ahead + len(started))))
+        return started
+
+    def _start_next(self, step: int) -> _StartedGroup:
+        """Start the next task, which is for a step of the stage."""
+        if self._unfinished:
+            number, id = self._unfinished.pop(0)
+            self._start(number, self._task(id))
+            return _StartedGroup(number, self._task(id), 0)
+        number, self._submitted = self._submitted, self._submitted + 1
+        task, times = self._stopped.next() or (self._sampler.next(step), 0)
+        self._start(number, task)
+        return _StartedGroup(number, task, times)
+
+    def _start(self, number: int, task: Task, begun: Sequence[Experience] = ()) -> None:
+        sampling, seed = self._rollout, derive_seed(self._seed, number)
+        group = self.name_of(number)
+        if sampling.token_budget is not None:
+            work = self._in_parts(number, task, group, seed, begun)
+        else:
+
+            def generated(experiences: list[Experience]) -> None:
+                self.queue.generated(number, experiences)
+
+            work = self._roll(task, sampling, n=sampling.group_size, seed=seed, group=group, generated=generated)
+        self.queue.put(number, f"task {task.id}", asyncio.ensure_future(work), task=task.id)
+
+    async def _in_parts(
+        self, number: int, task: Task, group: str, seed: int, begun: Sequence[Experience]
+    ) -> list[Experience]:
+        """The judged experiences of a group; if it is interrupted, it leaves the queue and is put away."""
+        sampling = self._rollout
+        assert isinstance(self._explorer, Explorer)
+        part = await self._explorer.part(task, sampling, n=sampling.group_size, seed=seed, group=group, begun=begun)
+        if count_unfinished(part.experiences):
+            self._put_away[number] = part.experiences
+            self.queue.withdraw(number)
+            return []
+        newest = sampling.partial.learn == "newest"
+        part.experiences = [trainable_part(each, newest=newest) for each in part.experiences]
+        self._counted["whole"] += len(part.experiences)
+        self._counted["segments"] += sum(each.info[SEGMENTS] for each in part.experiences)
+        self.queue.generated(number, part.experiences)
+        await self._explorer.judge(task, sampling, part)
+        return part.experiences
+
+    # -- ending ------------------------------------------------------------------------------------------------
+
+    async def _until_spent(self, needed: int) -> None:
+        """Until the oldest `needed` groups are whole and the budget is spent, or nothing is left; then put away."""
+
+        def enough() -> bool:
+            spent = self._engine.tokens_generated >= self._budget_ends
+            return self.queue.all_have_tokens(needed if spent else None)
+
+        while not (enough() or self.queue.failed()):
+            await asyncio.sleep(0)  # the engine makes one step meanwhile
+        assert isinstance(self._engine, Interruptible)
+        self._engine.interrupt()
+        await self.queue.wait_all_generated()
+        groups = [group.known or [] for group in self.queue.all()]
+        taken, everything = groups[:needed], [*groups, *self._put_away.values()]
+        self._lengths = LengthBias()
+        self._lengths.add(*_count_tokens(taken), *_count_tokens(everything))
+
+    async def _until_admitted(self, started: Sequence[_StartedGroup], admitted: int, before: int) -> None:
+        """Until as many of the groups have their tokens as the pacing rule admits; then stop the others.
+
+        Rejected groups leave nothing to learn from, and end early where something has failed: they are not counted.
+        """
+        numbers = [each.number for each in started]
+        impatient = sorted((each for each in started if each.stopped >= MAX_STOPS), key=lambda each: -each.stopped)
+        needed = [each.number for each in impatient[:admitted]]
+        chosen = await self.queue.wait_first_generated(numbers, admitted, needed=needed, counts=_is_useful)
+        if self.queue.failed():
+            return
+        empty = self.queue.there(numbers, lambda group: not _is_useful(group))
+        others = [each for each in started if each.number not in (*chosen, *empty)]
+        taken = sum(each.action_tokens for number in chosen for each in self.queue.tokens_of(number))
+        await self.queue.drop([each.number for each in others])
+        for each in others:
+            self._stopped.add(each.task, each.stopped)
+        tokens, size = self._engine.tokens_generated - before, self._rollout.group_size
+        self._counted["stopped"] += len(others)
+        self._counted["wasted_tokens"] += tokens - taken
+        self._lengths.add(taken, len(chosen) * size, tokens, len(started) * size)
+
+    def end_step(self) -> None:
+        """The step's groups are taken: what is unfinished goes to the buffer."""
+        self._partials.put(self._put_away, self._step)
+        self._counted["partial"] += sum(count_unfinished(each) for each in self._put_away.values())
+        self._put_away = {}
+
+    def metrics(self) -> dict[str, float]:
+        """What has become of rollouts since the last call."""
+        counted, self._counted = self._counted, Counter()
+        lengths, self._lengths = self._lengths, LengthBias()
+        found = self._explorer.take_counts()
+        if self._rollout.oversample:
+            found |= {key: float(counted[key]) for key in ("stopped", "wasted_tokens")}
+        if self._rollout.token_budget is not None:
+            found |= {key: float(counted[key]) for key in ("continued", "partial", "partial/late")}
+        if counted["whole"]:
+            found["segments"] = counted["segments"] / counted["whole"]
+        if lengths.bias is not None:
+            found["length_bias"] = lengths.bias
+        return {f"rollout/{key}": value for key, value in found.items()}
+
+    # -- checkpoints -------------------------------------------------------------------------------------------
+
+    def unfinished(self) -> list[tuple[int, str]]:
+        """Number and task of every group that is under way, or that is to be started again."""
+        under_way = [(group.number, group.task) for group in self.queue.all()]
+        return sorted([*under_way, *self._unfinished])
+
+    def start_again(self, unfinished: Sequence[tuple[int, str]]) -> None:
+        """Groups that were under way when the process ended come first, under the same names."""
+        self._unfinished = list(unfinished)
+
+    def mark(self, state: StageState) -> None:
+        """Note a step boundary in the stage's state."""
+        state.submitted, state.again = self._submitted, self._stopped.state()
+        state.tasks = self._sampler.state_dict()
+        self._at_boundary = self.queue.all()
+
+    async def snapshot(self, state: StageState) -> None:
+        """Put the groups of the last boundary into the state; waits for rewards of rollouts that have finished."""
+        waiting = self._at_boundary
+        rewards = asyncio.gather(*(group.future for group in waiting))
+        await wait_with_deadline(
+            rewards, self._rollout.deadline_s, "the checkpoint", f"the rewards of {len(waiting)} groups"
+        )
+        state.groups = [[encode_experience(each, routing=True) for each in group.future.result()] for group in waiting]
+        state.numbers = [group.number for group in waiting]
+
+    def restore(self, state: StageState) -> None:
+        """Go on from a checkpoint."""
+        self._submitted = state.submitted
+        self._stopped.restore([(self._task(id), times) for id, times in state.again])
+        assert state.tasks is not None
+        self._sampler.load_state_dict(state.tasks)
+        numbers = state.numbers or range(len(state.groups))  # an older version noted none
+        groups = [[decode_experience(row) for row in group] for group in state.groups]
+        self.queue.restore(dict(zip(numbers, groups, strict=True)))
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        await self.queue.cancel()
+
+
+class _StartedGroup(NamedTuple):
+    number: int
+    task: Task
+    stopped: int  # how often it was stopped before
+
+
+def accepted(group: Sequence[Experience]) -> list[Experience]:
+    """The experiences of a group without those of rejected rollouts."""
+    return [each for each in group if REJECTION_REASON_KEY not in each.info]
+
+
+def _is_useful(group: Sequence[Experience]) -> bool:
+    return bool(accepted(group))
+
+
+def _count_tokens(groups: Sequence[Sequence[Experience]]) -> tuple[int, int]:
+    """Tokens and completions of groups."""
+    return sum(map(response_tokens, groups)), sum(map(len, groups))

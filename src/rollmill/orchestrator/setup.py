@@ -1,0 +1,231 @@
+"""What a run needs before its first step: data, the model, and what is measured of the machine once."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.describe import evaluation_key
+from rollmill.config.engine import NativeEngineConfig
+from rollmill.config.loader import LoadedRun
+from rollmill.config.model import ModelConfig
+from rollmill.config.placement import InlinePlacement, PlacementConfig
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.data import Taskset, load_taskset
+from rollmill.errors import ConfigError, CorruptFileError, ModelError
+from rollmill.files import atomic_write
+from rollmill.models.classifier import require_classifier_support
+from rollmill.models.load import PolicyModel
+from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
+from rollmill.models.recurrent import recurrent_layers
+from rollmill.models.run_tokenizer import save_run_tokenizer
+from rollmill.orchestrator.buffers import Buffers
+from rollmill.orchestrator.checkpoint import Checkpoints, unreadable
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.engine import replays_routing
+from rollmill.orchestrator.offload import build_offload_plan
+from rollmill.orchestrator.task_selection import StageTasks, select_tasks
+from rollmill.recipes import RewardModel
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rewards.references import require_references
+from rollmill.strict_files import read_json_object
+from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer.verification import load_verified_policy
+from rollmill.types import Task
+
+NO_TASKS = Taskset("none", [], [])
+MACHINE = "machine.json"
+
+
+def prepare_first_stage(loaded: LoadedRun, folder: Path) -> tuple[PolicyModel, list[StageTasks], RunContext]:
+    """What the stages of a run are made of, in one process and without a run, for measurements; writes into `folder`
+    what a run keeps of its machine. Raises like `run`.
+    """
+    setup = set_up_run(loaded, folder, None)
+    buffers = Buffers(folder, setup.run_id, read_only=True)
+    return setup.policy, setup.tasks, setup.context(loaded, folder, buffers, InlinePlacement())
+
+
+@dataclass(frozen=True)
+class RunSetup:
+    policy: PolicyModel
+    tasks: list[StageTasks]
+    precision: str
+    threads: int
+    run_id: str
+    judges: list[RewardManager]  #: closed; they keep the reward models that the stages share in memory
+
+    def context(self, loaded: LoadedRun, run_dir: Path, buffers: Buffers, placement: PlacementConfig) -> RunContext:
+        """What the stages share."""
+        config = loaded.config
+        return RunContext(
+            run_dir,
+            self.run_id,
+            config.seed,
+            self.precision,
+            self.threads,
+            buffers,
+            config.plugins,
+            placement,
+        )
+
+    def describe(self, run_dir: Path) -> str:
+        count = sum(parameter.numel() for parameter in self.policy.model.parameters())
+        return (
+            f"{type(self.policy.model).__name__}, {count / 1e6:.2f}M parameters, {self.precision} on "
+            f"{self.policy.device} with {self.threads} thread(s); run directory {run_dir}"
+        )
+
+
+def set_up_run(loaded: LoadedRun, run_dir: Path, step: int | None, *, joined: bool = False) -> RunSetup:
+    """Data, model and machine settings; the model is the checkpoint's where there is one.
+
+    Args:
+        joined: another process of the run has written what is the run's own.
+    """
+    config = loaded.config
+    torch.manual_seed(config.seed)
+    torch.set_num_threads(1 if config.threads == "auto" else config.threads)
+    device = choose_device(config.device)
+    # what is missing in the last stage's rewards shows before the first has run
+    wanted = [(rewards, stage.judging) for stage in loaded.stages for rewards in _rewards(stage)]
+    judges = [build_reward_manager(rewards, judging, device=str(device)) for rewards, judging in wanted]
+    for judge in judges:
+        judge.close()
+    tasksets = _load_tasksets(loaded.stages)
+    adapted = config.model.lora is not None
+    model = config.model if step is None or adapted else ModelConfig(path=Checkpoints(run_dir).path(step))
+    training = [tasksets[_key(stage.taskset)] for stage in loaded.stages if stage.taskset is not None]
+    try:
+        policy = load_verified_policy(model, texts=lambda: _texts(training), seed=config.seed, device=device)
+        if step is not None and adapted:
+            load_adapter(policy.model, Checkpoints(run_dir).path(step) / ADAPTER_FOLDER)
+    except ModelError as error:
+        if step is None:
+            raise
+        raise unreadable(Checkpoints(run_dir).path(step), error) from error
+    if any(isinstance(stage.algorithm, RewardModel) for stage in loaded.stages):
+        require_classifier_support(policy.model)
+    for stage in loaded.stages:
+        if isinstance(stage.engine, NativeEngineConfig) and recurrent_layers(policy.model):
+            _refuse_drafts(stage, type(policy.model).__name__)
+        replays_routing(stage, policy.model)  # refuses what cannot be replayed
+    tasks = [_select(stage, policy, tasksets) for stage in loaded.stages]
+    machine = _machine_settings(run_dir, loaded, policy)
+    if joined and config.threads != "auto":
+        machine["threads"] = config.threads
+    torch.set_num_threads(machine["threads"])
+    for stage in loaded.stages:
+        if stage.residency is not None:
+            build_offload_plan(
+                stage, policy, machine["precision"]
+            )  # what does not fit shows before the first stage has run
+    if not joined:
+        save_run_tokenizer(run_dir, policy.tokenizer, policy.end_id)
+    return RunSetup(policy, tasks, machine["precision"], machine["threads"], machine["run_id"], judges)
+
+
+def _refuse_drafts(stage: StageConfig, model: str) -> None:
+    """Raises ConfigError where a stage has drafts checked: the state of recurrent layers cannot be cut back."""
+    rollouts = {"rollout": stage.rollout}
+    for name, each in ({} if stage.evaluation is None else stage.evaluation.all_sets()).items():
+        rollouts[evaluation_key(name)] = stage.for_evaluation(each).rollout
+    for place, rollout in rollouts.items():
+        keys = [key for key in ("reuse", "ngram_draft") if getattr(rollout, key) is not None]
+        if keys:
+            raise ConfigError(
+                f"stage {stage.name}: {place}: {keys[0]} does not work with {model}, which has recurrent layers: their "
+                "state cannot go back to before a draft that is rejected; remove this key"
+            )
+
+
+def _rewards(stage: StageConfig) -> list[list[RewardConfig]]:
+    """The rewards of a stage, and those that sets of held-out tasks have of their own."""
+    sets = [] if stage.evaluation is None else stage.evaluation.all_sets().values()
+    return [stage.rewards, *(each.rewards for each in sets if each.rewards is not None)]
+
+
+def _select(stage: StageConfig, policy: PolicyModel, tasksets: dict[str, Taskset]) -> StageTasks:
+    sets = {} if stage.evaluation is None else stage.evaluation.all_sets()
+    held_out = {name: tasksets[_key(each.taskset)] for name, each in sets.items()}
+    training = NO_TASKS if stage.taskset is None else tasksets[_key(stage.taskset)]
+    require_references(stage.rewards, training.tasks, f"stage {stage.name}: taskset")
+    for name, each in sets.items():
+        rewards = stage.rewards if each.rewards is None else each.rewards
+        require_references(rewards, held_out[name].tasks, f"stage {stage.name}: {evaluation_key(name)}")
+    return select_tasks(stage, policy, training, held_out)
+
+
+def _machine_settings(run_dir: Path, loaded: LoadedRun, policy: PolicyModel) -> dict[str, Any]:
+    """Thread count and precision, measured once per run and stored, so that a resumed run computes the same; and what
+    a database knows the run by.
+    """
+    path = run_dir / MACHINE
+    if path.is_file():
+        stored = read_json_object(path)
+        if missing := [key for key in ("threads", "precision") if key not in stored]:
+            raise CorruptFileError(f"{path} is damaged: it has no {missing[0]}; put the file back")
+        if "run_id" not in stored:  # an older version made the run
+            stored["run_id"] = uuid.uuid4().hex
+            atomic_write(path, (json.dumps(stored) + "\n").encode())
+        return stored
+    wanted = {stage.trainer.precision for stage in loaded.stages}
+    if len(wanted) > 1:
+        raise ConfigError(f"trainer.precision must be the same in all stages, found {', '.join(sorted(wanted))}")
+    threads = loaded.config.threads
+    chosen = choose_threads(policy.model) if threads == "auto" else threads
+    torch.set_num_threads(chosen)
+    precision = wanted.pop()
+    if precision == "auto":
+        precision = choose_precision(policy.model, policy.device)
+    machine = {"threads": chosen, "precision": precision, "run_id": uuid.uuid4().hex}
+    atomic_write(path, (json.dumps(machine) + "\n").encode())
+    return machine
+
+
+def _load_tasksets(stages: list[StageConfig]) -> dict[str, Taskset]:
+    loaded: dict[str, Taskset] = {}
+    for stage in stages:
+        for config in (stage.taskset, *(stage.evaluation.tasksets() if stage.evaluation else [])):
+            if config is not None and _key(config) not in loaded:
+                loaded[_key(config)] = load_taskset(config)
+    return loaded
+
+
+def _key(config: TasksetConfig) -> str:
+    return config.model_dump_json()
+
+
+def _texts(tasksets: list[Taskset]) -> Iterator[str]:
+    """All text of the training tasks: what a new tokenizer is trained on."""
+    for taskset in tasksets:
+        for task in taskset.tasks:
+            yield from _task_texts(task)
+
+
+def _task_texts(task: Task) -> Iterator[str]:
+    if isinstance(task.prompt, str):
+        yield task.prompt
+    else:
+        yield from (message["content"] for message in task.prompt)
+    if task.response is not None:
+        yield task.response
+    if task.answer is not None:
+        yield str(task.answer)
+
+
+def choose_device(wanted: str) -> torch.device:
+    """The device of the key `device`. Raises ConfigError where there is none."""
+    if wanted == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if wanted == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("device: cuda, but torch finds no CUDA device; use device: auto or cpu")
+    return torch.device(wanted)

@@ -1,0 +1,43 @@
+"""What a run came to."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.state import RunState
+from rollmill.trackers.summary import peak_rss_mb
+
+
+def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, status: str = "done") -> dict[str, Any]:
+    """The contents of summary.json.
+
+    accuracy_before and accuracy_after are the first and the last evaluation of the last stage that was evaluated:
+    greedy accuracy, or sampled where greedy is off, of the first set; null where there was none.
+    """
+    evaluated = state.evaluations[-1]["stage"] if state.evaluations else None
+    of_stage = [record for record in state.evaluations if record["stage"] == evaluated]
+    steps = checkpoints.steps()
+    return {
+        "status": status,
+        "stages": stages,
+        "steps": state.step,
+        "accuracy_before": _accuracy(of_stage[0]) if of_stage else None,
+        "accuracy_after": _accuracy(of_stage[-1]) if of_stage else None,
+        "evaluations": state.evaluations,
+        "seconds_by_stage": state.seconds,
+        "seconds": sum(state.seconds.values()),
+        "generated_tokens": state.generated_tokens,
+        "tokens_per_second": state.generated_tokens / state.generation_seconds if state.generation_seconds else None,
+        "peak_rss_mb": peak_rss_mb(),
+        "checkpoint": str(checkpoints.path(steps[-1])) if steps else None,
+        "best_step": state.best_step,
+        "best_checkpoint": str(checkpoints.path(state.best_step)) if state.best_step in steps else None,
+    }
+
+
+def _accuracy(record: dict[str, Any]) -> float | None:
+    for key, value in record.items():  # set by set, greedy before sampled
+        if key.startswith("eval/") and key.endswith(("/greedy", "/sampled")):
+            return float(value)
+    return None

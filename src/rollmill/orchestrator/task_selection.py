@@ -1,0 +1,210 @@
+"""The tasks of a stage that fit the model: what it rolls out, imitates and is evaluated on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from rollmill.config.algorithm import AlgorithmOptions
+from rollmill.config.run import StageConfig
+from rollmill.config.taskset import TasksetConfig
+from rollmill.data import RejectedRow, Taskset, encode_demonstration, encode_prompt
+from rollmill.errors import TasksetError
+from rollmill.models.load import PolicyModel
+from rollmill.recipes import KTO, SelfDistill
+from rollmill.types import Task
+
+_NAMED = 5
+_ADDED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class StageTasks:
+    """Tasks of one stage; every prompt and demonstration fits the model's context."""
+
+    training: Taskset  #: what training draws from; `rejected` has the rows and tasks that were left out
+    experts: Taskset | None  #: demonstrations, where the algorithm imitates
+    held_out: dict[str, list[Task]]  #: what is evaluated, by the name of its set
+    notes: list[str]  #: what the pipeline did, and what was left out because it is too long
+
+
+def select_tasks(
+    config: StageConfig, policy: PolicyModel, training: Taskset, held_out: Mapping[str, Taskset]
+) -> StageTasks:
+    """Choose a stage's tasks from its loaded tasksets.
+
+    A prompt has to leave room for one new token, a demonstration has to fit as a whole. Those that do not are left
+    out and noted (on_bad_row: skip).
+
+    Raises:
+        TasksetError: prompts or demonstrations are too long (on_bad_row: refuse), or nothing is left.
+    """
+    algorithm, notes = config.algorithm, [str(report) for report in training.reports]
+    experts = None
+    if "taskset" in config.experts.sources and algorithm.uses_examples:
+        pairs, labels = algorithm.uses_pairs, algorithm.uses_labels
+        found = _with_pairs(training) if pairs else _with_labels(training) if labels else _with_solutions(training)
+        if found.tasks:
+            measure = _pair if pairs or labels else _demonstration
+            experts = _keep_fitting(found, config.required_taskset, policy, measure, notes)
+            if isinstance(algorithm, KTO):
+                notes += _imbalance(experts, algorithm)
+        elif not set(config.experts.sources) - {"taskset", "run"}:
+            raise TasksetError(_no_experts(training, algorithm))
+    if isinstance(algorithm, SelfDistill):
+        training = _with_context(training, algorithm, config.required_taskset, notes)
+    if algorithm.uses_rollouts and config.workflow.uses_tasks:
+        training = _keep_fitting(training, config.required_taskset, policy, _prompt, notes)
+    elif experts is not None:
+        training = training.with_tasks(training.tasks, experts.rejected[len(training.rejected) :])
+    return StageTasks(training, experts, select_held_out(config, policy, held_out, notes), notes)
+
+
+def select_held_out(
+    config: StageConfig, policy: PolicyModel, held_out: Mapping[str, Taskset], notes: list[str]
+) -> dict[str, list[Task]]:
+    """The tasks of every set that is evaluated, by its name; `notes` gets what was left out. Raises TasksetError."""
+    evaluated: dict[str, list[Task]] = {}
+    for name, each in (config.evaluation.all_sets() if config.evaluation is not None else {}).items():
+        first = held_out[name].with_tasks(held_out[name].tasks[: each.limit], [])
+        evaluated[name] = _keep_fitting(first, each.taskset, policy, _prompt, notes).tasks
+    return evaluated
+
+
+_Measure = Callable[[Task, PolicyModel], tuple[str, int, int]]
+"""What of a task is measured, its tokens, and how many there may be."""
+
+
+def _prompt(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
+    return "prompt", len(encode_prompt(task, policy.tokenizer)), policy.context - 1
+
+
+def _demonstration(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
+    return "demonstration", len(encode_demonstration(task, policy.tokenizer, 0)[0]), policy.context
+
+
+def _pair(task: Task, policy: PolicyModel) -> tuple[str, int, int]:
+    """The longer one of its solutions, of which a labelled completion has one only."""
+    solutions = [each for each in (task.response, task.rejected) if each is not None]
+    longer = max(len(encode_demonstration(task, policy.tokenizer, 0, each)[0]) for each in solutions)
+    return "pair" if len(solutions) == 2 else "completion", longer, policy.context
+
+
+def _keep_fitting(
+    taskset: Taskset, config: TasksetConfig, policy: PolicyModel, measure: _Measure, notes: list[str]
+) -> Taskset:
+    fit: list[Task] = []
+    long: list[RejectedRow] = []
+    for task in taskset.tasks:
+        if _surely_fits(task, policy.context):
+            fit.append(task)
+            continue
+        what, tokens, room = measure(task, policy)
+        if tokens <= room:
+            fit.append(task)
+        else:
+            long.append(RejectedRow(f"task {task.id}", f"its {what} has {tokens} tokens, and {room} fit"))
+    if not long:
+        return taskset
+    text = (
+        f"taskset {taskset.name}: {len(long)} of {len(taskset.tasks)} {what}s do not fit the model's context of "
+        f"{policy.context} tokens"
+    )
+    lines = [str(row) for row in long[:_NAMED]]
+    lines += [f"and {len(long) - _NAMED} more"] if len(long) > _NAMED else []
+    named = "".join(f"\n  {line}" for line in lines)
+    if config.on_bad_row == "refuse" or not fit:
+        advice = "shorten them or use a model with a longer context"
+        advice += "" if not fit else ", or leave them out by taskset.on_bad_row: skip"
+        raise TasksetError(f"{text}; {advice}{named}")
+    notes.append(f"{text} and were left out{named}")
+    return taskset.with_tasks(fit, long)
+
+
+def _surely_fits(task: Task, context: int) -> bool:
+    """Whether there are too few bytes for too many tokens, which saves encoding most tasks.
+
+    A token stands for at least one byte, apart from the few that tokenizers add at the ends.
+    """
+    if not isinstance(task.prompt, str):
+        return False
+    longest = max(len((text or "").encode()) for text in (task.response, task.rejected))
+    return len(task.prompt.encode()) + longest + _ADDED < context
+
+
+def _with_solutions(tasks: Taskset) -> Taskset:
+    worked = [task for task in tasks.tasks if task.response is not None]
+    return tasks.with_tasks(worked, [])
+
+
+def _with_pairs(tasks: Taskset) -> Taskset:
+    paired = [task for task in tasks.tasks if task.response is not None and task.rejected is not None]
+    return tasks.with_tasks(paired, [])
+
+
+def _with_labels(tasks: Taskset) -> Taskset:
+    """Completions one by one: a task with a better and a worse solution becomes two."""
+    found: list[Task] = []
+    for task in tasks.tasks:
+        if task.response is not None and task.rejected is not None:
+            found.append(replace(task, id=f"{task.id}/chosen", rejected=None))
+            found.append(replace(task, id=f"{task.id}/rejected", response=None))
+        elif task.response is not None or task.rejected is not None:
+            found.append(task)
+    return tasks.with_tasks(found, [])
+
+
+def _with_context(taskset: Taskset, algorithm: SelfDistill, config: TasksetConfig, notes: list[str]) -> Taskset:
+    """The tasks that have what a teacher is to see besides the prompt."""
+    field = {"solution": "response", "answer": "answer"}.get(algorithm.context)
+    if field is None:
+        return taskset
+    known = [task for task in taskset.tasks if getattr(task, field) is not None]
+    missing = [RejectedRow(f"task {task.id}", f"no {field}") for task in taskset.tasks if getattr(task, field) is None]
+    if not missing:
+        return taskset
+    text = f"taskset {taskset.name}: {len(missing)} of {len(taskset.tasks)} tasks have no {field}"
+    if not known or config.on_bad_row == "refuse":
+        advice = "" if not known else ", or leave these tasks out by taskset.on_bad_row: skip"
+        raise TasksetError(
+            f"{text}, which algorithm self_distill shows the teacher (context: {algorithm.context}); name its column "
+            f"in taskset.fields.{field}{advice}\n  {missing[0]}"
+        )
+    notes.append(f"{text}, which the teacher is to see, and were left out")
+    return taskset.with_tasks(known, missing)
+
+
+def _imbalance(tasks: Taskset, algorithm: KTO) -> list[str]:
+    """A note where the two kinds of completions do not weigh alike (KTO, arXiv:2402.01306, eq. 9)."""
+    desirable = sum(task.response is not None for task in tasks.tasks)
+    undesirable = len(tasks.tasks) - desirable
+    if not desirable or not undesirable:
+        kind = "undesirable" if desirable else "desirable"
+        return [f"taskset {tasks.name}: no completion is {kind}, and algorithm kto compares the two kinds"]
+    ratio = algorithm.desirable_weight * desirable / (algorithm.undesirable_weight * undesirable)
+    if 1 <= ratio <= 4 / 3:
+        return []
+    text = (
+        f"taskset {tasks.name}: {desirable} desirable and {undesirable} undesirable completions with weights "
+        f"{algorithm.desirable_weight:g} and {algorithm.undesirable_weight:g} stand in a ratio of {ratio:.2f}"
+    )
+    weight = undesirable * algorithm.undesirable_weight / desirable
+    return [f"{text}; kto's authors advise 1 to 1.33: algorithm.desirable_weight {weight:.3g} to {weight * 4 / 3:.3g}"]
+
+
+def _no_experts(tasks: Taskset, algorithm: AlgorithmOptions) -> str:
+    if algorithm.uses_pairs:
+        return (
+            f"algorithm {algorithm.name} learns from preference pairs, but no task of {tasks.name} has both solutions; "
+            "name their columns: taskset.fields.response (the better) and taskset.fields.rejected"
+        )
+    if algorithm.uses_labels:
+        return (
+            f"algorithm {algorithm.name} learns from completions that are desirable or undesirable, but no task of "
+            f"{tasks.name} has one; give rows with prompt, completion and label (true or false), or name their "
+            "columns: taskset.fields.response and taskset.fields.label"
+        )
+    return (
+        f"algorithm {algorithm.name} imitates worked solutions, but no task of {tasks.name} has one; name "
+        "the column that holds them: taskset.fields.response, or write taskset.response_template"
+    )

@@ -1,0 +1,127 @@
+"""Near duplicates: texts with nearly the same n-grams (Broder 1997), found by MinHash and LSH of datasketch."""
+
+from __future__ import annotations
+
+import base64
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from rollmill.config.operators import NearDuplicatesOperator
+from rollmill.errors import ConfigError
+from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.duplicates import normalize_whitespace
+from rollmill.pipelines.lru import LRUCache
+from rollmill.rewards.text.parsing import split_words
+from rollmill.types import Experience
+
+_SEED, _SCHEME = 1, "affine32"
+_MISSES = (0.1, 0.9)
+"""How much false finds and misses of the LSH weigh: finds are compared again, misses are not."""
+_LONGEST = 200_000
+"""Characters of a text that are looked at."""
+
+
+class NearDuplicateFilter:
+    """Drops completions whose estimated similarity to an earlier one is at least the threshold.
+
+    Raises ConfigError where datasketch is not installed.
+    """
+
+    def __init__(self, options: NearDuplicatesOperator) -> None:
+        self._options, self._sketch = options, _datasketch()
+        self._bands = _bands(options.threshold, options.permutations)
+        self._known = self._index(options.memory)
+
+    def __call__(self, batch: Batch) -> None:
+        for group in batch.groups().values():
+            known = self._index(len(group)) if self._options.within == "group" else self._known
+            for experience in group:
+                space = experience.task_id if self._options.within == "task" else ""
+                minhash = self._minhash(experience)
+                if known.find(minhash, space, self._options.threshold):
+                    batch.drop(experience, "near duplicate")
+                else:
+                    known.add(minhash, space)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The signatures, oldest first."""
+        return {"seen": [[space, _packed(minhash)] for space, minhash in self._known.entries()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._known = self._index(self._options.memory)
+        for space, packed in state["seen"]:
+            self._known.add(self._made(_unpacked(packed)), space)
+
+    def _index(self, size: int) -> _Index:
+        lsh = self._sketch.MinHashLSH(num_perm=self._options.permutations, params=self._bands)
+        return _Index(lsh, size)
+
+    def _minhash(self, experience: Experience) -> Any:
+        minhash = self._made(None)
+        minhash.update_batch(sorted(text_ngrams(experience.response, self._options.unit, self._options.ngram)))
+        return minhash
+
+    def _made(self, hashvalues: Any) -> Any:
+        return self._sketch.MinHash(
+            num_perm=self._options.permutations, seed=_SEED, scheme=_SCHEME, hashvalues=hashvalues
+        )
+
+
+class _Index:
+    """The newest `size` signatures, each in a space of its own task or in one for all."""
+
+    def __init__(self, lsh: Any, size: int) -> None:
+        self._lsh, self._count = lsh, 0
+        self._kept: LRUCache[tuple[str, Any]] = LRUCache(size)
+
+    def find(self, minhash: Any, space: str, threshold: float) -> bool:
+        """Whether there is a similar one."""
+        near = [self._kept.peek(key) for key in self._lsh.query(minhash)]
+        return any(where == space and minhash.jaccard(other) >= threshold for where, other in near)
+
+    def add(self, minhash: Any, space: str) -> None:
+        """Remember one."""
+        key = str(self._count)
+        self._count += 1
+        self._lsh.insert(key, minhash)
+        for old, _ in self._kept.put(key, (space, minhash)):
+            self._lsh.remove(old)
+
+    def entries(self) -> list[tuple[str, Any]]:
+        """Space and signature of all, oldest first."""
+        return [entry for _, entry in self._kept.items()]
+
+
+def text_ngrams(text: str, unit: str, n: int) -> set[bytes]:
+    """The n-grams of a text; the whole text where it is shorter than one."""
+    text = normalize_whitespace(text[:_LONGEST])
+    units = split_words(text) if unit == "words" else list(text)
+    joint = "\0" if unit == "words" else ""
+    grams = (joint.join(units[start : start + n]) for start in range(max(len(units) - n, 0) + 1))
+    return {gram.encode(errors="surrogatepass") for gram in grams}
+
+
+def _packed(minhash: Any) -> str:
+    return base64.b64encode(minhash.hashvalues.astype("<u4").tobytes()).decode()
+
+
+def _unpacked(text: str) -> Any:
+    return np.frombuffer(base64.b64decode(text), "<u4").astype(np.uint32)
+
+
+@cache
+def _bands(threshold: float, permutations: int) -> tuple[int, int]:
+    """Bands and rows of the LSH; finding them takes longer than a group."""
+    lsh = _datasketch().MinHashLSH(threshold=threshold, num_perm=permutations, weights=_MISSES)
+    return lsh.b, lsh.r
+
+
+def _datasketch() -> Any:
+    try:
+        import datasketch
+    except ModuleNotFoundError as error:
+        raise ConfigError("operator `near_duplicates` needs datasketch: pip install 'rollmill[dedup]'") from error
+    return datasketch

@@ -1,0 +1,149 @@
+"""The plan of a run: what each stage takes on this machine, or another one, and how to split it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from rollmill.config.loader import load_run
+from rollmill.config.run import StageConfig
+from rollmill.planning.advice import GB, too_large
+from rollmill.planning.calibration import Calibration, calibrate
+from rollmill.planning.memory import MemoryByPhase, MemoryModel, PhaseMemory
+from rollmill.planning.prediction import StepPrediction, StepTimeModel, predict_step
+from rollmill.planning.rollouts import draw_groups
+from rollmill.planning.splits import ProcessSplit, choose_split, enumerate_splits
+
+DEFAULT_TOKENS = 512
+
+
+@dataclass(frozen=True)
+class MachineSpec:
+    """What a run may use."""
+
+    cores: int  #: or GPUs, where the run computes on one
+    memory: float  #: bytes of the device
+
+
+@dataclass(frozen=True)
+class StagePlan:
+    """The plan of one stage."""
+
+    stage: StageConfig
+    found: Calibration
+    prediction: StepPrediction
+    memory: MemoryByPhase  #: everything stays where it is
+    least: MemoryByPhase  #: with `residency`, where each phase has only what it needs
+    ranks: dict[str, PhaseMemory]  #: the phase `train` by rank and sharding
+    processes: dict[str, PhaseMemory]  #: a trainer, and an explorer, that are apart
+    splits: list[ProcessSplit]
+    best: ProcessSplit
+    too_large: list[str]
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain JSON: seconds, tokens and bytes."""
+        memory = {"memory": self.memory, "memory_with_residency": self.least, "memory_by_rank": self.ranks}
+        bytes_of = {
+            name: {key: each.parts | {"total": each.total} for key, each in of.items()} for name, of in memory.items()
+        }
+        return {
+            "stage": self.stage.name,
+            "calibration": {
+                "seconds": self.found.seconds,
+                "steps": len(self.found.samples),
+                "groups": sorted({sample.groups for sample in self.found.samples}),
+                "device": str(self.found.device),
+                "precision": self.found.precision,
+                "threads": self.found.threads,
+            },
+            "step": asdict(self.prediction)
+            | {
+                "tokens_per_second": self.prediction.tokens_per_second,
+                "decode_tokens_per_second": self.prediction.decode_tokens_per_second,
+            },
+            **bytes_of,
+            "memory_apart": {name: each.total for name, each in self.processes.items()},
+            "splits": [asdict(split) for split in self.splits],
+            "best": asdict(self.best),
+            "too_large": self.too_large,
+        }
+
+
+def plan_run(
+    path: Path,
+    overrides: Sequence[str] = (),
+    *,
+    cores: int | None = None,
+    memory_gb: float | None = None,
+    max_tokens: int = DEFAULT_TOKENS,
+) -> list[StagePlan]:
+    """Measure a run's stages for a moment and say what they will take.
+
+    Args:
+        path: the run file.
+        overrides: `section.key=value` strings.
+        cores: to split, or GPUs, where the run computes on one; default those of this machine.
+        memory_gb: of the device; default this machine's.
+        max_tokens: completions are ended at so many new tokens while measuring.
+
+    Raises:
+        ConfigError: the run file is wrong, or cannot be measured in one process.
+        RollmillError: a component failed; the message says what to do.
+    """
+    loaded = load_run(path, overrides)
+    with tempfile.TemporaryDirectory(prefix="rollmill-plan-") as folder:
+        found = calibrate(loaded, Path(folder), max_tokens=max_tokens)
+    device = found[0].device
+    memory = _device_memory(device) if memory_gb is None else memory_gb * GB
+    machine = MachineSpec(_cores(device) if cores is None else cores, memory)
+    return [plan_stage(each, machine) for each in found]
+
+
+def plan_stage(found: Calibration, machine: MachineSpec) -> StagePlan:
+    """The plan of a stage that was measured."""
+    model, stage = StepTimeModel(found), found.stage
+    prediction = predict_step(model)
+    groups = draw_groups(found, prediction.groups, seed=0) if found.rolls_out else []
+    memory = MemoryModel(found)
+    everything, least = memory.of_run(groups), memory.with_offload(groups)
+    ranks = max(stage.trainer.ranks, 2)
+    by_rank = {"1 rank": memory.for_rank(groups, 1, "none", first=True)}
+    for sharding in ("none", "fsdp"):
+        for first in (True, False):
+            key = f"{ranks} ranks, sharding {sharding}, {'first' if first else 'others'}"
+            by_rank[key] = memory.for_rank(groups, ranks, sharding, first=first)
+    apart: dict[str, PhaseMemory] = {}
+    if groups:
+        apart = {"trainer": memory.for_trainer(groups), "explorer": memory.for_explorer(groups)}
+    splits = enumerate_splits(model, prediction, machine.cores // found.cores_each)
+    splits = [split for split in splits if _fits(split, apart, machine, found.device)]
+    best = choose_split(splits, max(stage.max_staleness, 1))
+    chosen = everything if stage.residency is None else least
+    large = list(too_large(stage, chosen, least, machine.memory))
+    return StagePlan(stage, found, prediction, everything, least, by_rank, apart, splits, best, large)
+
+
+def _fits(split: ProcessSplit, apart: dict[str, PhaseMemory], machine: MachineSpec, device: torch.device) -> bool:
+    """Whether the processes have room: together in the memory of a CPU, or each on a GPU of its own."""
+    if not split.explorers:
+        return True
+    if device.type == "cuda":
+        return max(each.total for each in apart.values()) <= machine.memory
+    return apart["trainer"].total + split.explorers * apart["explorer"].total <= machine.memory
+
+
+def _cores(device: torch.device) -> int:
+    return torch.cuda.device_count() if device.type == "cuda" else len(os.sched_getaffinity(0))
+
+
+def _device_memory(device: torch.device) -> float:
+    if device.type == "cuda":
+        return float(torch.cuda.get_device_properties(device).total_memory)
+    return float(psutil.virtual_memory().total)

@@ -1,0 +1,170 @@
+"""The steps of a run with explorers in other processes, event by event: the pacing rule, rollouts, training, weights.
+
+The trainer admits groups by the pacing rule, each to the explorer that has the least to do, waits for the oldest
+batch, trains and publishes; explorers go on meanwhile. An explorer decodes all of its completions together: a pass
+gives each of them a token, and takes longer the more there are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rollmill.orchestrator.pacing import Pacing
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationCosts:
+    """What work takes, in seconds. Groups and training times are drawn from what was measured."""
+
+    groups: Sequence[Sequence[int]]  #: tokens of each completion of a group
+    train_s: Sequence[float]  #: a training step, without publishing
+    pass_s: float  #: of a decode pass, whatever it decodes
+    row_s: float  #: of a decode pass, for every completion in it
+    group_s: float = 0.0  #: to begin and to hand over a group; its explorer decodes nothing meanwhile
+    judge_s: float = 0.0  #: from a group's last token to its rewards
+    publish_s: float = 0.0  #: of the trainer, to send new weights
+    receive_s: float = 0.0  #: of an explorer, to take them over
+    recompute_s: float = 0.0  #: for every completion under way then: its keys and values are computed anew
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationResult:
+    """What happened in each step: when it ended, how stale its stalest group was, how long the trainer waited for it,
+    how long it trained."""
+
+    ends: list[float]
+    staleness: list[int]
+    waited: list[float]
+    trained: list[float]
+
+    def step_s(self) -> float:
+        """Mean seconds of a step in the second half, when the beginning no longer counts."""
+        half = len(self.ends) // 2
+        return (self.ends[-1] - self.ends[half - 1]) / (len(self.ends) - half)
+
+
+def simulate_stage(
+    costs: SimulationCosts,
+    pacing: Pacing,
+    explorers: int,
+    *,
+    steps: int | None = None,
+    max_sequences: int = 256,
+    seed: int = 0,
+    beside: bool = True,
+) -> SimulationResult:
+    """The steps of a stage.
+
+    Args:
+        pacing: the rule.
+        explorers: how many there are.
+        steps: how many steps are looked at; default all. The last ones of a stage are short, since nothing is rolled
+            out for later ones.
+        max_sequences: completions that an explorer decodes at the same time.
+        seed: of what is drawn.
+        beside: explorers have processes of their own; else there is one, which rests while the trainer works.
+    """
+    source, times, found = random.Random(seed), random.Random(seed), SimulationResult([], [], [], [])
+    pool = [_SimulatedExplorer(costs, max_sequences) for _ in range(explorers if beside else 1)]
+    queue: deque[_SimulatedGroup] = deque()
+    now = 0.0
+    for step in range(pacing.steps if steps is None else steps):
+        while pacing.may_start(step, len(queue)):
+            one = min(pool, key=lambda each: each.groups)
+            queue.append(one.start(source.choice(costs.groups), step))
+        taken = [queue.popleft() for _ in range(pacing.batch)]
+        awaited = taken if beside else [*taken, *queue]
+        ready = max(now, *(group.explorer.finish(group) + costs.judge_s for group in awaited))
+        trained = times.choice(costs.train_s)
+        found.waited.append(ready - now)
+        now = ready + trained + costs.publish_s
+        found.ends.append(now)
+        found.staleness.append(step - min(group.version for group in taken))
+        found.trained.append(trained)
+        for one in pool:
+            one.advance(now, rests=not beside)
+            one.take_weights()
+    return found
+
+
+@dataclass(slots=True, eq=False)
+class _SimulatedGroup:
+    explorer: _SimulatedExplorer
+    version: int
+    left: int  # completions that have not ended
+    ended: float = 0.0
+
+
+@dataclass(slots=True)
+class _SimulatedExplorer:
+    """Its completions under way. `now` is how far it has been looked at, `passes` how many it has made until then."""
+
+    costs: SimulationCosts
+    max_sequences: int
+    now: float = 0.0
+    passes: float = 0.0
+    busy_s: float = 0.0  #: of other work, which comes before the next pass
+    groups: int = 0  #: that are under way
+    _rows: list[tuple[float, int, _SimulatedGroup]] = field(
+        default_factory=list
+    )  # the pass that ends it, a number, its group
+    _waiting: deque[tuple[int, _SimulatedGroup]] = field(default_factory=deque)
+    _number: int = 0
+
+    def start(self, lengths: Sequence[int], version: int) -> _SimulatedGroup:
+        """Begin a group now."""
+        group = _SimulatedGroup(self, version, len(lengths))
+        self.busy_s += self.costs.group_s
+        self.groups += 1
+        self._waiting.extend((length, group) for length in lengths)
+        self._fill()
+        return group
+
+    def finish(self, group: _SimulatedGroup) -> float:
+        """Go on until the group has all its tokens; when that was."""
+        while group.left:
+            self._to_next_end()
+        return group.ended
+
+    def advance(self, until: float, *, rests: bool = False) -> None:
+        """Go on until that time, or do nothing until then."""
+        if rests:
+            self.now = until
+        while self._rows and self.now + self._next_s() <= until:
+            self._to_next_end()
+        room = max(until - self.now, 0.0)
+        other = min(room, self.busy_s)
+        self.busy_s -= other
+        if self._rows:
+            self.passes += (room - other) / self._pass_s()
+        self.now = max(self.now, until)
+
+    def take_weights(self) -> None:
+        """Go on with new weights."""
+        self.busy_s += self.costs.receive_s + self.costs.recompute_s * len(self._rows)
+
+    def _pass_s(self) -> float:
+        return self.costs.pass_s + self.costs.row_s * len(self._rows)
+
+    def _next_s(self) -> float:
+        return self.busy_s + (self._rows[0][0] - self.passes) * self._pass_s()
+
+    def _to_next_end(self) -> None:
+        self.now += self._next_s()
+        self.busy_s = 0.0
+        self.passes, _, group = heapq.heappop(self._rows)
+        group.left -= 1
+        if not group.left:
+            group.ended = self.now
+            self.groups -= 1
+        self._fill()
+
+    def _fill(self) -> None:
+        while self._waiting and len(self._rows) < self.max_sequences:
+            length, group = self._waiting.popleft()
+            self._number += 1
+            heapq.heappush(self._rows, (self.passes + length, self._number, group))

@@ -1,0 +1,126 @@
+"""Users' Python code: importing objects by name, and the decorators that register them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Callable
+from difflib import get_close_matches
+from functools import partial
+from hashlib import sha1
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar, overload
+
+from rollmill.errors import ConfigError
+from rollmill.strict_files import describe_non_file
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+_rewards: dict[str, Callable[..., Any]] = {}
+
+
+@overload
+def reward(function: Function) -> Function: ...
+@overload
+def reward(*, group: bool) -> Callable[[Function], Function]: ...
+def reward(function: Any = None, *, group: bool = False) -> Any:
+    """Register a reward under its name, so that a run file may say `{name: python, function: NAME}`.
+
+    With `@reward(group=True)` it is called with a task and the list of all its completions. A later function of the
+    same name replaces the earlier one.
+    """
+    if function is None:
+        return partial(reward, group=group)
+    if group:
+        function.group = True
+    _rewards[function.__name__] = function
+    return function
+
+
+def find_reward(spec: str) -> Callable[..., Any]:
+    """The reward that `spec` names: FILE.py:NAME, package.module:NAME or a registered NAME.
+
+    Raises ConfigError when there is none.
+    """
+    if ":" in spec:
+        found = import_object(spec)
+    elif spec in _rewards:
+        found = _rewards[spec]
+    else:
+        known = f"registered: {', '.join(sorted(_rewards))}" if _rewards else "none is registered"
+        advice = "decorate it with @rollmill.reward in a file listed under `plugins`, or write FILE.py:NAME"
+        raise ConfigError(f"no reward `{spec}`{_did_you_mean(spec, _rewards)} ({known}); {advice}")
+    if not callable(found):
+        raise ConfigError(f"{spec} is a {type(found).__name__}, not a function")
+    return found  # type: ignore[no-any-return]
+
+
+def import_object(spec: str) -> Any:
+    """Import `FILE.py:NAME` or `package.module:NAME`. A file is executed once per process.
+
+    Raises ConfigError when the file, the module or the name does not exist, or when importing it fails.
+    """
+    source, colon, name = spec.rpartition(":")
+    if not colon or not source or not name:
+        raise ConfigError(f"`{spec}`: expected FILE.py:NAME or package.module:NAME")
+    module = import_file(Path(source)) if source.endswith(".py") else _import_module(source)
+    if not hasattr(module, name):
+        public = [known for known in vars(module) if not known.startswith("_")]
+        raise ConfigError(
+            f"{source} defines no `{name}`{_did_you_mean(name, public)}; correct the name after the colon"
+        )
+    return getattr(module, name)
+
+
+def import_file(path: Path) -> ModuleType:
+    """Import a Python file (a plugin, or the file of FILE.py:NAME), once per process; its folder becomes importable.
+
+    Raises ConfigError naming the file and the line that failed.
+    """
+    path = path.absolute()
+    name = f"rollmill_user_{path.stem}_{sha1(str(path).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    if what := describe_non_file(path):
+        raise ConfigError(f"{path}: {what}; correct the path")
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        if isinstance(error, ConfigError):  # of a decorator: it says where and what
+            raise
+        raise ConfigError(_import_failure(path, error)) from error
+    return module
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        missing = "" if error.name == name else f" (it needs `{error.name}`)"
+        raise ConfigError(f"module `{name}` cannot be imported{missing}; install it or write FILE.py:NAME") from error
+    except Exception as error:
+        raise ConfigError(f"importing `{name}` failed: {type(error).__name__}: {error}") from error
+
+
+def _import_failure(path: Path, error: Exception) -> str:
+    if isinstance(error, SyntaxError):
+        place = f"{error.filename or path}" + (f":{error.lineno}" if error.lineno else "")
+        return f"{place}: syntax error: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    place = f"{path}:{lines[-1]}" if lines else str(path)
+    return f"{place}: importing it failed: {type(error).__name__}: {error}"
+
+
+def _did_you_mean(word: str, known: Any) -> str:
+    near = get_close_matches(word, list(known), n=1)
+    return f"; did you mean `{near[0]}`?" if near else ""

@@ -1,0 +1,301 @@
+"""One stage as an explorer in a process of its own sees it: roll out and put away, follow the weights, evaluate."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+
+from rollmill.buffer import ExperienceKind, Group
+from rollmill.buffer.base import PIPELINE, REMOTE_EXPLORER
+from rollmill.buffer.sql import SqlStore
+from rollmill.config.run import StageConfig
+from rollmill.errors import DeadlineError, RollmillError
+from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.batch_reader import oldest_allowed
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.engine import build_engine, build_publisher
+from rollmill.orchestrator.evaluation import Evaluation, Evaluator
+from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.metrics import judging_metrics, sum_metrics
+from rollmill.orchestrator.producer import RolloutComponents, RolloutProducer
+from rollmill.orchestrator.stages import build_rollout_components, build_stage_rewards
+from rollmill.orchestrator.state import StageState
+from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.remote.evaluation import POLL_S, EvaluationRequest, next_request
+from rollmill.remote.explorer_worker import trainable_parameters
+from rollmill.remote.run_state import TrainerStatus, read_trainer_status, run_state_lock, weights_folder
+from rollmill.remote.worker_slots import WorkerSlot, WorkerState
+from rollmill.seeds import derive_seed
+from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.trackers.trace import Trace
+from rollmill.types import Experience
+from rollmill.weights import FolderReceiver
+
+SLOT_STREAM = 0x51  # keeps the task orders and random numbers of explorers apart
+POLL_BUFFER_S = 0.25
+"""How often the buffer is looked at for room that others made."""
+WEIGHTS_DEADLINE_S = 10.0
+"""How long to wait for a version that is there, or was a moment ago."""
+
+
+class SharedRolloutProducer(RolloutProducer):
+    """A Production beside others: what it starts and puts is settled with them."""
+
+    def __init__(self, config: StageConfig, line: RolloutComponents, notice: TrainerStatus, place: WorkerSlot) -> None:
+        super().__init__(config, line)
+        assert isinstance(line.store, SqlStore)
+        self._shared = line.store
+        self._notice, self._place, self._stage = notice, place, notice.stage
+        self._version, self._wasted = -1, 0
+        self._looked = 0.0
+        self.put = 0  #: groups to learn from
+        if (before := place.doing(self._stage)) is not None:
+            self._go_on(before)
+
+    def _go_on(self, doing: WorkerState) -> None:
+        """Go on where the process before this one ended; what it had put is not made again."""
+        names = {self._rollouts.name_of(number): number for number, _ in doing.unfinished}
+        there = {names[group.id] for group in self._shared.get(list(names))}
+        unfinished = [each for each in doing.unfinished if each[0] not in there]
+        assert doing.tasks is not None
+        state = StageState(submitted=doing.submitted, tasks=doing.tasks, pipeline=doing.pipeline)
+        self.restore(state)
+        self._rollouts.start_again(unfinished)
+
+    def start(self, version: int) -> None:
+        """Start what the pacing rule admits while weights are at `version`, all explorers taken together."""
+        if version != self._version:
+            self._version, self._wasted, self._looked = version, 0, 0.0
+        if time.monotonic() - self._looked < POLL_BUFFER_S:
+            return
+        with run_state_lock(self._place.run_dir):
+            ahead = self._shared.ahead(version, min_version=oldest_allowed(self._config, version))
+            if self._rollouts.start(version, ahead + self._place.others(self._stage)):
+                self._say()
+        self._looked = time.monotonic()
+
+    @property
+    def oldest(self) -> asyncio.Future[list[Experience]] | None:
+        """The group that passes the pipeline next."""
+        first = self._queue.first(1)
+        return first[0].future if first else None
+
+    @property
+    def under_way(self) -> int:
+        """Groups that were started and are not verified."""
+        return len(self._queue)
+
+    async def verify(self) -> None:
+        """The oldest group passes the pipeline, once it is judged. Raises PipelineError like `Supply.collect`."""
+        self._wasted += await self._verify_oldest(1, self._version)
+        self._require_some(self._wasted)
+        self._say()
+        self._looked = 0.0
+
+    def _put(self, groups: Sequence[Group]) -> None:
+        """Put groups of this stage; the trainer goes to the next one before or afterwards, not meanwhile."""
+        for group in groups:
+            group.writer = (
+                REMOTE_EXPLORER + self._config.name if group.writer in (self.writer, PIPELINE) else group.writer
+            )
+        with run_state_lock(self._place.run_dir):
+            if read_trainer_status(self._place.run_dir) == self._notice:
+                self._shared.put(groups)
+                self.put += sum(group.shelf is ExperienceKind.ROLLOUT for group in groups)
+
+    def _say(self) -> None:
+        state = StageState()
+        self.mark(state)
+        self._place.say(
+            self._stage, WorkerState(self._rollouts.unfinished(), state.submitted, state.tasks, state.pipeline)
+        )
+
+
+class ExplorerStage:
+    """The running stage.
+
+    Args:
+        notice: the trainer's, on this stage.
+    """
+
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: PolicyModel,
+        tasks: StageTasks,
+        context: RunContext,
+        *,
+        notice: TrainerStatus,
+        place: WorkerSlot,
+        heart: HeartbeatWriter,
+    ) -> None:
+        self._config, self._policy, self._context, self._heart = config, policy, context, heart
+        self._stage, self._place = notice.stage, place
+        self._receiver = FolderReceiver(weights_folder(context.run_dir, notice.stage), deadline_s=WEIGHTS_DEADLINE_S)
+        self._judge = build_stage_rewards(config, policy, config.rewards)
+        self._engine = build_engine(policy, config, context.precision)
+        self._publisher = build_publisher(policy, self._engine, context.precision)
+        self._version: int | None = None
+        self._explorers = StageExplorers(
+            config, policy, self._engine, self._judge, precision=context.precision, tasks=tasks.training.tasks
+        )
+        self._trace = Trace()
+        self._production: SharedRolloutProducer | None = None
+        if config.algorithm.uses_rollouts:
+            own = derive_seed(context.seed, notice.stage)
+            line = build_rollout_components(
+                config,
+                policy,
+                tasks.training,
+                explorer=self._explorers.training(self._trace),
+                engine=self._engine,
+                store=context.buffers.of_stage(config),
+                trace=self._trace,
+                first_version=notice.first_version,
+                seed=own if place.number == 0 else derive_seed(own, SLOT_STREAM, place.number),
+                prefix=config.name if place.number == 0 else f"{config.name}@{place.number}",
+            )
+            self._production = SharedRolloutProducer(config, line, notice, place)
+        self._evaluator: Evaluator | None = None
+        if config.evaluation is not None:
+            self._evaluator = Evaluator(
+                config,
+                tasks.held_out,
+                judge=self._judge,
+                explorers=self._explorers,
+                make_judge=partial(build_stage_rewards, config, policy),
+                seed=context.seed,
+            )
+        self._generating: asyncio.Task[None] | None = None  # for an evaluation: the weights stay meanwhile
+        self._evaluating: asyncio.Task[None] | None = None
+        self._moved = time.monotonic()
+        self._said = ("", "")
+        self._tokens, self._since = 0, time.perf_counter()
+
+    @property
+    def put(self) -> int:
+        """Groups to learn from that were put into the buffer."""
+        return 0 if self._production is None else self._production.put
+
+    async def turn(self) -> None:
+        """Do what is to be done now, and wait a moment for what is under way.
+
+        Raises:
+            DeadlineError: no rollout has ended for rollout.deadline_s.
+            RollmillError: a rollout failed, or the weights are damaged.
+        """
+        self._evaluate()
+        if self._generating is None or self._generating.done():
+            self._follow()
+        if self._version is None:
+            self._say(f"stage {self._config.name}", "the trainer's weights")
+            await asyncio.sleep(POLL_S)
+            return
+        if self._production is not None:
+            self._production.start(self._version)
+        await self._something_happens()
+
+    def _follow(self, version: int | None = None) -> None:
+        """Go on with the newest weights, or those of `version`; what is under way goes on with them, too."""
+        if version is None and not self._receiver.has_newer():
+            return
+        before, self._version = self._version, self._receiver.receive(trainable_parameters(self._policy), version)
+        self._publisher.publish(self._version)
+        if before is not None:
+            self._note(before)
+
+    def _note(self, version: int) -> None:
+        """Write down what has happened with the weights of a version."""
+        tokens, self._tokens = self._engine.tokens_generated - self._tokens, self._engine.tokens_generated
+        began, self._since = self._since, time.perf_counter()
+        others = [] if self._evaluator is None else self._evaluator.metrics()
+        metrics = {} if self._production is None else self._production.metrics()
+        metrics |= judging_metrics(self._trace.take()) | sum_metrics([self._explorers.metrics(), *others])
+        about = {"stage": self._config.name, "version": version, "seconds": self._since - began, "tokens": tokens}
+        self._place.note(about | metrics)
+
+    async def _something_happens(self) -> None:
+        """Until the oldest group is judged, which is put away then; or a moment has passed."""
+        oldest = None if self._production is None else self._production.oldest
+        count = 0 if self._production is None else self._production.under_way
+        doing = "evaluate" if self._evaluating is not None else "roll out" if oldest is not None else "wait"
+        waits = "" if doing != "wait" else "the trainer's next version"
+        self._say(f"{doing} ({count} groups)" if count else doing, waits)
+        if oldest is None or self._production is None:
+            self._moved = time.monotonic()
+            await asyncio.sleep(POLL_S)
+            return
+        await asyncio.wait([oldest], timeout=POLL_S)
+        if oldest.done():
+            await self._production.verify()
+            self._moved = time.monotonic()
+        elif time.monotonic() - self._moved > self._config.rollout.deadline_s:
+            advice = "Raise rollout.deadline_s, lower rollout.max_new_tokens, or look for a reward that hangs."
+            what = f"its engine and rewards ({count} groups are under way)"
+            raise DeadlineError("the explorer", what, self._config.rollout.deadline_s, advice)
+
+    def _say(self, doing: str, waits: str) -> None:
+        if (doing, waits) != self._said:
+            self._said = (doing, waits)
+            self._heart.set_activity(doing, waits, version=self._version)
+
+    # -- evaluations -------------------------------------------------------------------------------------------
+
+    def _evaluate(self) -> None:
+        """Begin an evaluation that is asked for, one at a time."""
+        if self._evaluating is not None and self._evaluating.done():
+            self._evaluating.result()
+            self._evaluating = self._generating = None
+        if self._evaluator is None or self._evaluating is not None:
+            return
+        question = next_request(self._context.run_dir, self._stage)
+        if question is None:
+            return
+        try:
+            if question.version != self._version:
+                self._follow(question.version)
+        except DeadlineError as error:  # asked by a trainer that has ended meanwhile
+            question.fail(error)
+            question.close()
+            return
+        evaluation = self._evaluator.begin()
+        question.begun()
+        self._generating = asyncio.ensure_future(evaluation.generated())
+        self._evaluating = asyncio.ensure_future(self._answer(question, evaluation, self._generating))
+
+    async def _answer(
+        self, question: EvaluationRequest, evaluation: Evaluation, generating: asyncio.Task[None]
+    ) -> None:
+        """Answer, unless nobody wants to know any more."""
+        result = asyncio.ensure_future(evaluation.result())
+        try:
+            while not result.done() and question.still_asked:
+                await asyncio.wait([result], timeout=POLL_BUFFER_S)
+            if result.done():
+                question.answer(result.result())
+        except RollmillError as error:
+            question.fail(error)
+        finally:
+            result.cancel()
+            await evaluation.cancel()  # nobody waits for tokens that are not wanted any more
+            await asyncio.gather(result, generating, return_exceptions=True)
+            question.close()
+
+    async def close(self) -> None:
+        """Stop what is under way."""
+        if self._version is not None:
+            self._note(self._version)
+        if self._evaluating is not None:
+            self._evaluating.cancel()
+            await asyncio.gather(self._evaluating, return_exceptions=True)
+        if self._production is not None:
+            await self._production.close()
+        if self._evaluator is not None:
+            await self._evaluator.close()
+        await self._explorers.close()
+        await self._engine.close()
+        self._publisher.close()
+        self._judge.close()
+        self._receiver.close()

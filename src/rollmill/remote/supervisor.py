@@ -1,0 +1,203 @@
+"""What `rollmill run` does under `placement: ray`: start explorers and trainer, show the run, start again what dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.loader import LoadedRun
+from rollmill.config.placement import RayPlacement
+from rollmill.errors import TrainerRankLostError, TrainingError
+from rollmill.orchestrator.interrupt import Interrupts
+from rollmill.orchestrator.setup import MACHINE
+from rollmill.remote.actor_pool import SHUTDOWN_S
+from rollmill.remote.explorers import START_S, explorer_needs, remove_stale_weights, start_explorers
+from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
+from rollmill.remote.ray_session import join, ray_module
+from rollmill.remote.trainer_actor import RunEnded, TrainerActor, ViewCall
+from rollmill.timeouts import wait_with_grace
+from rollmill.trackers.console import PlainView, RunView, make_view
+
+_LOOK_S = 5.0
+
+
+def supervise(loaded: LoadedRun, run_dir: Path, view: RunView | None, *, resumed: bool) -> dict[str, Any]:
+    """Run what is left of a run on Ray and return the summary; see `run`."""
+    placement = loaded.config.placement
+    assert isinstance(placement, RayPlacement)
+    join(placement.address)
+    ranks = max(stage.trainer.ranks for stage in loaded.stages)
+    needs = [*explorer_needs(placement), *[ResourceRequest(placement.trainer_cpus, placement.trainer_gpus)] * ranks]
+    view = view or make_view(loaded.config.monitor.show_completions)
+    with closing(PlacementGroup(needs, one_host=placement.weights == "memory")) as room:
+        supervisor = Supervisor(placement, run_dir.absolute(), room, view)
+        try:
+            return asyncio.run(supervisor.run(resumed))
+        finally:
+            supervisor.end()
+
+
+class Supervisor:
+    """Watches over a run's actors, which end with this process. The trainer is started again from its newest
+    checkpoint when its process ends or does not answer; explorers go on meanwhile.
+
+    Args:
+        room: with a place for each explorer, and for each of the trainer's ranks.
+    """
+
+    def __init__(self, placement: RayPlacement, run_dir: Path, room: PlacementGroup, view: RunView) -> None:
+        self._placement, self._run_dir, self._room, self._view = placement, run_dir, room, view
+        self._explorers = start_explorers(placement, room, run_dir)
+        self._trainer: Any = None
+        self._started = False  # the trainer's process
+        self._left, self._furthest = placement.restarts, 0
+        self._interrupts = Interrupts()
+
+    async def run(self, resumed: bool) -> dict[str, Any]:
+        """The summary.
+
+        Raises:
+            KeyboardInterrupt: the user asked to end, and a checkpoint is written, or there was nothing to keep.
+            TrainingError: the trainer died again and again.
+            BaseException: what the run raised.
+        """
+        with self._interrupts.installed():
+            try:
+                return await self._lives(resumed)
+            finally:
+                self._view.close()
+                task = asyncio.current_task()
+                if task is not None and not task.cancelling():  # a second signal ends at once
+                    await self._close()
+
+    async def _lives(self, resumed: bool) -> dict[str, Any]:
+        while True:
+            try:
+                return await self._life(resumed)
+            except _TrainerLostError as gone:
+                self._clear_up(gone)
+                resumed = True
+
+    async def _life(self, resumed: bool) -> dict[str, Any]:
+        """One life of the trainer. Raises _TrainerLostError when it ends before the run does."""
+        made = ray_module().remote(TrainerActor)
+        options, *ranks = map(self._room.options, range(len(self._explorers), len(self._room)))
+        shows = not isinstance(self._view, PlainView)
+        self._trainer = made.options(max_restarts=0, max_concurrency=100, **options).remote(
+            self._run_dir, self._explorers, ranks, resumed=resumed, shows_rollouts=shows
+        )
+        followed = asyncio.ensure_future(self._follow())
+        signalled = asyncio.ensure_future(self._interrupts.wait())
+        hostless = asyncio.ensure_future(_no_host_is_left())
+        try:
+            await asyncio.wait([followed, signalled, hostless], return_when=asyncio.FIRST_COMPLETED)
+            if hostless.done() and not followed.done():
+                raise TrainingError(f"Ray has died; go on with: rollmill resume {self._run_dir}")
+            if not followed.done() and not await self._asked_to_end():
+                raise KeyboardInterrupt
+            return _outcome(await followed)
+        finally:
+            for pending in (signalled, followed, hostless):
+                pending.cancel()
+
+    async def _follow(self) -> RunEnded:
+        """Show what happens until the run ends; how it did."""
+        self._started = False
+        await self._answer(self._trainer.start.remote(), START_S)
+        self._started = True
+        while True:
+            for event in await self._answer(self._trainer.events.remote(), self._placement.health_s):
+                if isinstance(event, RunEnded):
+                    return event
+                self._show(event)
+
+    async def _asked_to_end(self) -> bool:
+        """Whether the trainer will end; not where it has nothing to keep yet."""
+        try:
+            return self._started and await self._answer(self._trainer.interrupt.remote(), self._placement.health_s)
+        except _TrainerLostError:
+            return True  # who follows it says so
+
+    async def _answer(self, reference: Any, deadline_s: float) -> Any:
+        """What the trainer answers. Raises _TrainerLostError if it has died, or does not answer in time."""
+        try:
+            return await wait_with_grace(reference, deadline_s)
+        except TimeoutError:
+            raise _TrainerLostError(f"did not answer for {deadline_s:g} s") from None
+        except ray_module().exceptions.RayActorError as error:
+            raise _TrainerLostError("died", str(error).strip().splitlines()[-1]) from None
+
+    def _show(self, event: ViewCall) -> None:
+        getattr(self._view, event.method)(*event.arguments)
+        if event.method == "step" and (step := int(event.arguments[0]["step"])) > self._furthest:
+            self._left, self._furthest = self._placement.restarts, step
+
+    def _clear_up(self, gone: _TrainerLostError) -> None:
+        """What has to happen before the trainer is started again. Raises TrainingError where it shall not be."""
+        self._kill_trainer()
+        how = str(gone)
+        again = f"go on with: rollmill resume {self._run_dir}"
+        if self._interrupts.requested:
+            self._view.message(f"interrupted, but the trainer {how} before it had written a checkpoint; {again}")
+            raise KeyboardInterrupt
+        if self._left == 0:
+            text = f"the trainer {how} {self._placement.restarts + 1} times after step {self._furthest}"
+            advice = "Its log is in Ray's session folder; raise placement.restarts to try more often"
+            raise TrainingError(". ".join(filter(None, [text, gone.why.rstrip("."), f"{advice}, or {again}"])))
+        self._left -= 1
+        self._view.message(f"the trainer {how}; it is started again from the newest checkpoint, explorers go on")
+        for explorer in self._explorers.values():
+            explorer.end.remote("")  # what the dead one had asked for
+
+    async def _close(self) -> None:
+        """Let explorers end what they have started."""
+        calls = [_awaited(each.close.remote()) for each in self._explorers.values()]
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SHUTDOWN_S):
+                await asyncio.gather(*calls, return_exceptions=True)
+
+    def _kill_trainer(self) -> None:
+        if self._trainer is not None:
+            ray_module().kill(self._trainer)
+            self._trainer = None
+
+    def end(self) -> None:
+        """End all actors."""
+        self._kill_trainer()
+        for explorer in self._explorers.values():
+            ray_module().kill(explorer)
+        machine = self._run_dir / MACHINE
+        if machine.is_file():  # a trainer that was killed has left its weights
+            remove_stale_weights(json.loads(machine.read_text()).get("run_id"))
+
+
+def _outcome(ended: RunEnded) -> dict[str, Any]:
+    """The summary; else raises what the run raised."""
+    if isinstance(ended.error, TrainerRankLostError):
+        raise _TrainerLostError("lost a rank", str(ended.error))
+    if ended.error is not None:
+        raise ended.error
+    if ended.summary is None:
+        raise KeyboardInterrupt
+    return ended.summary
+
+
+class _TrainerLostError(Exception):
+    """The trainer is no longer there; `why`, as far as Ray knows."""
+
+    def __init__(self, how: str, why: str = "") -> None:
+        super().__init__(how)
+        self.why = why
+
+
+async def _no_host_is_left() -> None:
+    """Until Ray has no host that lives, where nothing could be started again."""
+    while any(node["Alive"] for node in await asyncio.to_thread(ray_module().nodes)):
+        await asyncio.sleep(_LOOK_S)
+
+
+async def _awaited(reference: Any) -> Any:
+    return await reference

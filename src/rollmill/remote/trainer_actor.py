@@ -1,0 +1,164 @@
+"""The process that trains under `placement: ray`: Master, trainer, buffer and checkpoints, seen by a supervisor."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmill.config.loader import load_run
+from rollmill.config.placement import RayPlacement
+from rollmill.errors import RollmillError
+from rollmill.launch import CONFIG, execute
+from rollmill.orchestrator.interrupt import Interrupts
+from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
+from rollmill.remote.explorers import explorer_pool
+from rollmill.trackers.metrics_log import Metrics
+from rollmill.trackers.progress import Stages
+from rollmill.types import Experience
+
+_POLL_S, _LEAVING_S = 1.0, 60.0
+
+
+@dataclass(frozen=True)
+class ViewCall:
+    """A call of the View, for the supervisor to make."""
+
+    method: str
+    arguments: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class RunEnded:
+    """How a run has ended: with a summary, interrupted, or by what it raised."""
+
+    summary: dict[str, Any] | None = None
+    error: BaseException | None = None
+
+
+Event = ViewCall | RunEnded
+
+
+class TrainerActor:
+    """Runs a run, or what is left of it, in a thread, so that its event loop answers the supervisor meanwhile.
+
+    Args:
+        explorers: actors by name; they outlive this one.
+        ranks: how Ray shall start the trainer's other ranks, which do not.
+        resumed: go on from the newest checkpoint, if there is one.
+        shows_rollouts: the view wants experiences, too.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        explorers: dict[str, Any],
+        ranks: Sequence[dict[str, Any]],
+        *,
+        resumed: bool,
+        shows_rollouts: bool,
+    ) -> None:
+        self._run_dir, self._explorers, self._ranks, self._resumed = run_dir, explorers, ranks, resumed
+        self._view = _ForwardingView(shows_rollouts, self._put)
+        self._interrupts = Interrupts()
+        self._events: list[Event] = []
+        self._news: asyncio.Event | None = None
+        self._loop: asyncio.AbstractEventLoop
+
+    async def start(self) -> int:
+        """Begin; the process id."""
+        self._loop, self._news = asyncio.get_running_loop(), asyncio.Event()
+        threading.Thread(target=self._run, name="rollmill-run", daemon=True).start()
+        return os.getpid()
+
+    async def events(self) -> list[Event]:
+        """What has happened since the last call; waits a second for it. Says by answering that the process lives."""
+        assert self._news is not None
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_POLL_S):
+                await self._news.wait()
+        self._news.clear()
+        events, self._events = self._events, []
+        return events
+
+    async def interrupt(self) -> bool:
+        """End with a checkpoint; False while it still loads, when there is nothing to keep."""
+        return self._interrupts.request()
+
+    def _run(self) -> None:
+        self._put(self._ended())
+
+    def _ended(self) -> RunEnded:
+        try:
+            loaded = load_run(self._run_dir / CONFIG, out=self._run_dir)
+            assert isinstance(loaded.config.placement, RayPlacement)
+            explorers = explorer_pool(loaded.config.placement, self._explorers)
+            with hold_run_lock(
+                self._run_dir, TRAINER_LOCK, _LEAVING_S
+            ):  # one of a command that was killed may still end
+                return RunEnded(
+                    execute(
+                        loaded,
+                        self._run_dir,
+                        self._view,
+                        resumed=self._resumed,
+                        explorers=explorers,
+                        ranks=self._ranks,
+                        interrupts=self._interrupts,
+                    )
+                )
+        except KeyboardInterrupt:
+            return RunEnded()
+        except BaseException as error:
+            return RunEnded(error=_portable(error))
+
+    def _put(self, event: Event) -> None:
+        self._loop.call_soon_threadsafe(self._add, event)
+
+    def _add(self, event: Event) -> None:
+        assert self._news is not None
+        self._events.append(event)
+        self._news.set()
+
+
+class _ForwardingView:
+    """The view of the process that trains: tells the supervisor, which has the terminal."""
+
+    def __init__(self, shows_rollouts: bool, put: Any) -> None:
+        self._shows_rollouts, self._put = shows_rollouts, put
+
+    def start(self, run_name: str, stages: Stages) -> None:
+        self._put(ViewCall("start", (run_name, list(stages))))
+
+    def resume(self, history: Sequence[Metrics]) -> None:
+        self._put(ViewCall("resume", (list(history),)))
+
+    def message(self, text: str) -> None:
+        self._put(ViewCall("message", (text,)))
+
+    def step(self, metrics: Metrics, experiences: Sequence[Experience]) -> None:
+        self._put(ViewCall("step", (dict(metrics), list(experiences) if self._shows_rollouts else [])))
+
+    def evaluation(self, metrics: Metrics) -> None:
+        self._put(ViewCall("evaluation", (dict(metrics),)))
+
+    def close(self) -> None:
+        """The supervisor closes its own."""
+
+
+def _portable(error: BaseException) -> BaseException:
+    """What another process can raise: the error itself, or its traceback where it cannot travel."""
+    if not isinstance(error, RollmillError):
+        error.add_note("In the process that trains:\n" + "".join(traceback.format_exception(error)))
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError("".join(traceback.format_exception(error)))
+    return error

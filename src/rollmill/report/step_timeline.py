@@ -1,0 +1,121 @@
+"""timeline.jsonl: when each completion of a step was generated and judged, and how the report draws it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollmill.files import atomic_write, explain_write_errors
+from rollmill.report.charts import format_tick, nice_ticks
+from rollmill.trackers.metrics_log import read_jsonl_rows
+from rollmill.trackers.trace import Span
+
+TIMELINE_FILE = "timeline.jsonl"
+WIDTH, LEFT, RIGHT = 1180, 130, 1165
+_PHASE_HEIGHT, _LANE_HEIGHT, _GAP = 14, 84, 12
+_MOST_BARS = 56
+
+
+@dataclass(frozen=True)
+class TimelineBar:
+    """One span as the page draws it: `x` to `middle` waiting, `middle` to `end` working."""
+
+    x: float
+    middle: float
+    end: float
+    y: float
+    height: float
+    kind: str
+
+
+@dataclass(frozen=True)
+class TimelineLane:
+    """The spans of one kind."""
+
+    name: str
+    note: str
+    y: float
+    bars: list[TimelineBar]
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """One step in time."""
+
+    step: int
+    seconds: float
+    height: float
+    lanes: list[TimelineLane]
+    ticks: list[tuple[float, str]]
+
+
+def write_step_timeline(run_dir: Path, metrics: dict[str, Any], began: float, spans: Sequence[Span]) -> None:
+    """Add a step's line: {"step", "stage", "seconds", "spans": {kind: [[asked, started, ended], ...]}}.
+
+    Times are seconds since the step began; what began in the step before is negative.
+    """
+    kinds: dict[str, list[list[float]]] = {}
+    for span in spans:
+        times = [round(each - began, 5) for each in (span.asked, span.started, span.ended)]
+        kinds.setdefault(span.kind, []).append(times)
+    line = {"step": metrics["step"], "stage": metrics["stage"], "seconds": metrics["seconds/total"], "spans": kinds}
+    path = run_dir / TIMELINE_FILE
+    with explain_write_errors(path), path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def read_step_timelines(run_dir: Path) -> dict[int, dict[str, Any]]:
+    """The lines by step; of a step that was written twice, the last. Raises RollmillError on a damaged line."""
+    return {int(row["step"]): row for row in read_jsonl_rows(run_dir / TIMELINE_FILE)}
+
+
+def drop_steps_after(run_dir: Path, step: int) -> None:
+    """Remove the lines of later steps, which a resumed run makes again, and one that a killed run left unfinished."""
+    path = run_dir / TIMELINE_FILE
+    if path.is_file():
+        rows = [row for row in read_jsonl_rows(path) if row["step"] <= step]
+        atomic_write(path, "".join(json.dumps(row) + "\n" for row in rows).encode())
+
+
+def draw_step_timeline(row: dict[str, Any], phases: Sequence[str]) -> StepTimeline:
+    """A line of the file as a picture: the phases one after the other, and a lane for generation and each reward."""
+    spans: dict[str, list[list[float]]] = row["spans"]
+    begin = min((times[0] for some in spans.values() for times in some), default=0.0)
+    end = max((times[2] for some in spans.values() for times in some), default=0.0)
+    begin, end = min(begin, 0.0), max(end, row["seconds"])
+
+    def place(seconds: float) -> float:
+        return float(round(LEFT + (seconds - begin) / max(end - begin, 1e-9) * (RIGHT - LEFT), 2))
+
+    lanes, y = [_phase_lane(spans, phases, place)], float(_PHASE_HEIGHT + _GAP)
+    for kind in sorted(spans.keys() - {*phases}, key=lambda kind: (kind.startswith("reward/"), kind)):
+        lane, height = _lane(kind, spans[kind], y, place)
+        lanes.append(lane)
+        y += height + _GAP
+    ticks = [(place(at), f"{format_tick(at)} s") for at in nice_ticks(begin, end) if begin <= at <= end]
+    return StepTimeline(row["step"], row["seconds"], y + 16, lanes, ticks)
+
+
+def _phase_lane(spans: dict[str, list[list[float]]], phases: Sequence[str], place: Any) -> TimelineLane:
+    bars = [
+        TimelineBar(place(times[1]), place(times[1]), place(times[2]), 0.0, _PHASE_HEIGHT, phase)
+        for phase in phases
+        for times in spans.get(phase, [])
+    ]
+    return TimelineLane("step", "", 0.0, bars)
+
+
+def _lane(kind: str, times: list[list[float]], y: float, place: Any) -> tuple[TimelineLane, float]:
+    ordered = sorted(times)
+    shown = ordered[:: -(-len(ordered) // _MOST_BARS)]
+    height = min(6.0, _LANE_HEIGHT / len(shown))
+    bars = [
+        TimelineBar(place(asked), place(started), place(ended), round(y + i * height, 2), round(0.8 * height, 2), kind)
+        for i, (asked, started, ended) in enumerate(shown)
+    ]
+    mean = sum(ended - started for _, started, ended in ordered) / len(ordered)
+    note = f"{len(ordered)}, mean {format_tick(mean)} s"
+    return TimelineLane(kind.removeprefix("reward/"), note, y, bars), max(height * len(shown), 30.0)

@@ -1,0 +1,265 @@
+"""Whether an answer equals a reference, as far as their texts decide it; the rest is left as questions.
+
+math-verify accepts a set, an interval or a false equation for a number, `1,2` for `(1,2)`, and drops units. So the
+structure is compared here, and math-verify is asked about single expressions.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+
+from rollmill.rewards.answers.collection import (
+    RELATION,
+    AnswerCollection,
+    parse_as_list,
+    parse_collection,
+    set_condition,
+    split_assignment,
+)
+from rollmill.rewards.answers.option_letters import parse_option_letter, split_option
+from rollmill.rewards.answers.quantities import (
+    Quantity,
+    normalize_answer,
+    parse_quantity,
+    quantities_equal,
+    split_unit,
+    strip_spaces,
+)
+from rollmill.rewards.answers.units import Unit
+
+_APPROXIMATE = Fraction(1, 100)
+"""Relative difference allowed behind an approximation sign."""
+
+_SIGNS = re.compile(r"(=|≈|\\approx(?![A-Za-z])|\\simeq(?![A-Za-z]))")
+_ROUGHLY = re.compile(r"^(?:=>?|\\approx(?![A-Za-z])|≈|\\simeq(?![A-Za-z])|约(?:为|是)?|approximately|about) ?")
+_ALTERNATIVE = re.compile(r" ?,? ?(?:(?<![A-Za-z])or(?![A-Za-z])|或者?) ?")
+_CLOCK = re.compile(r"\d{1,2}:[0-5]\d(?::[0-5]\d)?")
+_TIMES_100 = re.compile(r"(?:\\times|\\cdot|\*|x) ?100(?![\d.%]).*=")
+CALL_EQUATION = re.compile(r"^[A-Z] ?\([^()]{0,40}=[^()]{1,40}\) ?=")
+"""The name of a value with an equation in it, as in `P(X = 2) = 16/35`."""
+_LETTER = re.compile(r"(?<![\\A-Za-z])[A-Za-z]|\\(?:alpha|beta|gamma|delta|theta|phi|lambda|mu|omega|angle|triangle)")
+_VARIABLE = re.compile(r"(?<![\\A-Za-z])(?!e\^|i(?![A-Za-z])|sqrt|pi)[A-Za-z]")
+_SEVERAL = re.compile(
+    r"\\(?:cup|cap|to|pm|mp|setminus)(?![A-Za-z])|;|(?<![A-Za-z])(?:or|and)(?![A-Za-z])", re.IGNORECASE
+)
+TRIGONOMETRY = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_RATIO = re.compile(r"(\d+(?:\.\d+)?(?: ?: ?\d+(?:\.\d+)?)+)(?: ?([ap])\.?m\.?)?", re.IGNORECASE)
+_BASE = re.compile(r"([0-9A-F]+)_ ?\{?(\d+)\}?")
+
+
+@dataclass(frozen=True, slots=True)
+class SymbolicEquality:
+    """Expressions that symbolic algebra has to pair off: each of `golds` equals another one of `answers`."""
+
+    golds: tuple[str, ...]
+    answers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerMatchOptions:
+    """`slack` is the relative difference that plain numbers may have; `units_required` refuses a missing unit."""
+
+    slack: Fraction = Fraction(0)
+    units_required: bool = False
+
+
+EXACT = AnswerMatchOptions()
+
+
+def compare_texts(gold: str, answer: str, rules: AnswerMatchOptions = EXACT) -> bool | list[SymbolicEquality]:
+    """True or False where the texts decide, else the questions that must all be answered with yes.
+
+    Both texts are normalised here. Never raises.
+    """
+    gold, answer = (_ROUGHLY.sub("", normalize_answer(text), count=1) for text in (gold, answer))
+    if not answer:
+        return not gold
+    if strip_spaces(gold) == strip_spaces(answer):
+        return True
+    letter, choice = parse_option_letter(gold), split_option(answer)
+    if letter is not None and choice is not None:
+        return letter == choice[0]
+    if choice is not None and not choice[1] and choice[0] == parse_option_letter(gold.upper()):
+        return True  # `B` for `b`
+    if letter is None and choice is not None and choice[1]:
+        answer = choice[1]
+    if is_plain_words(gold):
+        return strip_spaces(gold).casefold() == strip_spaces(answer).casefold()
+    for written in (_RATIO, _BASE):
+        if (found := written.fullmatch(gold)) is not None:
+            return _same_notation(found, answer, written)
+    return _settle(gold, answer, rules)
+
+
+def _settle(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[SymbolicEquality]:
+    one, other = parse_quantity(gold), parse_quantity(answer)
+    if one is not None and other is not None:
+        return quantities_equal(one, other, slack=rules.slack, units_required=rules.units_required)
+    is_named = split_assignment(gold)
+    if is_named is not None and not _VARIABLE.search(is_named[1]):
+        also = split_assignment(answer)
+        return (also is None or also[0] == is_named[0]) and compare_texts(is_named[1], answer, rules)
+    gold, answer = set_condition(gold), set_condition(answer)
+    golds, answers = parse_collection(gold), parse_collection(answer)
+    if golds is not None and answers is None:
+        answers = parse_as_list(answer)
+    if golds is not None and answers is not None:
+        return _settle_collections(golds, answers, rules)
+    if _SIGNS.search(gold) or RELATION.search(gold):
+        if answers is None and not any(each.search(answer) for each in (_VARIABLE, _SIGNS, RELATION)):
+            return False  # a constant is no equation
+        return other is None and [SymbolicEquality((gold,), (answer,))]
+    if golds is not None:
+        return (
+            golds.kind in ("ordered", "list")
+            and bool(RELATION.search(answer))
+            and [SymbolicEquality((gold,), (answer,))]
+        )
+    same = _ALTERNATIVE.split(answer)
+    if len(same) > 1 and all(compare_texts(gold, each, rules) is True for each in same):
+        return True  # `1/2 or 0.5`
+    if answers is not None or RELATION.search(answer) or _SEVERAL.search(answer):
+        return bool(_SEVERAL.search(gold)) and [SymbolicEquality((gold,), (answer,))]
+    return _settle_sides(gold, answer, rules)
+
+
+def _settle_collections(
+    golds: AnswerCollection, answers: AnswerCollection, rules: AnswerMatchOptions
+) -> bool | list[SymbolicEquality]:
+    unordered = "list", "set"
+    if golds.kind == "list" and golds.names and answers.names:
+        return golds.names == answers.names and _settle_in_order(golds.values, answers.values, rules)
+    if golds.kind in unordered and answers.kind in unordered:
+        return _settle_unordered(golds, answers, rules)
+    if golds.kind == answers.kind:
+        return golds.brackets == answers.brackets and _settle_in_order(golds.items, answers.items, rules)
+    if {golds.kind, answers.kind} != {"list", "ordered"} or (golds.kind == "ordered" and not answers.names):
+        return False
+    tupled = golds if golds.kind == "ordered" else answers
+    return tupled.brackets == "()" and _settle_in_order(golds.values, answers.values, rules)
+
+
+def _settle_in_order(
+    golds: tuple[str, ...], answers: tuple[str, ...], rules: AnswerMatchOptions
+) -> bool | list[SymbolicEquality]:
+    if len(golds) != len(answers):
+        return False
+    questions = []
+    for gold, answer in zip(golds, answers, strict=True):
+        found = compare_texts(gold, answer, rules)
+        if found is False:
+            return False
+        questions += found if isinstance(found, list) else []
+    return questions or True
+
+
+def _settle_unordered(
+    golds: AnswerCollection, answers: AnswerCollection, rules: AnswerMatchOptions
+) -> bool | list[SymbolicEquality]:
+    """Pairs off the items; a set holds each text once, a list may repeat it."""
+    left, right = list(golds.values), list(answers.values)
+    if "set" in (golds.kind, answers.kind):
+        left, right = list(dict.fromkeys(map(strip_spaces, left))), list(dict.fromkeys(map(strip_spaces, right)))
+    if len(left) != len(right):
+        return False
+    open_left, may_be_equal = [], True
+    for gold in left:
+        found = {answer: compare_texts(gold, answer, rules) for answer in right}
+        equal = next((answer for answer, same in found.items() if same is True), None)
+        if equal is not None:
+            right.remove(equal)
+        else:
+            open_left.append(gold)
+            may_be_equal = may_be_equal and any(isinstance(same, list) for same in found.values())
+    if not right:
+        return True
+    return may_be_equal and [SymbolicEquality(tuple(open_left), tuple(right))]
+
+
+def _settle_sides(gold: str, answer: str, rules: AnswerMatchOptions) -> bool | list[SymbolicEquality]:
+    """Every side of an equation has to equal the reference, except for a name on the left of it."""
+    number = parse_quantity(gold)
+    if answer.count("%") > 1 and answer.endswith("%"):  # `35% - 15% = 20%`
+        answer = answer.replace("%", "")
+    if answer.endswith("%") and gold.endswith("%") and _TIMES_100.search(answer):  # `20/80 * 100 = 25%`
+        gold, answer = gold.rstrip("%"), answer.rstrip("%")
+        number = parse_quantity(gold)
+    pieces = [piece.strip() for piece in _SIGNS.split(CALL_EQUATION.sub("", answer, count=1))]
+    sides = list(zip(["=", *pieces[1::2]], pieces[::2], strict=True))
+    while len(sides) > 1 and _LETTER.search(sides[0][1]):
+        sides = [("=", sides[1][1]), *sides[2:]]
+        if _VARIABLE.search(gold):
+            break
+    questions = []
+    for sign, side in sides:
+        found = parse_quantity(side)
+        if not side or (number is not None and parse_collection(side) is not None):
+            return False
+        if number is not None and found is not None:
+            slack = rules.slack if sign == "=" else max(rules.slack, _APPROXIMATE)
+            if not quantities_equal(number, found, slack=slack, units_required=rules.units_required):
+                return False
+        elif sign == "=":
+            question = _in_one_unit(gold, side, rules)
+            if question is None:
+                return False
+            questions.append(question)
+    return questions or True
+
+
+def _in_one_unit(gold: str, answer: str, rules: AnswerMatchOptions) -> SymbolicEquality | None:
+    r"""The question without units, `2\sqrt{3}` m being `200\sqrt{3}` cm; None where the units differ in kind."""
+    one, other = _measured(gold), _measured(answer)
+    if one[1] is None or other[1] is None:
+        return None if rules.units_required and one[1] is not None else SymbolicEquality((one[0],), (other[0],))
+    if one[1].measure != other[1].measure:
+        return None
+    ratio = other[1].size / one[1].size
+    scaled = other[0] if ratio == 1 else rf"\frac{{{ratio.numerator}}}{{{ratio.denominator}}} \cdot ({other[0]})"
+    return SymbolicEquality((one[0],), (scaled,))
+
+
+def _measured(text: str) -> tuple[str, Unit | None]:
+    """A formula without variables and its unit; with variables all of it, because `m` may be one of them."""
+    if TRIGONOMETRY.search(text):
+        return text, None
+    number, unit = split_unit(text)
+    if unit is None and (words := re.fullmatch(r"(.*(?:\\pi|[)}!])) (\S.*)", text)) is not None:
+        number, unit = words[1], split_unit(f"1 {words[2]}")[1]
+    return (number, unit) if isinstance(unit, Unit) and not _VARIABLE.search(number) else (text, None)
+
+
+def _same_notation(gold: re.Match[str], answer: str, written: re.Pattern[str]) -> bool:
+    """Numbers with a base and times of day: the same digits. "am" and the base may be missing on one side.
+
+    Ratios are the same where one is a multiple of the other, unless the reference looks like a time of day. A ratio of
+    two is also a fraction.
+    """
+    found = written.fullmatch(answer)
+    if found is not None:
+        one, other = gold[1].replace(" ", ""), found[1].replace(" ", "")
+        is_ratio = written is _RATIO and not (gold[2] or found[2] or _CLOCK.fullmatch(one))
+        same = _proportional(one, other) if is_ratio else one == other
+        return same and (gold[2] is None or found[2] is None or gold[2].lower() == found[2].lower())
+    if written is _BASE:
+        return answer == gold[1]
+    top, *rest = gold[1].replace(" ", "").split(":")
+    value = parse_quantity(answer)
+    is_fraction = len(rest) == 1 and not gold[2] and Fraction(rest[0]) != 0
+    return is_fraction and value is not None and value == Quantity(Fraction(top) / Fraction(rest[0]))
+
+
+def _proportional(one: str, other: str) -> bool:
+    left, right = ([Fraction(part) for part in text.split(":")] for text in (one, other))
+    if len(left) != len(right) or not (any(left) and any(right)):
+        return False
+    return all(a * sum(right) == b * sum(left) for a, b in zip(left, right, strict=True))
+
+
+def is_plain_words(text: str) -> bool:
+    """Whether it is plain language and no product of variables: letters with a vowel, no digits, no formula."""
+    if re.fullmatch(r"[^\W\d_]{2,}(?:[\s'-]+[^\W\d_]+)*", text) is None:
+        return False
+    return not text.isascii() or text.lower() == "no" or re.search(r"(?i)(?=\w*[aeiou])\w{3}", text) is not None

@@ -1,0 +1,191 @@
+"""The final answer of a completion: the candidate with the best evidence that nothing takes back.
+
+A box comes first, then `####`, then what is said to be the answer, then the whole of a short text, then the sentence
+that concludes. Of candidates of one kind the last one counts.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from rollmill.config.rewards import AnswerExtraction
+from rollmill.rewards.answers.candidates import (
+    AnswerCandidate,
+    AnswerKind,
+    apply_correction,
+    find_bare_answer,
+    find_boxes,
+    find_concluding_sentence,
+    find_hash_answer,
+    find_last_line,
+    find_stated_answers,
+)
+from rollmill.rewards.answers.hedging import is_hedged
+from rollmill.rewards.answers.normalization import to_half_width
+from rollmill.rewards.answers.phrase import extract_value, has_value
+from rollmill.rewards.answers.segmentation import SegmentedText
+from rollmill.rewards.answers.statement import extract_statements
+from rollmill.rewards.base import last_tag_content
+
+_LONGEST = 20_000
+"""Characters at the end of a completion that are read."""
+_LONGEST_TAIL = 2_000
+_BETWEEN_BOXES = re.compile(
+    r"[\s$.,;:\\()\[\]]*(?:\\text\s*\{)?\s*(?:or|and|,|;|[或和与、，；])?\s*\}?[\s$.,;:\\()\[\]]*", re.IGNORECASE
+)
+_NUMBER_TEXT = r"[+-]?\$?(?:\\frac\s*\{-?\d+\}\s*\{-?\d+\}|\d[\d,]*(?:\.\d+)?(?:[eE][+-]?\d+)?(?:\s?/\s?\d+)?|\.\d+)%?"
+_NUMBER = re.compile(rf"(?<![\w.^/]){_NUMBER_TEXT}")
+_JOINED_BY_OR = re.compile(r"\s*(?:,?\s*or|/)\s*(?:even|maybe|perhaps)?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class FinalAnswer:
+    """An answer as it is written.
+
+    `text` is the box, the rest of the sentence behind "the answer is", the whole of a short text, or the sentence that
+    concludes. `value` is what it names, with its unit and without reasons. `tail` is everything from where the answer
+    begins. `boxes` are the contents of all boxes, the last `joined` of which belong together. `hedged` says that
+    another answer is offered beside it.
+    """
+
+    kind: AnswerKind
+    text: str
+    value: str
+    tail: str
+    boxes: tuple[str, ...] = ()
+    joined: int = 0
+    hedged: bool = False
+
+    @property
+    def marked(self) -> bool:
+        """Whether something marks it as the answer, or it is the whole of a short text."""
+        return self.kind not in ("sentence", "bold") and (self.kind != "line" or self.tail == self.text)
+
+    @property
+    def rest(self) -> str:
+        """What stands behind the answer on the same line."""
+        return self.line[len(self.text) :] if self.line.startswith(self.text) else ""
+
+    @property
+    def line(self) -> str:
+        """All of the line that the answer begins."""
+        return self.tail.partition("\n")[0] if self.marked else self.text
+
+
+def extract_answer(text: str, place: AnswerExtraction = "auto", *, values: bool = True) -> FinalAnswer | None:
+    """The final answer behind `</think>`, and in the last `<answer>...</answer>` if there is one; None without one.
+
+    The text is read in half width. Never raises, and linear in the length of the text.
+
+    Args:
+        place: `boxed`, `hash` and `last_number` read that place only.
+        values: where nothing marks an answer, the last sentence with a value is looked for; otherwise the last line.
+    """
+    if place != "auto":
+        return _answer_at_place(SegmentedText(to_half_width(text[-_LONGEST:])), place)
+    passage = SegmentedText(answer_section(text))
+    contents = find_boxes(passage.text)
+    marked = [
+        _joined(passage.text, contents),
+        find_hash_answer(passage.text),
+        *reversed(find_stated_answers(passage)),
+        find_bare_answer(passage.text),
+    ]
+    for candidate in marked:
+        if candidate is not None and (found := _confirm_candidate(passage, contents, candidate)) is not None:
+            return found
+    for candidate in (find_concluding_sentence(passage) if values else None, find_last_line(passage.text)):
+        if candidate is not None:
+            return _confirm_candidate(passage, [], candidate)
+    return None
+
+
+def answer_section(text: str) -> str:
+    """The part of a completion that holds its answer, in half width: without thoughts, inside `<answer>` tags."""
+    text = to_half_width(text[-_LONGEST:]).rpartition("</think>")[2]
+    inside = last_tag_content(text, "answer")
+    return text if inside is None else inside
+
+
+def _joined(text: str, contents: list[AnswerCandidate]) -> AnswerCandidate | None:
+    """The last box; boxes with nothing but "or", "and" or commas between them are one answer with commas."""
+    if not contents:
+        return None
+    last = contents[len(contents) - _count_joined(text, contents) :]
+    return AnswerCandidate("boxed", ", ".join(dict.fromkeys(each.text for each in last)), last[0].start, last[-1].end)
+
+
+def _count_joined(text: str, contents: list[AnswerCandidate]) -> int:
+    """How many of the last boxes belong together."""
+    first = len(contents) - 1
+    while first > 0 and _belong(text[contents[first - 1].end : contents[first].start]):
+        first -= 1
+    return len(contents) - max(first, 0)
+
+
+def _belong(between: str) -> bool:
+    return len(between) <= 40 and _BETWEEN_BOXES.fullmatch(between) is not None
+
+
+def _confirm_candidate(
+    passage: SegmentedText, contents: list[AnswerCandidate], candidate: AnswerCandidate
+) -> FinalAnswer | None:
+    """The answer that a candidate gives, or what is put in its place; None where it is only taken back."""
+    text = passage.text
+    if candidate.kind in ("boxed", "hash", "said", "bold"):
+        kept = apply_correction(passage, candidate, _value(candidate))
+        if kept is None:
+            return None
+        candidate = kept
+    value = _value(candidate)
+    if candidate.kind == "line" and (words := extract_statements(text)) and not has_value(words[0]):
+        value = words[0]
+    at = text.rfind(value, candidate.start, candidate.end) if value else -1
+    behind = text[candidate.end if at < 0 else at + len(value) :]
+    hedged = bool(value) and candidate.kind != "bare" and is_hedged(value, behind)
+    if candidate.kind == "boxed":
+        texts = tuple(each.text for each in contents)
+        return FinalAnswer("boxed", candidate.text, value, candidate.text, texts, _count_joined(text, contents), hedged)
+    tail = text[candidate.start :][:_LONGEST_TAIL]
+    if candidate.kind == "hash":
+        tail = candidate.text
+    elif candidate.kind == "line" and candidate.text != text.strip():
+        tail = text.rpartition("\n\n")[2][-_LONGEST_TAIL:]
+    return FinalAnswer(candidate.kind, candidate.text, value, tail, hedged=hedged)
+
+
+def _value(candidate: AnswerCandidate) -> str:
+    if candidate.kind in ("boxed", "bare"):
+        return candidate.text
+    if candidate.kind == "line":  # what names a value and was no conclusion is no answer
+        return "" if has_value(candidate.text) else extract_value(candidate.text, leads=False)
+    return extract_value(candidate.text, leads=candidate.kind != "sentence")
+
+
+def _answer_at_place(passage: SegmentedText, place: AnswerExtraction) -> FinalAnswer | None:
+    text = passage.text
+    if place == "last_number":
+        number = last_number(text)
+        return None if number is None else FinalAnswer("sentence", number, number, number)
+    contents = find_boxes(text) if place == "boxed" else []
+    candidate = _joined(text, contents) if place == "boxed" else find_hash_answer(text)
+    return None if candidate is None else _confirm_candidate(passage, contents, candidate)
+
+
+def last_number(text: str) -> str | None:
+    """The last number; "41 or 42" is returned whole, because it names no single answer."""
+    matches = list(_NUMBER.finditer(text))
+    if not matches:
+        return None
+    last = matches[-1]
+    if len(matches) > 1 and _JOINED_BY_OR.fullmatch(text, matches[-2].end(), last.start()):
+        return text[matches[-2].start() : last.end()]
+    return last[0].rstrip(",")
+
+
+def extract_reference(text: str) -> str:
+    """A reference as text; of a worked solution only its last \\boxed{} or what follows "####"."""
+    contents = find_boxes(text)
+    found = _joined(text, contents) or find_hash_answer(text)
+    return found.text if found is not None and found.text else text

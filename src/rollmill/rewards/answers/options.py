@@ -1,0 +1,301 @@
+"""Option letters: which ones an answer names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection
+
+from rollmill.rewards.answers.comparison import compare_texts
+from rollmill.rewards.answers.extraction import FinalAnswer
+from rollmill.rewards.answers.normalization import comparison_key, fold_text
+
+_LEAD = (
+    r"(?>(?:(?:the|correct|right|options?|choices?|letters?|answers?|is|are|both|all|probably|likely|clearly|definitely"
+    r"|of|(?i:so|thus|hence|therefore|it is|it's|i think|i believe|i'd go with|i would go with|my choice|option))"
+    r"(?![A-Za-z])"
+    r"|选项?|应?选|是|为|应该|故|综上|因此|所以)[ :,]*+)*+"
+)
+_ANY = r"[(\[{\"'“‘]*+[A-Z][)\]}\"'”’.]*+"
+_AND = r"(?> ?(?:, ?and\b|[,;、&+]|and\b|和|与|及|以及) ?| )?+"
+_LIST = rf"{_ANY}(?:{_AND}{_ANY})*+"
+_BEHIND = (
+    r" ?(?:(?:are|is) ?)?(?:选项|[两三四]?[项个]|都|均|both|all)? ?是? ?"
+    r"(?:correct|right|true|正确|对)? ?的?[.。!]? ?[✓✔√✅]?"
+)
+_LETTERS = re.compile(rf"{_LEAD}({_LIST}){_BEHIND}")
+_MARKED = re.compile(rf"({_LEAD})(\([a-j]\)|[a-j][).:](?= ))")
+_SMALL = re.compile(r"\(?[a-j]\)?\.?|\(?[a-j]\)?(?:\s*[,;、]\s*\(?[a-j]\)?)+\.?")
+_LED = re.compile(
+    rf"{_LEAD}(?P<open>[(\[])?(?P<letter>[A-Z])(?![A-Za-z'\d^_])(?P<mark>[)\].:,、]*+) ?(?P<rest>.*)", re.DOTALL
+)
+_REASON = re.compile(r"\b(?:because|since|as|not|rather than|instead of)\b|因为|由于|而不是|不是|不选", re.IGNORECASE)
+_SENTENCE = re.compile(r"(?:because|since|as|is|are|for|due|not|here)\b|[,-]|\Z")
+_DENIED = re.compile(
+    r"\W*(?:选项|项)?(?:是)?\s?"
+    r"(?:(?:is|are|was)(?:n't| not| wrong| incorrect| false| eliminated| ruled)|错|不|wrong|incorrect)",
+    re.IGNORECASE,
+)
+_OTHER = re.compile(
+    r"(?P<before>(?:\bor|\band|[,;/、或和及])\s?[(\[]?)?"
+    r"(?<![A-Za-z'\\])(?P<letter>[A-J])(?![A-Za-z'\d^_])(?P<article>(?<=A) [a-z])?"
+)
+_RIGHT = (
+    r"(?:the )?(?:correct|right|true)(?: answer| one| option| choice)?(?![A-Za-z])|the answer"
+    r"|正确|对(?!于|应)|符合|满足|成立|works|fits"
+)
+_WRONG = (
+    r"(?:not|n't) (?:be )?(?:the )?(?:correct|right|true|answer)|incorrect|wrong|false|eliminated|ruled out|invalid"
+    r"|不(?:正确|对|符合|满足|成立|选)|错误?|排除|does(?:n't| not) (?:work|fit)"
+)
+_STATED = re.compile(
+    rf"(?<![A-Za-z])(?P<list>{_LIST}) ?(?>(?:选项|项|说法|都|均|也|才|是|为|are|is|can be|must be|was|both|all|option"
+    rf"|clearly|therefore|only)"
+    rf"(?![A-Za-z]) ?)*+(?:(?P<wrong>(?i:{_WRONG}))|(?P<right>(?i:{_RIGHT})))(?!吗| ?\?)"
+)
+_JUDGED_LINE = re.compile(
+    rf"^\s*[(\[]?(?P<list>[A-J])[)\].、:]+"
+    rf" ?(?P<text>(?:(?!(?<![A-Za-z])[A-J](?![A-Za-z]))[^\n]){{1,200}}?)[,;:—-]? ?(?:(?P<wrong>{_WRONG})"
+    rf"|(?P<right>{_RIGHT}))[。.;!]?\s*$",
+    re.MULTILINE,
+)
+_CONCLUDED = re.compile(
+    rf"(?:(?i:therefore|thus|hence|so|consequently|leaving)|所以|因此|故|综上)[ ,:]*{_LEAD}(?P<list>{_LIST}){_BEHIND}$"
+)
+_ONLY = re.compile(
+    rf"(?:只有|仅|仅有|(?i:only)) ?(?:(?i:option|choice|statements?) |选项)?(?P<list>{_LIST})(?![A-Za-z])"
+)
+_BUT_NOT = re.compile(
+    r",? ?(?:(?:but|and) )?(?:not|neither|rather than|instead of)\b ?(?:(?:options?|the) )?"
+    rf"(?={_ANY}).*$|,? ?(?:而)?(?:不是|不选|非) ?(?={_ANY}).*$",
+    re.DOTALL,
+)
+_WITH_TEXT = re.compile(r"(?<![A-Za-z])([A-J]) ?\(([^()\n]{1,200})\)")
+_NAMED = re.compile(r"(?<![A-Za-z'\\])([A-Z])(?![A-Za-z'\d^_]|\s*=)")
+_ARTICLE_A = re.compile(
+    r"(?<!option )(?<!choice )(?<!answer )(?<!letter )(?<!pick )(?<!is )(?<!be )(?<!with )(?<!and )(?<!or"
+    r" )(?<!, )(?<![A-Za-z'])A "
+    r"(?!(?:is|was|are|and|or|fits?|works?|looks?|seems?|match(?:es)?|must|can|does|would|should|has)\b)[a-z]",
+    re.IGNORECASE,
+)
+_ENDS_IN = re.compile(rf"(?:\b(?:is|are|be|has|have|with)|[:是为有])[ :]*(?P<list>{_LIST})$")
+_NEGATION = re.compile(
+    r"\b(?:not|no|never|neither|nor|wrong|incorrect|false|maybe|perhaps|unless|if)\b|n't\b|[不非没错或否]|可能|也许",
+    re.IGNORECASE,
+)
+_COMPARED = re.compile(
+    r"\b(?:than|unlike|except|between|would|could|might|whereas|while|although|instead|rather|if|or)\b|[比或]|除了",
+    re.IGNORECASE,
+)
+_OR_LETTER = re.compile(r"(?:\b(?i:or)\b|或者?|/) ?[(\[]?[A-J](?![A-Za-z])")
+_LABEL = re.compile(r"(?<![A-Za-z])[A-J][.)、:]")
+_PIECES = re.compile(r"\s*(?:;|,|、|\n|\band\b|和)\s*")
+_ALTERNATIVES = re.compile(r"\s*(?:;|,|/|\bor\b|或者?|\n)\s*")
+
+
+def selected_options(found: FinalAnswer, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
+    """The letters that an answer names; None where it names none, hedges, or contradicts itself.
+
+    Args:
+        options: texts by letter; empty where they are not known.
+        several: the question may have several right options, so a list of letters is one answer.
+    """
+    options = {letter: _plain(fold_text(option)) for letter, option in options.items()}
+    known = frozenset(options or "ABCDEFGHIJ")
+    if several and (labelled := _labelled(_plain(found.tail), options) or _labelled(_plain(found.line), options)):
+        return labelled
+    if (whole := _same_text(_plain(found.tail), options)) is not None:
+        return frozenset(whole)
+    if found.kind == "line" and (stated := _stated(found, options, known)) is not None:
+        return stated if several or len(stated) == 1 else None
+    rest = _plain(found.rest)
+    says_option = any(comparison_key(rest) == comparison_key(option) for option in options.values())
+    if not says_option and _goes_on(rest, options, several=several):
+        return None
+    for text in dict.fromkeys([_plain(found.line)] if says_option else [_plain(found.text), _plain(found.line)]):
+        letters = _read(_BUT_NOT.sub("", text) or text, options, known, several=several)
+        if letters is not None:
+            return letters
+    stated = _stated(found, options, known)
+    if stated is None and not several and found.kind in ("line", "sentence"):
+        stated = _at_the_end(_plain(found.tail), options)
+    if stated is None and not several and found.kind == "line":
+        same = _same_text(_plain(found.value), options)
+        stated = _sole(_plain(found.text), known) if same is None else frozenset(same)
+    return stated if stated is not None and (several or len(stated) == 1) else None
+
+
+def _sole(sentence: str, known: frozenset[str]) -> frozenset[str] | None:
+    """The only option that a last sentence names, as in `we are left with C`; None where it denies it."""
+    letters = {each[1] for each in _NAMED.finditer(sentence) if each[1] != "A" or not _ARTICLE_A.search(sentence)}
+    if len(letters) != 1 or not letters <= known or sentence.endswith("?") or _NEGATION.search(sentence):
+        return None
+    return frozenset(letters)
+
+
+def _at_the_end(text: str, options: dict[str, str]) -> frozenset[str] | None:
+    """The option whose words end the last sentence, as in `it gets higher in the sky`, where it names no other one."""
+    sentence = re.split(r"(?<=[.!?。！？])\s+|(?<=[。！？])|\n", text.strip(" .。"))[-1].casefold()
+    ends = [name for name, option in options.items() if _ends_in(sentence, option.strip(" .。").casefold())]
+    longest = max(ends, key=lambda name: len(options[name]), default=None)
+    if longest is None or _LABEL.search(text) or _NEGATION.search(sentence) or _COMPARED.search(sentence):
+        return None
+    rest = sentence[: len(sentence) - len(options[longest].strip(" .。"))]
+    others = [option.strip(" .。").casefold() for name, option in options.items() if name != longest]
+    return None if any(each in rest for each in others) else frozenset(longest)
+
+
+def _ends_in(sentence: str, option: str) -> bool:
+    return len(option) >= 4 and re.search(rf"(?:^|[\W_]){re.escape(option)}$", sentence) is not None
+
+
+def _stated(found: FinalAnswer, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
+    """The letters that sentences call right, as in `A is wrong; B is wrong; therefore C`.
+
+    None where there are none, or one is called right and wrong.
+    """
+    text = _plain(found.tail if found.kind == "line" else found.line)
+    if not options and not re.search(r"(?<![A-Za-z])[A-J](?![A-Za-z])", text):
+        return None
+    right: set[str] = set()
+    wrong: set[str] = set()
+    for statement in (*_STATED.finditer(text), *_JUDGED_LINE.finditer(text)):
+        (wrong if statement["wrong"] else right).update(re.findall("[A-Z]", statement["list"]))
+    only = [set(re.findall("[A-Z]", each["list"])) for each in _ONLY.finditer(text)]
+    concluded = _CONCLUDED.search(text.rstrip(" .。!*"))
+    if concluded is not None:
+        right = set(re.findall("[A-Z]", concluded["list"]))
+    elif only:
+        right = only[-1]
+    elif not right and not wrong and (ending := _ENDS_IN.search(text.rstrip(" .。!*"))) is not None:
+        right = set() if _NEGATION.search(text.rpartition("\n")[2]) else set(re.findall("[A-Z]", ending["list"]))
+    return frozenset(right) if right and right <= known and not right & wrong else None
+
+
+def _goes_on(rest: str, options: dict[str, str], *, several: bool) -> bool:
+    """Whether the sentence behind an answer, as in `B. banana, or cherry`, names another option as well."""
+    texts = {comparison_key(option) for option in options.values()}
+    if several and _LABEL.search(rest):
+        return True
+    behind = rest.strip(" .,;:!")
+    if _list(behind, frozenset(options or "ABCDEFGHIJ")) or _same_text(behind, options):
+        return True
+    return _OR_LETTER.search(rest) is not None or any(
+        comparison_key(piece) in texts for piece in _ALTERNATIVES.split(rest)[1:]
+    )
+
+
+def _read(text: str, options: dict[str, str], known: frozenset[str], *, several: bool) -> frozenset[str] | None:
+    """The letters of one text: a letter, an option's own words, a list of letters, a letter with more behind it."""
+    text = _MARKED.sub(lambda found: found[1] + found[2].upper(), text, count=1) if _MARKED.match(text) else text
+    if several and re.fullmatch("[a-j]{2,10}", text) and "".join(sorted({*text})) == text:
+        text = text.upper()
+    letters = _list(text, known)
+    if letters is None or len(letters) > 1:
+        exact = _same_text(text, options)
+        letters = frozenset(exact) if exact is not None else letters
+    if letters is None:
+        letters = _led(text, options, known)
+    if letters is None and not is_labelled(text, known):
+        letters = _by_text(text, options, several=several)
+    return letters
+
+
+def _same_text(text: str, options: dict[str, str]) -> str | None:
+    """The letter of the only option whose words these are, with or without its letter; None for a mere letter."""
+    if re.fullmatch(r"[A-Za-z]?", text):
+        return None
+    same = [
+        letter
+        for letter, option in options.items()
+        if comparison_key(text) == comparison_key(option) or _is_own(text, letter, option)
+    ]
+    return same[0] if len(same) == 1 else None
+
+
+def _is_own(text: str, letter: str, option: str) -> bool:
+    """Whether it is the letter with the option behind it, `(D) A and B`."""
+    found = _LED.fullmatch(text)
+    return (
+        found is not None
+        and found["letter"] == letter
+        and bool(option)
+        and comparison_key(found["rest"]) == comparison_key(option)
+    )
+
+
+def is_labelled(text: str, known: Collection[str]) -> bool:
+    """Whether an option letter with a bracket or a mark stands before something else, as in `B) apple`."""
+    found = _LED.fullmatch(text)
+    return found is not None and found["letter"] in known and bool(found["open"] or found["mark"].strip(",、"))
+
+
+def _plain(text: str) -> str:
+    text = re.sub(r"\\(?:text|mathrm|textbf|mathbf|mathit|rm|bf)\s*\{([^{}]*)\}", r"\1", text)
+    text = _WITH_TEXT.sub(r"\1. \2", text)
+    text = re.sub(r"\$|\\[(),\[\];:!]|\\quad", " ", text)
+    return re.sub(r"\s*\n\s*", "\n", re.sub(r"[^\S\n]+", " ", text)).strip(" \n.。*:")
+
+
+def _list(text: str, known: frozenset[str]) -> frozenset[str] | None:
+    """The letters of a text that is nothing but a list of them."""
+    if _SMALL.fullmatch(text):
+        text = text.upper()
+    found = _LETTERS.fullmatch(text)
+    letters = re.findall(r"[A-Z]", found[1]) if found else []
+    return frozenset(letters) if letters and known.issuperset(letters) else None
+
+
+def _by_text(text: str, options: dict[str, str], *, several: bool) -> frozenset[str] | None:
+    """The options whose texts an answer is made of."""
+    if (one := _option_of(text, options)) is not None:
+        return frozenset(one)
+    pieces = _PIECES.split(text) if several else []
+    if not 1 < len(pieces) <= len(options):
+        return None
+    named = [_option_of(piece, options) for piece in pieces]
+    return frozenset(each for each in named if each) if all(named) else None
+
+
+def _option_of(text: str, options: dict[str, str]) -> str | None:
+    """The letter of the only option that says the same."""
+    exact = [letter for letter, option in options.items() if comparison_key(option) == comparison_key(text)]
+    close = {letter: option for letter, option in options.items() if len(text) <= 2 * len(option) + 100}
+    same = exact or [letter for letter, option in close.items() if compare_texts(option, text) is True]
+    return same[0] if len(same) == 1 else None
+
+
+def _led(text: str, options: dict[str, str], known: frozenset[str]) -> frozenset[str] | None:
+    """The letter that an answer begins with, unless what stands behind it is, or names, another option."""
+    found = _LED.fullmatch(text)
+    if found is None or found["letter"] not in known:
+        return None
+    letter, rest = found["letter"], found["rest"].strip()
+    if not found["open"] and not found["mark"].strip(",、") and re.match(r"[,、;\s]*[=$\d\\(]", rest):
+        return None
+    own = options.get(letter, "")
+    if own and comparison_key(rest) == comparison_key(own):
+        return frozenset(letter)
+    if (not found["open"] and not found["mark"] and not _SENTENCE.match(rest)) or _DENIED.match(rest):
+        return None
+    rest = rest.removeprefix(own) if own else rest
+    rest = _REASON.split(rest, maxsplit=1)[0]
+    others = {
+        name: option
+        for name, option in options.items()
+        if name != letter and comparison_key(option) != comparison_key(own)
+    }
+    said = [piece for piece in [rest, *_ALTERNATIVES.split(rest)] if piece.strip()]
+    if any(comparison_key(piece) == comparison_key(option) for piece in said for option in others.values()):
+        return None
+    if any(
+        each["letter"] in known - {letter} and (each["before"] or not each["article"]) for each in _OTHER.finditer(rest)
+    ):
+        return None
+    return frozenset(letter)
+
+
+def _labelled(text: str, options: dict[str, str]) -> frozenset[str] | None:
+    """The letters of `A. water; C. steam`, every letter before the text of its option."""
+    for letter, option in options.items():
+        text = re.sub(rf"(?<![A-Za-z])[(\[]?{letter}[)\].:、]*\s*{re.escape(option.strip(' .'))}", letter, text)
+    return _list(" ".join(text.replace("\n", " ").split()).strip(" .。"), frozenset(options)) if options else None

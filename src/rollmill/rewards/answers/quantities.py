@@ -1,0 +1,251 @@
+"""Answers that are plain numbers, as exact fractions, with a percent sign or a unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+
+from rollmill.rewards.answers.normalization import has_cjk, to_half_width
+from rollmill.rewards.answers.numerals import to_digits
+from rollmill.rewards.answers.units import Unit, counted_unit, parse_unit
+
+_MOST_DIGITS = 400
+"""Longer numbers are left to the grader process, which can be killed."""
+
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)"
+_DECIMAL = rf"(?:{_DIGITS}(?:\.\d*)?|\.\d+)"
+_POWER = r"(?:[eE](?P<e>[+-]?\d{1,3})|(?:\\times|\\cdot|\*|x)10\^\{?(?P<t>[+-]?\d{1,3})\}?)"
+_PLAIN = re.compile(rf"(?P<sign>[+-]*)(?P<number>{_DECIMAL}){_POWER}?")
+_REPEATING = re.compile(
+    r"(?P<sign>[+-]*)(?P<whole>\d+)\.(?P<fixed>\d*)\\(?:overline|bar|dot)(?:\{(?P<again>\d+)\}|(?P<digit>\d))"
+)
+_SLASHED = re.compile(rf"(?P<sign>[+-]*)(?:(?P<whole>\d+)(?: and)? )?(?P<top>{_DECIMAL})/(?P<bottom>-?{_DECIMAL})")
+_FRAC = re.compile(
+    rf"(?P<sign>[+-]*)(?P<whole>\d*)\\frac(?:\{{(?P<top>-?{_DIGITS})\}}\{{(?P<bottom>-?{_DIGITS})\}}|(?P<t>\d)(?P<b>\d))"
+)
+
+_WRAPPED = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|textnormal|operatorname|mbox|emph)\s*\{([^{}]*)\}")
+_SPACES = re.compile(
+    r"(?<!\\)\\[ ,;:!]|\\(?:quad|qquad|left|right|big|Big|displaystyle|rm)(?![A-Za-z])|\{,\}|~|[\u00a0\u2009\u202f]"
+)
+_SYMBOLS = {
+    **{"−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "⋅": "\\cdot ", "÷": "/", "π": "\\pi ", "∞": "\\infty "},
+    **{"≤": "\\le ", "≥": "\\ge ", "≠": "\\neq ", "∪": "\\cup ", "∩": "\\cap ", "∈": "\\in ", "±": "\\pm "},
+    **{"∅": "\\emptyset ", "½": "\\frac12", "¼": "\\frac14", "¾": "\\frac34"},
+    **{"，": ",", "；": ";", "：": ":", "（": "(", "）": ")", "％": "%", "＝": "=", "。": "."},
+}
+_TRANSLATION = str.maketrans(_SYMBOLS)
+_RAISED = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻", "0123456789-")
+_CURRENCY = re.compile(r"([+-]?) ?([$€£¥]) ?(?=[+-]?[\d.])")
+_BEFORE_UNIT = re.compile(r"[\d.}](\s*)(?=[^\W\d_]|[%°¢€£¥$]|\\mu)")
+_COUNTED = re.compile(r"[^\W\d_][^\d=<>+*^{}\[\]()\\,;]{0,60}|°[CF]?")
+_LONE_LETTER_UNITS = frozenset("mgsLlhNJWKVACF")
+_SHORT_UNITS = frozenset(
+    [
+        "am",
+        "pm",
+        "cm",
+        "mm",
+        "dm",
+        "km",
+        "nm",
+        "kg",
+        "mg",
+        "ml",
+        "hr",
+        "hrs",
+        "min",
+        "sec",
+        "ft",
+        "in",
+        "lb",
+        "lbs",
+        "oz",
+        "mi",
+        "mph",
+        "kmh",
+        "usd",
+        "eur",
+    ]
+)
+_NO_UNITS = frozenset(["or", "and", "to", "not", "pi", "sqrt", "log", "ln", "sin", "cos", "tan", "exp"])
+_VARIABLES = frozenset("abcnxyz")
+_PERCENT = re.compile(r"%|per ?cent|pct", re.IGNORECASE)
+_PART = re.compile(r"(\d[\d,]*(?:\.\d+)?(?: \d+/\d+)?) ?([A-Za-z]+)\.?(?:,? and |, | |$)")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """A plain number, with a percent sign or a unit where the text has one."""
+
+    value: Fraction
+    percent: bool = False
+    unit: Unit | None = None
+
+
+def normalize_answer(text: str) -> str:
+    """The text without LaTeX spacing, text wrappers and delimiters; equal strings are equal answers.
+
+    A dollar sign stays where it is money: escaped, or before a number and without a second one that closes it.
+    """
+    text = to_half_width(text).translate(_TRANSLATION)
+    text = re.sub(r"[⁰¹²³⁴⁵⁶⁷⁸⁹⁻]+", lambda found: "^{" + found[0].translate(_RAISED) + "}", text)
+    text = text.replace("{,}", ",").replace("\\!", "")
+    text = re.sub(r"(?<=[\w)])\*\*(?=[\w({-])", "^", text).replace("**", "")
+    text = re.sub(r"(?<=\d)\\[,;: ](?=\d{3}(?!\d))", ",", text)
+    text = re.sub(r"\\begin\{array\}\{[^{}]*\}", r"\\begin{array}", _SPACES.sub(" ", text))
+    text = _WRAPPED.sub(r" \1 ", text)
+    text = re.sub(r"\\[dt]frac", r"\\frac", text)
+    text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degree|º", "°", text).replace("\\%", "%")
+    text = re.sub(r"(?<!\\)\\[()]|(?<!\\)\\[\[\]]", " ", text)
+    if text.count("$") - text.count("\\$") != 1 or not re.search(r"(?<!\\)\$ ?[\d.]", text):
+        text = re.sub(r"(?<!\\)\$", " ", text)
+    text = " ".join(text.replace("\\$", "$").split()).rstrip(" .,;:").lstrip(" ,;:")
+    return text if re.match(r"\.\d", text) else text.lstrip(" .,;:")
+
+
+def strip_spaces(text: str) -> str:
+    """A normalised text for comparing: without spaces, except that two numbers do not become one."""
+    text = re.sub(r"\s+", "", re.sub(r"(?<=\d)\s+(?=\d)", "_", text))
+    return text[1:-1] if re.fullmatch(r"\{[^{}]*\}", text) else text
+
+
+def parse_quantity(text: str) -> Quantity | None:
+    """The plain number that a normalised text is: thousands separators, fractions, exponents, percent, a unit."""
+    text = to_digits(text)
+    number, unit = split_unit(text)
+    value = _fraction(number)
+    if value is not None:
+        return Quantity(value, percent=unit == "%", unit=unit if isinstance(unit, Unit) else None)
+    return _compound(text)
+
+
+def quantities_equal(gold: Quantity, answer: Quantity, *, slack: Fraction, units_required: bool = False) -> bool:
+    """Whether two quantities are the same, `slack` being the relative difference allowed.
+
+    A missing unit agrees with any unless units are required; a missing percent sign agrees with both readings.
+    """
+    value = answer.value
+    if gold.unit is not None and answer.unit is not None:
+        if gold.unit.measure != answer.unit.measure:
+            return False
+        value *= answer.unit.size / gold.unit.size
+    elif units_required and (gold.unit is not None or gold.percent > answer.percent):
+        return False
+    readings = {value}
+    if gold.percent != answer.percent:
+        if gold.unit is not None or answer.unit is not None:
+            return False
+        readings |= {value / 100} if answer.percent else {value * 100}
+        if units_required and gold.percent:
+            return False
+    return any(abs(gold.value - reading) <= slack * abs(gold.value) for reading in readings)
+
+
+def split_unit(text: str) -> tuple[str, Unit | str | None]:
+    """The number or formula of a normalised text, and its unit, "%" or None."""
+    money = _CURRENCY.match(text)
+    if money is not None:
+        behind, also = split_unit(money[1] + text[money.end() :])
+        symbol = parse_unit(money[2])
+        if isinstance(also, Unit) and symbol is not None and re.search(r"\bper |/", text):
+            also = symbol  # `$16 per week`
+        is_word = isinstance(also, Unit) and parse_unit(str(next(iter(also.measure))[0])) is None
+        return (behind, symbol) if also is None or also == symbol or is_word else (text, None)
+    for match in _BEFORE_UNIT.finditer(text):
+        words = text[match.end() :]
+        if _PERCENT.fullmatch(words):
+            return text[: match.end()].strip(), "%"
+        unit = _unit(words, spaced=bool(match[1]))
+        if unit is not None:
+            return text[: match.end()].strip(), unit
+    return text, None
+
+
+def _unit(text: str, *, spaced: bool) -> Unit | None:
+    if len(text) > 62:
+        return None
+    words = re.sub(r"^degrees? (?=[CF]$)", "°", re.sub(r"^degrees? (?=[CF]\w)", "", text, flags=re.IGNORECASE))
+    words = re.sub(r"\s*\^\s*", "^", words.lower() if len(words.split()) > 1 else words)
+    if len(text) == 1 and text.isascii() and text.isalpha() and not (spaced and text in _LONE_LETTER_UNITS):
+        return None
+    first = re.split(r"[ /^]", words)[0]
+    if (
+        has_cjk(first)
+        or first in "°%¢€£¥$"
+        or spaced
+        or len(first) > 3
+        or first.lower() in _SHORT_UNITS
+        or first[0] == "°"
+    ):
+        known = parse_unit(words)
+        if known is not None:
+            return known
+    return _counted(text, spaced=spaced)
+
+
+def _counted(text: str, *, spaced: bool) -> Unit | None:
+    words = text.lower().split()
+    if _COUNTED.fullmatch(text) is None or not _NO_UNITS.isdisjoint(words) or set(words[0]) <= _VARIABLES:
+        return None
+    if not spaced and not has_cjk(words[0]) and len(words[0]) <= 3 and words[0] not in _SHORT_UNITS:
+        return None
+    return counted_unit(_singular(text))
+
+
+def _singular(unit: str) -> str:
+    unit = unit.lower().replace(".", "").removeprefix("°")
+    return unit[:-1] if len(unit) > 3 and unit.endswith("s") else unit
+
+
+def _compound(text: str) -> Quantity | None:
+    """`2 hours 30 minutes`, `5 feet 6 inches`: parts of one measure, the largest first; in the unit of the last."""
+    parts, at = [], 0
+    while at < len(text):
+        part = _PART.match(text, at)
+        if part is None or (unit := parse_unit(part[2])) is None or (value := _fraction(part[1])) is None:
+            return None
+        parts.append((value, unit))
+        at = part.end()
+    units = [unit for _, unit in parts]
+    falling = all(a.measure == b.measure and a.size > b.size for a, b in pairwise(units))
+    if len(parts) < 2 or not falling:
+        return None
+    return Quantity(sum((value * unit.size for value, unit in parts), Fraction(0)) / units[-1].size, unit=units[-1])
+
+
+def _fraction(text: str) -> Fraction | None:
+    if len(text) > _MOST_DIGITS:
+        return None
+    text = re.sub(r"^([+-]) ", r"\1", text.strip())
+    text = re.sub(r"^\{([^{}]*)\}|^\(([^(),]*)\)$", r"\1\2", text)
+    text = re.sub(r"^([+-]*)10\^(?=\{?[+-]?\d)", r"\g<1>1*10^", text)
+    plain = _PLAIN.fullmatch(re.sub(r" ?(\\times|\\cdot|\*|x) ?", r"\1", text))
+    if plain is not None:
+        exponent = int(plain["e"] or plain["t"] or 0)
+        digits = re.sub("[, ]", "", plain["number"]).rstrip(".")
+        return _signed(plain["sign"], Fraction(digits) * Fraction(10) ** exponent)
+    repeating = _REPEATING.fullmatch(text)
+    if repeating is not None:
+        fixed, again = repeating["fixed"], repeating["again"] or repeating["digit"]
+        tail = Fraction(int(again), 10 ** len(again) - 1)
+        return _signed(repeating["sign"], Fraction(f"{repeating['whole']}.{fixed}0") + tail / 10 ** len(fixed))
+    slashed = re.sub(r" ?/ ?", "/", text)
+    parts = _SLASHED.fullmatch(slashed) or _FRAC.fullmatch(re.sub(r"(?<!\d) | (?!\d)", "", text))
+    return None if parts is None else _ratio(parts.groupdict())
+
+
+def _ratio(groups: dict[str, str | None]) -> Fraction | None:
+    top, bottom = (
+        Fraction(re.sub("[, ]", "", groups[long] or groups.get(short) or "0").rstrip("."))
+        for long, short in (("top", "t"), ("bottom", "b"))
+    )
+    if bottom == 0:
+        return None
+    return _signed(groups["sign"] or "", int(groups["whole"] or 0) + top / bottom)
+
+
+def _signed(sign: str, value: Fraction) -> Fraction:
+    return -value if sign.count("-") % 2 else value

@@ -1,0 +1,179 @@
+"""Threads for users' functions: bounded in number, and left behind when a function does not come back."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollmill.errors import RewardError, RollmillError
+
+MAX_THREADS = 16
+"""Calls that run at the same time."""
+MAX_STUCK_THREADS = 8
+"""Threads that may be stuck past their time limit before the run fails."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, eq=False)
+class _FunctionCall:
+    name: str
+    function: Callable[[], Any]
+    started: Future[None] = field(default_factory=Future)
+    done: Future[tuple[Any, BaseException | None]] = field(default_factory=Future)
+
+
+class FunctionTimeoutError(Exception):
+    """A function has not returned within its time limit."""
+
+
+class FunctionThreads:
+    """Runs plain functions in daemon threads, so that one that never returns cannot keep the process alive.
+
+    Args:
+        what: the functions are, for messages.
+        error: what is raised when too many of them never return.
+        limit: how many run at the same time.
+        most_stuck: how many may be stuck past their time limit; with more of them no call is taken any more.
+    """
+
+    def __init__(
+        self,
+        what: str = "reward",
+        error: type[RollmillError] = RewardError,
+        limit: int = MAX_THREADS,
+        most_stuck: int = MAX_STUCK_THREADS,
+    ) -> None:
+        self._what, self._error, self._limit, self._most_stuck = what, error, limit, most_stuck
+        self._calls: queue.SimpleQueue[_FunctionCall | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._running = 0  # threads in service: idle or busy within their limit
+        self._idle = 0  # idle threads minus calls that wait for one
+        self._stuck: set[_FunctionCall] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def call(self, name: str, function: Callable[[], Any], time_limit_s: float) -> Any:
+        """What `function()` returns; its exception is raised here. The limit counts from when it starts.
+
+        Raises:
+            FunctionTimeoutError: it has not returned within `time_limit_s`; its thread is left behind.
+            RewardError: too many threads are left behind (or the error that was asked for).
+        """
+        self._refuse_with_stuck(f"`{name}` is not called")
+        call = _FunctionCall(name, function)
+        self._enqueue(call)
+        try:
+            await asyncio.wrap_future(call.started)
+            done = asyncio.wrap_future(call.done)
+            await asyncio.wait({done}, timeout=time_limit_s)
+        except asyncio.CancelledError:  # nobody waits for it, but its thread may never come back
+            asyncio.get_running_loop().call_later(time_limit_s, self._leave_behind, call, time_limit_s)
+            raise
+        if not done.done():
+            done.cancel()
+            self._leave_behind(call, time_limit_s)
+            self._refuse_with_stuck(f"`{name}` did not return within {time_limit_s:g} s")
+            raise FunctionTimeoutError
+        value, error = done.result()
+        if error is not None:
+            if isinstance(error, Exception):
+                raise error
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        return value
+
+    async def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine that runs in an event loop of its own, which no training step holds up."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                name = f"rollmill-{self._what}"
+                threading.Thread(target=_serve_loop, args=(self._loop,), name=name, daemon=True).start()
+            ended: Future[None] = Future()
+            future = asyncio.run_coroutine_threadsafe(_signalling(coroutine, ended), self._loop)
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=1.0)  # let it clean up
+            raise
+
+    def close(self) -> None:
+        """Let idle threads end."""
+        with self._lock:
+            if self._loop is not None:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._loop = None
+            for _ in range(self._running):
+                self._calls.put(None)
+            self._running = self._idle = 0
+
+    def _enqueue(self, call: _FunctionCall) -> None:
+        with self._lock:
+            self._idle -= 1
+            if self._idle < 0 and self._running < self._limit:
+                self._start_thread()
+        self._calls.put(call)
+
+    def _start_thread(self) -> None:
+        self._running += 1
+        self._idle += 1
+        threading.Thread(target=self._serve, name=f"rollmill-{self._what}", daemon=True).start()
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if call.started.set_running_or_notify_cancel():
+                call.done.set_running_or_notify_cancel()
+                call.started.set_result(None)
+                try:
+                    result: tuple[Any, BaseException | None] = call.function(), None
+                except BaseException as error:
+                    result = None, error
+                call.done.set_result(result)
+            with self._lock:
+                if call in self._stuck:
+                    self._stuck.discard(call)
+                    return
+                self._idle += 1
+
+    def _leave_behind(self, call: _FunctionCall, time_limit_s: float) -> None:
+        with self._lock:
+            if not call.done.running() or call in self._stuck:
+                return
+            self._stuck.add(call)
+            self._running -= 1
+            if self._idle < 0:
+                self._start_thread()
+            stuck = len(self._stuck)
+        if stuck & (stuck - 1) == 0:  # 1, 2, 4, ...: a function that always hangs is told of a few times
+            text = "%s `%s` did not return within %g s; its thread cannot be ended (%d are stuck)"
+            _log.warning(text, self._what, call.name, time_limit_s, stuck)
+
+    def _refuse_with_stuck(self, text: str) -> None:
+        with self._lock:
+            names = sorted({each.name for each in self._stuck})
+            stuck = len(self._stuck)
+        if stuck > self._most_stuck:
+            told = f"{stuck} threads are stuck in {', '.join(f'`{name}`' for name in names)} and cannot be ended"
+            raise self._error(f"{text}: {told}; make the function stop by itself, or make it async")
+
+
+def _serve_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+        for task in asyncio.all_tasks(loop):
+            task.cancel()
+        loop.run_until_complete(loop.shutdown_asyncgens())
+    finally:
+        loop.close()
+
+
+async def _signalling(coroutine: Coroutine[Any, Any, Any], ended: Future[None]) -> Any:
+    try:
+        return await coroutine
+    finally:
+        ended.set_result(None)

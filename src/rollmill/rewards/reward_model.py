@@ -1,0 +1,124 @@
+"""The reward of a reward model: a sequence classifier with one output, run on prompt and completion."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+from rollmill.config.rewards import ModelReward
+from rollmill.data.encoding import encode_prompt
+from rollmill.models.classifier import load_classifier
+from rollmill.rewards.base import RewardResult, Score, validate_value
+from rollmill.types import Completion, StopReason, Task
+
+_log = logging.getLogger(__name__)
+
+
+class LoadedRewardModel:
+    """A reward model in memory, with a thread of its own that runs one forward pass at a time.
+
+    Raises ModelError where the folder holds no reward model.
+    """
+
+    def __init__(self, folder: Path, device: str) -> None:
+        self.folder, self.device = folder, torch.device(device)
+        self.model, self.tokenizer = load_classifier(folder, self.device)
+        self.limit: int | None = getattr(self.model.config, "max_position_embeddings", None)
+        self.thread = ThreadPoolExecutor(1, "rollmill-reward-model")
+        self.wake: Callable[[], object] | None = None  #: brings the weights back, if they were moved away
+        self._announced = False
+
+    @torch.inference_mode()
+    def scores(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[float]:
+        """The score of each sequence of token ids. Raises ValueError where one is too long for the model."""
+        if self.wake is not None:
+            self.wake()
+        longest = max(map(len, sequences))
+        if self.limit is not None and longest > self.limit:
+            raise ValueError(f"prompt and completion have {longest} tokens, and the reward model reads {self.limit}")
+        found = [0.0] * len(sequences)
+        for batch in self._batches(sequences, batch_tokens):
+            rows = [torch.tensor(sequences[i], device=self.device) for i in batch]
+            padding = self.model.config.pad_token_id
+            ids = pad_sequence(rows, batch_first=True, padding_value=0 if padding is None else padding)
+            lengths = torch.tensor([len(row) for row in rows], device=self.device)
+            mask = torch.arange(ids.shape[1], device=self.device) < lengths[:, None]
+            scores = self.model(input_ids=ids, attention_mask=mask.long()).logits[:, 0]
+            for i, score in zip(batch, scores.float().tolist(), strict=True):
+                found[i] = score
+        return found
+
+    def announce_text(self) -> None:
+        """Say once that the policy's tokens are not this model's."""
+        if not self._announced:
+            _log.warning("%s has another vocabulary than the policy: it reads completions as text", self.folder)
+        self._announced = True
+
+    def _batches(self, sequences: Sequence[Sequence[int]], batch_tokens: int) -> list[list[int]]:
+        """Indices of what goes through the model at once; without a padding token it takes single sequences only."""
+        batches: list[list[int]] = []
+        for i in sorted(range(len(sequences)), key=lambda i: -len(sequences[i])):
+            full = not batches or (len(batches[-1]) + 1) * len(sequences[batches[-1][0]]) > batch_tokens
+            if full or self.model.config.pad_token_id is None:
+                batches.append([])
+            batches[-1].append(i)
+        return batches
+
+
+_loaded_models: WeakValueDictionary[tuple[Path, str], LoadedRewardModel] = WeakValueDictionary()
+
+
+def loaded_reward_models(rewards: Iterable[ModelReward], device: str) -> list[LoadedRewardModel]:
+    """The reward models of these rewards that are in memory, each once."""
+    found = {reward.path.resolve(): _loaded_models.get((reward.path.resolve(), device)) for reward in rewards}
+    return [scorer for scorer in found.values() if scorer is not None]
+
+
+class RewardModelScorer:
+    """The score of a reward model; one model in memory serves all rewards of its folder.
+
+    It reads the policy's own tokens where its tokenizer has the same vocabulary. Otherwise it reads the text: the
+    prompt (through its own chat template, if it is a chat), the completion, and its own end-of-sequence token where the
+    policy's came.
+
+    Args:
+        tokenizer: the policy's; None where completions are text.
+        device: None: a GPU where torch finds one.
+    """
+
+    def __init__(self, config: ModelReward, tokenizer: Any, device: str | None) -> None:
+        device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        key = config.path.resolve(), device
+        scorer = _loaded_models.get(key)
+        self._scorer = _loaded_models[key] = LoadedRewardModel(config.path, device) if scorer is None else scorer
+        self._batch_tokens = config.batch_tokens
+        self._reads_tokens = tokenizer is not None and tokenizer.get_vocab() == self._scorer.tokenizer.get_vocab()
+        if tokenizer is not None and not self._reads_tokens:
+            self._scorer.announce_text()
+
+    async def judge(self, task: Task, completion: Completion) -> Score:
+        return (await self.judge_group(task, [completion], []))[0]
+
+    async def judge_group(
+        self, task: Task, completions: Sequence[Completion], judged: Sequence[RewardResult]
+    ) -> list[Score]:
+        sequences = [self._tokens(task, completion) for completion in completions]
+        loop, scorer = asyncio.get_running_loop(), self._scorer
+        found = await loop.run_in_executor(scorer.thread, scorer.scores, sequences, self._batch_tokens)
+        return [Score(validate_value(score)) for score in found]
+
+    def _tokens(self, task: Task, completion: Completion) -> list[int]:
+        if self._reads_tokens:
+            return [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
+        tokenizer: Any = self._scorer.tokenizer
+        ended = completion.stop_reason is StopReason.EOS and tokenizer.eos_token_id is not None
+        text: list[int] = tokenizer.encode(completion.text, add_special_tokens=False)
+        return [*encode_prompt(task, tokenizer), *text, *([tokenizer.eos_token_id] if ended else [])]

@@ -1,0 +1,95 @@
+"""Where in a completion to look, JSON inside text, and words. Linear in the text, whatever a policy writes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import regex
+
+from rollmill.config.rewards.text import TextReward
+from rollmill.rewards.base import last_tag_content, text_after
+from rollmill.strict_files import is_too_deep
+from rollmill.types import Completion
+
+Result = TypeVar("Result")
+
+MAX_TEXT_CHARS = 200_000
+"""Characters; rewards that read structures give 0 to longer texts, with the outcome `too_long`."""
+_SHORT = 4000
+_ATTEMPTS = 2000
+_FENCE = re.compile(r"^[ \t]*```([^\n`]*)$", re.MULTILINE)
+_UNSPACED = r"\p{Script=Han}\p{Script=Hiragana}\p{Script=Katakana}\p{Script=Thai}\p{Script=Lao}\p{Script=Khmer}"
+_WORD = regex.compile(
+    rf"[{_UNSPACED}]|[[\p{{L}}\p{{M}}\p{{N}}_]--[{_UNSPACED}]]+|[^\s\p{{L}}\p{{M}}\p{{N}}_]", regex.V1
+)
+
+
+def select_text(text: str, config: TextReward) -> str | None:
+    """The part that `after` or `tag` names; None where it is missing, or the tag is not closed."""
+    if config.tag is None:
+        return text_after(text, config.after)
+    return last_tag_content(text, config.tag)
+
+
+async def run_large_in_thread(size: int, work: Callable[..., Result], *arguments: Any) -> Result:
+    """`work(*arguments)`; in a thread where it is long, so that other judgements go on.
+
+    `size` is the number of characters to read, or of other steps of a few microseconds.
+    """
+    return await asyncio.to_thread(work, *arguments) if size > _SHORT else work(*arguments)
+
+
+def split_words(text: str) -> list[str]:
+    """Words, single punctuation marks, and single characters of scripts that put no space between words."""
+    found: list[str] = _WORD.findall(text, concurrent=True)
+    return found
+
+
+def completion_length(completion: Completion) -> int:
+    """Length in tokens; in words where there is only text."""
+    return len(completion.token_ids) or len(split_words(completion.text))
+
+
+def last_code_block(text: str) -> str | None:
+    """What stands in the last fenced block that is closed: by a line of three backticks alone."""
+    block, opened = None, -1
+    for fence in _FENCE.finditer(text):
+        if opened < 0:
+            opened = fence.end() + 1
+        elif not fence[1].strip():
+            block, opened = text[opened : fence.start()], -1
+    return block
+
+
+def find_json_values(text: str) -> list[Any]:
+    """Every JSON list and object in a text, outermost ones only, in order; none that is too deep.
+
+    Numbers may be NaN and infinite. Work is linear in the text.
+    """
+    decoder = json.JSONDecoder()
+    found, position, left = [], 0, 4 * len(text)
+    for _ in range(_ATTEMPTS):
+        opening = _OPENING.search(text, position)
+        if opening is None or left < 0:
+            break
+        position = opening.start()
+        try:
+            value, end = decoder.raw_decode(text, position)
+        except json.JSONDecodeError as error:
+            left -= error.pos - position
+            position += 1
+        except (ValueError, RecursionError):  # a number of thousands of digits; thousands of brackets
+            left -= 5000
+            position += 1
+        else:
+            found += [] if is_too_deep(value) else [value]
+            position = end
+    return found
+
+
+_OPENING = re.compile(r"""\[(?=\s*[][{"\dtfnNI-])|{(?=\s*["}])""")
+"""What JSON may begin with; the braces of formulas do not."""

@@ -1,0 +1,82 @@
+"""Messages as clients send them, in one form: what was answered is known again when it comes back.
+
+Clients give content as text or parts, write arguments as JSON in their own way and may number calls anew. In the one
+form arguments are objects, calls are numbered through the conversation, and what templates do not know is left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from rollmill.errors import EngineError
+from rollmill.rollout.endpoint.api_errors import ApiError
+from rollmill.rollout.endpoint.protocol import ChatMessageParam
+from rollmill.rollout.tools.formats import ToolCall
+
+
+def normalize_messages(messages: Sequence[ChatMessageParam]) -> list[dict[str, Any]]:
+    """The messages in the one form. Raises ApiError naming a message that lacks something or holds no text."""
+    ids: dict[str, str] = {}
+    return [_message(message, f"messages[{number}]", ids) for number, message in enumerate(messages)]
+
+
+def assistant_message(content: str, calls: Sequence[ToolCall]) -> ChatMessageParam:
+    """The policy's turn as a client sends it back."""
+    message: dict[str, Any] = {"role": "assistant", "content": content}
+    return ChatMessageParam.model_validate(
+        message | ({"tool_calls": [call.message() for call in calls]} if calls else {})
+    )
+
+
+def check_text(text: str) -> str:
+    """The text. Raises ApiError where it is no text: half of a surrogate pair cannot be encoded."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ApiError("the request holds half a surrogate pair; send UTF-8", code="bad_text") from None
+    return text
+
+
+def template_error(error: EngineError) -> ApiError:
+    """What the chat template says of the messages."""
+    return ApiError(str(error), code="invalid_messages", param="messages")
+
+
+def _message(message: ChatMessageParam, at: str, ids: dict[str, str]) -> dict[str, Any]:
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    calls = message.tool_calls if message.role == "assistant" else None
+    if message.content is None and not calls:
+        raise ApiError(f"{at} has no content; send a text", code="invalid_messages", param=f"{at}.content")
+    found["content"] = _text(message, at)
+    if calls:
+        found["tool_calls"] = [_call(call.id, call.function.name, call.function.arguments, ids) for call in calls]
+    if message.role == "tool":
+        if message.tool_call_id is None:
+            text = f"{at} is a tool's result; send the `tool_call_id` that it answers"
+            raise ApiError(text, code="invalid_messages", param=f"{at}.tool_call_id")
+        found["tool_call_id"] = ids.get(message.tool_call_id, message.tool_call_id)
+    if message.name is not None and message.role != "assistant":
+        found["name"] = message.name
+    return found
+
+
+def _text(message: ChatMessageParam, at: str) -> str:
+    if message.content is None or isinstance(message.content, str):
+        return message.content or ""
+    for part in message.content:
+        if part.type not in ("text", "input_text", "output_text") or part.text is None:
+            text = f"{at} holds a part of type {part.type[:40]!r}; this model reads text only"
+            raise ApiError(text, code="unsupported_content", param=f"{at}.content")
+    return "".join(part.text or "" for part in message.content)
+
+
+def _call(id: str, name: str, arguments: str, ids: dict[str, str]) -> dict[str, Any]:
+    ids[id] = f"call{len(ids):05d}"  # nine characters: some templates take no others
+    value: Any
+    try:
+        value = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        value = arguments  # as a policy may have written it
+    return {"id": ids[id], "type": "function", "function": {"name": name, "arguments": value}}

@@ -1,0 +1,200 @@
+"""What one client says and is told: calls are recorded, and go on from the policy's own tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.errors import EngineError
+from rollmill.rollout.chat import ChatPrompt, ChatRenderer, RecordedReply
+from rollmill.rollout.endpoint.api_errors import ApiError
+from rollmill.rollout.endpoint.messages import check_text, normalize_messages, template_error
+from rollmill.rollout.endpoint.protocol import (
+    MAX_REWARD_PARTS,
+    BaseCompletionRequest,
+    ChatCompletionRequest,
+    ChatMessageParam,
+)
+from rollmill.rollout.recorder import Recorder
+from rollmill.rollout.tools.formats import split_tool_calls
+from rollmill.seeds import derive_seed
+from rollmill.types import Completion, StopReason
+
+MIN_TEMPERATURE = 0.01
+_SAMPLED = ("temperature", "top_p", "top_k", "min_p")
+
+
+class EndpointSession:
+    """One client's calls.
+
+    Args:
+        sampling: how completions are sampled, unless a request says otherwise.
+        recorder: takes down every call.
+        seed: what the randomness of all calls derives from, besides their number; None: every request's own seed.
+        index: of the completions that are recorded.
+        forced: temperature and truncation are those of `sampling`, whatever requests say.
+        most_tokens: prompts and completions together; beyond them the session takes no more calls.
+
+    Attributes:
+        parts: the rewards that were given, by name.
+        tokens: that were recorded, prompts and completions together.
+        busy: calls under way; `running` is what generates for them.
+        answers: ids of the completions.
+    """
+
+    def __init__(
+        self,
+        id: str,
+        chat: ChatRenderer,
+        sampling: SamplingConfig,
+        *,
+        recorder: Recorder | None = None,
+        seed: int | None = None,
+        index: int = 0,
+        forced: bool = False,
+        most_tokens: int = 1_000_000,
+    ) -> None:
+        self.id, self.sampling, self.recorder = id, sampling, recorder or Recorder()
+        self.parts: dict[str, float] = {}
+        self.answers: list[str] = []
+        self.used_at, self.busy, self.closed = time.monotonic(), 0, False
+        self.running: set[asyncio.Task[None]] = set()
+        self._chat, self._seed, self._index, self._forced = chat, seed, index, forced
+        self._said: list[RecordedReply] = []
+        self._cut: list[tuple[str, list[int]]] = []  # texts that were cut off, with their tokens
+        self.tokens, self._asked, self._most_tokens = 0, 0, most_tokens
+
+    @property
+    def reward(self) -> float | None:
+        """The sum of the rewards that were given."""
+        return sum(self.parts.values()) if self.parts else None
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no more calls."""
+        return self.tokens > self._most_tokens
+
+    async def abort(self) -> None:
+        """End the calls under way."""
+        for task in self.running:
+            task.cancel()
+        await asyncio.gather(*self.running, return_exceptions=True)
+
+    def begin(self) -> int:
+        """Note that a call begins; its number. Raises ApiError where the session takes none."""
+        if self.closed:
+            raise ApiError(f"session {self.id} has ended; begin another", 404, code="session_ended")
+        if self.full:
+            text = f"session {self.id} holds {self.tokens} tokens, at most {self._most_tokens:g} are kept"
+            raise ApiError(f"{text}; commit it, and begin another", code="session_full")
+        number, self._asked = self._asked, self._asked + 1
+        return number
+
+    def settings(self, body: BaseCompletionRequest, max_tokens: int | None) -> SamplingConfig:
+        """How the completions of a request are sampled."""
+        changes: dict[str, Any] = {} if self._forced else {name: getattr(body, name) for name in _SAMPLED}
+        changes = {name: value for name, value in changes.items() if value is not None}
+        if changes.get("top_k") == -1:
+            changes["top_k"] = 0
+        if 0 < changes.get("temperature", 0) < MIN_TEMPERATURE:
+            text = f"a temperature below {MIN_TEMPERATURE} is not supported; give 0 for greedy decoding"
+            raise ApiError(text, code="invalid_value", param="temperature")
+        own = {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}
+        stop = [body.stop] if isinstance(body.stop, str) else body.stop
+        changes |= {} if stop is None else {"stop": stop}
+        changes |= {} if body.stop_token_ids is None else {"stop_token_ids": body.stop_token_ids}
+        changes |= {} if max_tokens is None else {"max_new_tokens": max_tokens}
+        return SamplingConfig.model_validate(own | changes)
+
+    def seed(self, number: int, asked: int | None, otherwise: int) -> int:
+        """The seed of a call: the request's own, else `otherwise`; within a rollout it derives from the rollout's."""
+        if self._seed is None:
+            return (otherwise if asked is None else asked) % 2**64
+        return derive_seed(self._seed, number) if asked is None else derive_seed(self._seed, number, asked)
+
+    # -- chats -------------------------------------------------------------------------------------------------
+
+    def chat_prompt(self, body: ChatCompletionRequest) -> ChatPrompt:
+        """The tokens of a conversation. Raises ApiError where it is none, or the template refuses it."""
+        try:
+            messages, tools = self._seen(body.messages, body)
+            check_text(json.dumps([messages, tools], ensure_ascii=False))
+            return self._chat.prompt(messages, self._said, tools)
+        except EngineError as error:
+            raise template_error(error) from error
+        except RecursionError:
+            raise ApiError("the request is nested too deeply; send less", code="invalid_messages") from None
+
+    def told(
+        self, body: ChatCompletionRequest, answer: ChatMessageParam, prompt: ChatPrompt, completion: Completion
+    ) -> None:
+        """Remember what was answered, as the client knows it."""
+        messages, tools = self._seen([*body.messages, answer], body)
+        self._said.append(self._chat.said(messages, prompt, tools, completion))
+
+    def read(self, body: ChatCompletionRequest, text: str, salt: str) -> tuple[str, list[Any]]:
+        """Content and tool calls of a completion's text."""
+        return split_tool_calls(text, salt=salt) if requested_tools(body) else (text, [])
+
+    def _seen(
+        self, messages: Sequence[ChatMessageParam], body: ChatCompletionRequest
+    ) -> tuple[list[dict[str, Any]], Any]:
+        return normalize_messages(messages), requested_tools(body)
+
+    # -- texts -------------------------------------------------------------------------------------------------
+
+    def text_prompt(self, prompt: str | Sequence[int]) -> tuple[list[int], str]:
+        """Tokens and text of a prompt; one that begins with a text that was cut off goes on from its tokens."""
+        if not isinstance(prompt, str):
+            return list(prompt), self._chat.decode(prompt)
+        check_text(prompt)
+        known = [each for each in self._cut if prompt.startswith(each[0])]
+        if known:
+            text, ids = max(known, key=lambda each: len(each[0]))
+            return [*ids, *self._chat.encode(prompt[len(text) :])], prompt
+        return encode_whole_text(self._chat, prompt), prompt
+
+    # -- recording ---------------------------------------------------------------------------------------------
+
+    def record(self, completion: Completion, prompt: str, sampling: SamplingConfig) -> None:
+        """Take down a completion; one that comes after the end of the session is of no use any more."""
+        if self.closed:
+            return
+        completion.index = self._index
+        greedy = sampling.temperature == 0 < self.sampling.temperature
+        self.recorder.add(completion, prompt, sampling.temperature, learned=not greedy)
+        self.tokens += len(completion.prompt_ids) + len(completion.token_ids)
+        if completion.stop_reason is StopReason.LENGTH:
+            ids = [*completion.prompt_ids.tolist(), *completion.token_ids.tolist()]
+            self._cut.append((prompt + completion.text, ids))
+
+    def rewarded(self, reward: float | Mapping[str, float]) -> None:
+        """Note a reward; one of the same name is replaced. Raises ApiError where there are too many names."""
+        parts = self.parts | (dict(reward) if isinstance(reward, Mapping) else {"feedback": reward})
+        if len(parts) > MAX_REWARD_PARTS:
+            text = f"a reward has at most {MAX_REWARD_PARTS} parts; use the same names again, or sum them up"
+            raise ApiError(text, code="invalid_value", param="reward")
+        self.parts = parts
+
+
+def requested_tools(body: ChatCompletionRequest) -> list[dict[str, Any]] | None:
+    """The tools that a request offers, as templates take them."""
+    if not body.tools or body.tool_choice == "none":
+        return None
+    try:
+        return [tool.model_dump(mode="json", exclude_none=True) for tool in body.tools]
+    except (ValueError, RecursionError) as error:
+        text = "a tool is nested too deeply; describe its parameters with fewer levels"
+        raise ApiError(text, code="invalid_value", param="tools") from error
+
+
+def encode_whole_text(chat: ChatRenderer, text: str) -> list[int]:
+    """Token ids of a text with what the tokenizer puts in front of it, but not behind."""
+    ids: list[int] = chat.tokenizer.encode(text, add_special_tokens=True)
+    if ids[-1:] == [chat.tokenizer.eos_token_id] and chat.encode(text)[-1:] != ids[-1:]:
+        return ids[:-1]
+    return ids

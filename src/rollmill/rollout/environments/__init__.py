@@ -1,0 +1,5 @@
+"""Environments that workflows act in."""
+
+from rollmill.rollout.environments.base import Environment, Observation, StepResult
+
+__all__ = ["Environment", "Observation", "StepResult"]

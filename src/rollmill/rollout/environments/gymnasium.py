@@ -1,0 +1,108 @@
+"""Environments of the library gymnasium with discrete actions, as text."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from rollmill.config.environments import GymnasiumSection
+from rollmill.errors import ConfigError
+from rollmill.registry import import_object
+from rollmill.rollout.environments.base import StepResult
+from rollmill.types import Task
+
+ACTIONS = {
+    "FrozenLake": ["left", "down", "right", "up"],
+    "Taxi": ["south", "north", "east", "west", "pickup", "dropoff"],
+    "CliffWalking": ["up", "right", "down", "left"],
+}
+_COLOURED = re.compile(r"\x1b\[([\d;]*)m(.)\x1b\[0m", re.DOTALL)
+_ESCAPE = re.compile(r"\x1b\[[\d;]*[A-Za-z]")
+_RED = "41"
+
+
+class GymnasiumEnvironment:
+    """See config/environments/gymnasium.py.
+
+    `reset` raises ConfigError where gymnasium is not installed or does not know the environment, or where that has no
+    discrete actions.
+    """
+
+    def __init__(self, config: GymnasiumSection) -> None:
+        self._config = config
+        self._describe = None if config.describe is None else import_object(config.describe)
+        self._env: Any = None
+        self._made: dict[str, Any] | None = None
+        self._taken, self._seen = 0, ""
+
+    def reset(self, task: Task, seed: int) -> str:
+        """Begin; the map, or what `describe` says."""
+        self._make({**self._config.options, **task.metadata.get("options", {})})
+        observation, _ = self._env.reset(seed=int(task.metadata.get("seed", seed)) % 2**31)
+        self._taken, self._seen = 0, self._shown(observation)
+        return self._seen
+
+    def step(self, action: str) -> StepResult:
+        """Do what the last word for an action in the text says; without one nothing happens, for a penalty."""
+        self._taken += 1
+        late = self._config.max_steps is not None and self._taken >= self._config.max_steps
+        found = self._pattern.findall(action)
+        if not found:
+            told = f"That is no action; there are {', '.join(self._words)}.\n"
+            return StepResult(told + self._seen, -self._config.invalid_penalty, late, {"invalid": 1.0})
+        observation, reward, ended, cut, info = self._env.step(self._words.index(found[-1].lower()))
+        self._seen = self._shown(observation)
+        return StepResult(self._seen, float(reward), ended or cut or late, {"invalid": 0.0, **info})
+
+    def close(self) -> None:
+        """Free what it holds."""
+        if self._env is not None:
+            self._env.close()
+            self._env = None
+
+    def _make(self, options: dict[str, Any]) -> None:
+        """The environment with these options; the same one as before where they are equal."""
+        if options == self._made and self._env is not None:
+            return
+        try:
+            import gymnasium
+        except ModuleNotFoundError as error:
+            raise ConfigError("environment gymnasium needs its library: pip install 'rollmill[gym]'") from error
+        self.close()
+        mode = {} if self._describe is not None else {"render_mode": "ansi"}
+        try:
+            self._env = gymnasium.make(self._config.id, **{**mode, **options})
+        except (gymnasium.error.Error, TypeError, ValueError) as error:
+            raise ConfigError(f"environment.id: gymnasium does not make {self._config.id}: {error}") from error
+        if "ansi" not in self._env.metadata.get("render_modes", []) and self._describe is None:
+            text = f"environment.id: {self._config.id} is not rendered as text; give environment.describe"
+            raise ConfigError(text)
+        self._made, self._words = dict(options), self._known_words()
+        ordered = sorted(map(re.escape, self._words), key=len, reverse=True)
+        self._pattern = re.compile(rf"(?<!\w)(?:{'|'.join(ordered)})(?!\w)", re.IGNORECASE)
+
+    def _known_words(self) -> list[str]:
+        count = getattr(self._env.action_space, "n", None)
+        if count is None:
+            raise ConfigError(f"environment.id: {self._config.id} has no discrete actions, so no words can name them")
+        words = self._config.actions or ACTIONS.get(self._config.id.partition("-")[0], [])
+        if len(words) != count:
+            has = f"has {count} actions, and environment.actions {len(words)} words"
+            raise ConfigError(f"environment.actions: {self._config.id} {has}; give one for each")
+        return [word.lower() for word in words]
+
+    def _shown(self, observation: Any) -> str:
+        return (
+            strip_colours(self._env.render()) if self._describe is None else str(self._describe(self._env, observation))
+        )
+
+
+def strip_colours(rendered: str) -> str:
+    """A rendered map without colours. The player (on red, in FrozenLake) is a P; other marked characters are bracketed.
+
+    The line that repeats the last action is left out.
+    """
+    text = _COLOURED.sub(lambda found: "P" if found[1] == _RED else f"[{found[2]}]", rendered)
+    lines = _ESCAPE.sub("", text).splitlines()
+    kept = [line for line in lines if line.strip() and not re.fullmatch(r"\s+\(\w+\)", line)]
+    return "\n".join(kept) + "\n"

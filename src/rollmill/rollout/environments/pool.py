@@ -1,0 +1,187 @@
+"""Environments for rollouts: one each, with a time limit for every call, and everything counted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from concurrent.futures import Future
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from rollmill.config.environments import EnvironmentSection
+from rollmill.errors import ConfigError, EpisodeError, WorkflowError
+from rollmill.rewards.function_threads import FunctionThreads
+from rollmill.rollout.environments.base import EnvironmentCrashError, EnvironmentTimeoutError, Observation, StepResult
+from rollmill.rollout.environments.in_thread import ThreadedEnvironment
+from rollmill.rollout.environments.worker_pool import EnvironmentWorker, EnvironmentWorkerPool
+from rollmill.rollout.workflow import Rollout
+from rollmill.types import Task
+
+Result = TypeVar("Result")
+
+_log = logging.getLogger(__name__)
+
+MAX_ENVIRONMENT_THREADS = 64
+"""Blocking calls of environments in this process that run at the same time."""
+
+
+@dataclass(slots=True)
+class EnvironmentStats:
+    """What has happened in all environments of a stage."""
+
+    resets: int = 0
+    steps: int = 0
+    crashes: int = 0  #: raised, or the process ended
+    timeouts: int = 0
+    seconds: float = 0.0  #: of steps
+
+
+class _EnvironmentBackend(Protocol):
+    """Where one environment lives."""
+
+    async def make(self) -> None: ...
+
+    async def reset(self, task: Task, seed: int) -> Observation: ...
+
+    async def step(self, action: str) -> StepResult: ...
+
+    async def close(self) -> None: ...
+
+
+class EnvironmentPool:
+    """Makes environments, one per rollout, in threads of this process or in worker processes.
+
+    Raises ConfigError where worker processes cannot find the class.
+    """
+
+    def __init__(self, section: EnvironmentSection) -> None:
+        self._section = section
+        self.workers = EnvironmentWorkerPool(section) if section.processes else None
+        self._threads = FunctionThreads(
+            "environment", EpisodeError, MAX_ENVIRONMENT_THREADS, most_stuck=MAX_ENVIRONMENT_THREADS
+        )
+        self._counts, self._told = EnvironmentStats(), EnvironmentStats()
+        self._restarts_told = 0
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[RunningEnvironment]:
+        """An environment for one rollout, closed at its end."""
+        home: _EnvironmentBackend
+        if self.workers is None:
+            home = ThreadedEnvironment(self._section, self._threads)
+        else:
+            home = WorkerEnvironment(self.workers, *self.workers.place())
+        running = RunningEnvironment(self._section.name, home, rollout, self._counts)
+        try:
+            await running.make()
+            yield running
+        finally:
+            await home.close()
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened since the last call."""
+        now, before = self._counts, self._told
+        steps = now.steps - before.steps
+        found: dict[str, float] = {
+            "environment/resets": now.resets - before.resets,
+            "environment/steps": steps,
+            "environment/crashes": now.crashes - before.crashes,
+            "environment/timeouts": now.timeouts - before.timeouts,
+            "environment/step_seconds": (now.seconds - before.seconds) / max(steps, 1),
+        }
+        self._told = EnvironmentStats(now.resets, now.steps, now.crashes, now.timeouts, now.seconds)
+        if self.workers is not None:
+            found["environment/restarts"] = self.workers.restarts - self._restarts_told
+            self._restarts_told = self.workers.restarts
+        return found
+
+    async def close(self) -> None:
+        """End processes and threads; may be called twice."""
+        if self.workers is not None:
+            self.workers.close()
+        self._threads.close()
+
+
+class RunningEnvironment:
+    """The environment of one rollout, as workflows see it."""
+
+    def __init__(self, name: str, home: _EnvironmentBackend, rollout: Rollout, counts: EnvironmentStats) -> None:
+        self._name, self._home, self._rollout, self._counts = name, home, rollout, counts
+        self._task = rollout.task
+
+    async def make(self) -> None:
+        """Make it; raises what `reset` raises."""
+        await self._contained(self._home.make)
+
+    async def reset(self, task: Task | None = None, seed: int | None = None) -> Observation:
+        """Begin an episode, of the rollout's task or another one; what the policy sees first.
+
+        Args:
+            seed: None: the same for all rollouts of a group, which are compared with each other.
+
+        Raises:
+            EpisodeError: it raised, crashed or took too long.
+            WorkflowError: it returned something that is no observation.
+        """
+        self._task = task or self._rollout.task
+        number = self._rollout.group_seed if seed is None else seed
+        self._counts.resets += 1
+        return await self._contained(lambda: self._home.reset(self._task, number))
+
+    async def step(self, action: str) -> StepResult:
+        """Act. Raises as `reset` does."""
+        started = time.perf_counter()
+        self._counts.steps += 1
+        try:
+            return await self._contained(lambda: self._home.step(action))
+        finally:
+            self._counts.seconds += time.perf_counter() - started
+
+    async def _contained(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        try:
+            return await call()
+        except ConfigError:
+            raise
+        except WorkflowError as error:
+            self._counts.timeouts += isinstance(error, EnvironmentTimeoutError)
+            self._counts.crashes += isinstance(error, EpisodeError) and not isinstance(error, EnvironmentTimeoutError)
+            told = type(error)(f"environment `{self._name}` failed on task `{self._task.id}`: {error}")
+            raise told from error.__cause__
+
+
+class WorkerEnvironment:
+    """An environment in a worker process."""
+
+    def __init__(self, pool: EnvironmentWorkerPool, worker: EnvironmentWorker, number: int) -> None:
+        self._pool, self._worker, self._number = pool, worker, number
+
+    async def make(self) -> None:
+        """See _EnvironmentBackend."""
+        await self._call("make", self._pool.recipe)
+
+    async def reset(self, task: Task, seed: int) -> Observation:
+        """See _EnvironmentBackend."""
+        found: Observation = await self._call("reset", task, seed)
+        return found
+
+    async def step(self, action: str) -> StepResult:
+        """See _EnvironmentBackend."""
+        return StepResult(*await self._call("step", action))
+
+    async def close(self) -> None:
+        """See _EnvironmentBackend."""
+        left = self._worker.leave(self._number)
+        if left is not None:
+            left.add_done_callback(self._told)
+
+    def _told(self, closed: Future[Any]) -> None:
+        """Log what an environment's own `close` did wrong: the rollout is over."""
+        error = None if closed.cancelled() else closed.exception()
+        if error is not None and not isinstance(error, EnvironmentCrashError):
+            _log.warning("environment `%s`: %s", self._pool.name, error)
+
+    async def _call(self, kind: str, *arguments: Any) -> Any:
+        return await asyncio.wrap_future(self._worker.submit(kind, (self._number, *arguments)))

@@ -1,0 +1,102 @@
+"""Text games of the library TextArenaSection for one player."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
+from typing import Any
+
+from rollmill.config.environments import TextArenaSection
+from rollmill.errors import ConfigError
+from rollmill.rollout.environments.base import StepResult
+from rollmill.types import Task
+
+_RAW = "-raw"
+_GLOBAL = threading.Lock()
+"""Around every call: the games draw from the generator of the module `random`."""
+
+
+class TextArenaEnvironment:
+    """See config/environments/textarena.py. The policy sees what the game says, without its own actions.
+
+    `reset` raises ConfigError where TextArena is not installed or does not know the game, or where the game lacks data
+    (word lists that nltk downloads) or is for several players.
+    """
+
+    def __init__(self, config: TextArenaSection) -> None:
+        self._config = config
+        self._game: Any = None
+        self._made: dict[str, Any] | None = None
+        self._random = random.Random(0).getstate()
+        self._taken = 0
+
+    def reset(self, task: Task, seed: int) -> str:
+        """Begin; the rules, and what the game shows first."""
+        number = int(task.metadata.get("seed", seed)) % 2**31
+        self._random, self._taken = random.Random(number).getstate(), 0
+        with self._own_randomness():
+            self._make({**self._config.options, **task.metadata.get("options", {})})
+            try:
+                self._game.reset(num_players=1, seed=number)
+            except (AssertionError, ValueError) as error:
+                text = f"environment.id: {self._config.id} does not begin for one player"
+                raise ConfigError(f"{text}, and there is no other: {error}; choose a game for one") from error
+            return self._said()
+
+    def step(self, action: str) -> StepResult:
+        """Play. The game's reward comes with its end."""
+        self._taken += 1
+        with self._own_randomness():
+            done, _ = self._game.step(action=action)
+            late = self._config.max_steps is not None and self._taken >= self._config.max_steps
+            if not done:
+                return StepResult(self._said(), 0.0, late)
+            rewards, info = self._game.close()
+            invalid = {"invalid": float(info[0]["invalid_move"])}
+            return StepResult(self._said(), float((rewards or {}).get(0, 0.0)), True, invalid)
+
+    def _make(self, options: dict[str, Any]) -> None:
+        if options == self._made:
+            return
+        try:
+            import textarena
+            from textarena.envs.registration import ENV_REGISTRY
+        except ModuleNotFoundError as error:
+            raise ConfigError("environment textarena needs its library: pip install 'rollmill[textarena]'") from error
+        name = self._config.id
+        if name not in ENV_REGISTRY:
+            near = get_close_matches(name, list(ENV_REGISTRY), n=1)
+            raise ConfigError(
+                f"environment.id: TextArena has no {name}" + (f"; did you mean {near[0]}?" if near else "")
+            )
+        raw = name if name.endswith(_RAW) or name + _RAW not in ENV_REGISTRY else name + _RAW
+        try:
+            self._game = textarena.make(raw, **options)
+        except Exception as error:  # games ask for libraries, data, keys and other Pythons in ways of their own
+            why = f"{type(error).__name__}: {error}"
+            if type(error) is LookupError:  # nltk's
+                why = "it needs word lists that nltk downloads; where there is a network run nltk.download once"
+            raise ConfigError(f"environment.id: TextArena does not make {name}: {why}") from error
+        self._made = dict(options)
+
+    def _said(self) -> str:
+        """What the game has said to the player since the last time, line by line."""
+        _, messages = self._game.get_observation()
+        if isinstance(messages, str):
+            return messages.rstrip() + "\n"
+        return "".join(f"{str(text).rstrip()}\n" for speaker, text, *_ in messages if speaker != 0)
+
+    @contextmanager
+    def _own_randomness(self) -> Iterator[None]:
+        """The module `random` as this game has left it, and afterwards as it was."""
+        with _GLOBAL:
+            before = random.getstate()
+            random.setstate(self._random)
+            try:
+                yield
+            finally:
+                self._random = random.getstate()
+                random.setstate(before)

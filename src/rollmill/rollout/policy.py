@@ -1,0 +1,206 @@
+"""What a workflow talks to: a model that chats and completes, and remembers what it said."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.engines.base import GenerationRequest, RolloutEngine
+from rollmill.rollout.chat import ChatRenderer, RecordedReply
+from rollmill.rollout.chat_template import ChatMessage
+from rollmill.rollout.recorder import Recorder
+from rollmill.rollout.tools.formats import ParsedReply, ToolCall, ToolFormat, parse_tool_calls
+from rollmill.seeds import derive_seed
+from rollmill.trackers.trace import GENERATE, Trace
+from rollmill.types import Completion, StopReason
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a model said."""
+
+    text: str  #: without special tokens, and without a stop string
+    completion: Completion
+    message: dict[str, Any] = field(default_factory=dict)  #: to be put into the conversation as it is
+    tool_calls: list[ToolCall] = field(default_factory=list)
+    malformed: list[str] = field(default_factory=list)  #: what is wrong with calls that are none
+
+    @property
+    def stop_reason(self) -> StopReason:
+        """Why it ended."""
+        return self.completion.stop_reason
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Prompt and reply: what `complete` can go on from."""
+        return [*self.completion.prompt_ids.tolist(), *self.completion.token_ids.tolist()]
+
+
+class Policy:
+    """A model within one rollout. Calls may be made at the same time.
+
+    Args:
+        sampling: how replies are sampled, unless a call says otherwise.
+        seed: what the randomness of all calls derives from, besides their number.
+        recorder: takes down every call; None: the model is not the one that learns.
+        index: which rollout of its group this is.
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        chat: ChatRenderer,
+        sampling: SamplingConfig,
+        *,
+        seed: int,
+        name: str,
+        recorder: Recorder | None = None,
+        trace: Trace | None = None,
+        index: int = 0,
+    ) -> None:
+        self.sampling, self.name, self.seed, self.tokenizer = sampling, name, seed, chat.tokenizer
+        self._engine, self._chat = engine, chat
+        self._recorder, self._trace, self._index = recorder, trace, index
+        self._said: list[RecordedReply] = []
+        self._asked = 0
+
+    async def chat(
+        self,
+        messages: Sequence[ChatMessage],
+        *,
+        tools: Any = None,
+        tool_format: ToolFormat | None = None,
+        learn: bool = True,
+        **sampling: Any,
+    ) -> Reply:
+        """The next turn of a conversation.
+
+        Put `reply.message` into the messages to go on: then the policy's own tokens are kept as they are. A changed
+        history is another branch.
+
+        Args:
+            messages: OpenAI's format: `{"role": "user", "content": "..."}`.
+            tools: their descriptions in OpenAI's format. Templates that show none get them in the system message.
+            tool_format: how calls are written: auto, hermes or json. Calls are looked for where this or tools is given.
+            learn: False leaves the reply out of the loss.
+            sampling: keys of the section `rollout` that differ for this call: temperature, max_new_tokens, stop ...
+
+        Raises:
+            EngineError: there is no chat template, it refuses the messages, or the prompt does not fit.
+        """
+        [reply] = await self.chat_n(messages, 1, tools=tools, tool_format=tool_format, learn=learn, **sampling)
+        return reply
+
+    async def chat_n(
+        self,
+        messages: Sequence[ChatMessage],
+        n: int,
+        *,
+        tools: Any = None,
+        tool_format: ToolFormat | None = None,
+        learn: bool = True,
+        **sampling: Any,
+    ) -> list[Reply]:
+        """Several independent next turns, see `chat`."""
+        messages = [dict(each) for each in messages]
+        format = tool_format or "auto"
+        prompt = self._chat.prompt(messages, self._said, tools, format=format, name=self.name)
+        replies = []
+        for completion in await self._ask(prompt.token_ids, prompt.text, n, learn, sampling):
+            reading = ParsedReply(completion.text)
+            if tools or tool_format:
+                reading = parse_tool_calls(completion.text, format, salt=str(len(messages)))
+            self._said.append(self._chat.said([*messages, reading.message], prompt, tools, completion))
+            replies.append(Reply(completion.text, completion, reading.message, reading.calls, reading.malformed))
+        return replies
+
+    async def complete(self, prompt: str | Sequence[int], *, learn: bool = True, **sampling: Any) -> Reply:
+        """What follows a text, or tokens: `[*reply.token_ids, *policy.encode("...")]` goes on from a reply.
+
+        Raises EngineError where the prompt does not fit.
+        """
+        [reply] = await self.complete_n(prompt, 1, learn=learn, **sampling)
+        return reply
+
+    async def complete_n(
+        self, prompt: str | Sequence[int], n: int, *, learn: bool = True, **sampling: Any
+    ) -> list[Reply]:
+        """Several independent completions, see `complete`."""
+        ids = self.encode(prompt, start=True) if isinstance(prompt, str) else list(prompt)
+        text = prompt if isinstance(prompt, str) else self._chat.decode(ids)
+        found = await self._ask(ids, text, n, learn, sampling)
+        return [Reply(each.text, each, {"role": "assistant", "content": each.text}) for each in found]
+
+    def encode(self, text: str, *, start: bool = False) -> list[int]:
+        """Token ids of a text; `start` adds what the tokenizer puts in front of a whole one."""
+        ids: list[int] = self.tokenizer.encode(text, add_special_tokens=start)
+        if start and ids[-1:] == [self.tokenizer.eos_token_id] and self.encode(text)[-1:] != ids[-1:]:
+            return ids[:-1]  # a tokenizer set up to end every text: the completion must go on here
+        return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The exact text of tokens, special ones included."""
+        return self._chat.decode(token_ids)
+
+    def reward(self, reply: Reply, value: float) -> None:
+        """Say what the branch that ends with a reply is worth; it counts as a rollout of its own within its group.
+
+        For branches that are worth different amounts, such as votes, or the two sides of a game. Branches that nothing
+        is said of get what the workflow returns.
+
+        Raises ValueError: the value is not finite, or the reply is another model's.
+        """
+        if self._recorder is None:
+            return
+        value = _finite(value, "policy.reward")
+        own = [call for call in self._recorder.calls if call.completion is reply.completion]
+        if not own:
+            raise ValueError("policy.reward was given a reply that is none of this policy; give what `chat` returned")
+        own[0].reward = value
+
+    def prompt(self, messages: Sequence[ChatMessage]) -> list[int]:
+        """A chat as tokens up to where the policy's turn begins, for `complete`. Raises EngineError like `chat`."""
+        return self._chat.prompt([dict(each) for each in messages], name=self.name).token_ids
+
+    def step(self, reward: float | None = None, *, anchor: str | None = None) -> None:
+        """End a step: what came since the last one is an experience of its own.
+
+        Args:
+            reward: of the step; the sum over the steps and what the workflow returns is the rollout's.
+            anchor: the state it was taken in; GiGPO compares steps taken in the same one.
+
+        Raises ValueError: the reward is not finite.
+        """
+        if self._recorder is not None:
+            self._recorder.end_step(None if reward is None else _finite(reward, "policy.step"), anchor)
+
+    def log(self, /, **numbers: float) -> None:
+        """Numbers of this rollout, whose mean over a step's rollouts is a metric each: `episode/NAME`."""
+        if self._recorder is not None:
+            self._recorder.numbers |= {name: float(value) for name, value in numbers.items()}
+
+    async def _ask(self, ids: list[int], text: str, n: int, learn: bool, changes: dict[str, Any]) -> list[Completion]:
+        sampling = SamplingConfig.model_validate({**self._settings(), **changes}) if changes else self.sampling
+        number, self._asked = self._asked, self._asked + 1
+        request = GenerationRequest(ids, sampling, n=n, seed=derive_seed(self.seed, number), id=self.name)
+        found = [replace(each, index=self._index) for each in await self._engine.generate(request)]
+        greedy = sampling.temperature == 0 < self.sampling.temperature
+        for completion in found:
+            if self._recorder is not None:
+                self._recorder.add(completion, text, sampling.temperature, learned=learn and not greedy)
+            if self._trace is not None:
+                self._trace.add(GENERATE, completion.submitted_at, completion.started_at, completion.finished_at)
+        return found
+
+    def _settings(self) -> dict[str, Any]:
+        return {key: getattr(self.sampling, key) for key in SamplingConfig.model_fields}
+
+
+def _finite(value: float, where: str) -> float:
+    """A number that can be learned from."""
+    if not math.isfinite(value):
+        raise ValueError(f"{where} was given {value!r} as reward; give a finite number")
+    return float(value)

@@ -1,0 +1,202 @@
+"""From the run file to a workflow with its parts."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Protocol, TypeVar
+
+from rollmill.config import workflows as config
+from rollmill.config.environments import EnvironmentSection
+from rollmill.config.tools import ToolSection
+from rollmill.errors import ConfigError
+from rollmill.rewards import RewardManager
+from rollmill.rollout.decorators import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS
+from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
+from rollmill.rollout.environments.pool import EnvironmentPool
+from rollmill.rollout.tools.pool import ToolPool
+from rollmill.rollout.workflow import ResourceFactory, Rollout, RolloutScorer, Workflow, WorkflowFunction
+from rollmill.types import Task
+
+
+class AsyncClosable(Protocol):
+    """Something that holds processes or connections."""
+
+    async def close(self) -> None: ...
+
+
+ClosableT = TypeVar("ClosableT", bound=AsyncClosable)
+_EXAMPLES_KEPT = 8
+"""Tasks whose worked examples are kept: those of the groups that begin together."""
+
+
+class WorkflowResources:
+    """What workflows of a stage share, and where it is closed again.
+
+    Args:
+        judge: of the stage's rewards.
+        environment: the section, if there is one.
+        endpoint: serves the policy to programs; started when one is needed.
+        tools: the section; a workflow gets them where there are some.
+        models: sources of the models besides the policy, by name.
+        examples: tasks with worked solutions.
+    """
+
+    def __init__(
+        self,
+        judge: RewardManager,
+        environment: EnvironmentSection | None = None,
+        endpoint: PolicyEndpoint | None = None,
+        *,
+        tools: Sequence[ToolSection] = (),
+        models: Mapping[str, ResourceFactory] | None = None,
+        examples: Sequence[Task] = (),
+    ) -> None:
+        self.groupwise = judge.groupwise  #: some reward compares a task's completions, when all have ended
+        self._environments = None if environment is None else EnvironmentPool(environment)
+        self._tools = ToolPool(tools) if tools else None
+        self._told: dict[str, float] = {}
+        self._kept: list[tuple[config.WorkflowSection, AsyncClosable]] = []
+        self.endpoint = endpoint
+        self.sources: dict[str, ResourceFactory] = {
+            JUDGE: partial(_open_scorer, judge),
+            EXAMPLES: _Examples(examples).one,
+        }
+        if endpoint is not None:
+            self.sources[ENDPOINT] = endpoint.one
+        if self._environments is not None:
+            self.sources[ENVIRONMENT] = self._environments.one
+        if self._tools is not None:
+            self.sources[TOOLS] = self._tools.one
+        self.sources |= models or {}
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened since the last call in environments and tools."""
+        found = {} if self._environments is None else self._environments.metrics()
+        if self._tools is not None:
+            before, self._told = self._told, self._tools.counters()
+            found |= {f"tools/{key}": value - before.get(key, 0.0) for key, value in self._told.items()}
+        return found
+
+    def kept(self, section: config.WorkflowSection, make: Callable[[], ClosableT]) -> ClosableT:
+        """What workflows of equal sections share; made at the first call, closed with the resources."""
+        for known, made in self._kept:
+            if known == section:
+                return made  # type: ignore[return-value]
+        self._kept.append((section, made := make()))
+        return made
+
+    async def close(self) -> None:
+        """End processes, the endpoint and tools; may be called twice."""
+        for _, made in self._kept:
+            await made.close()
+        if self.endpoint is not None:
+            await self.endpoint.close()
+        if self._environments is not None:
+            await self._environments.close()
+        if self._tools is not None:
+            self._tools.close()
+
+
+def build_workflow(section: config.WorkflowSection, resources: WorkflowResources) -> Workflow | None:
+    """The workflow of a section; None where a rollout is one completion.
+
+    Raises ConfigError where it asks for a part that the run does not have, or for rewards before there are any.
+    """
+    if section.single_turn:
+        return None
+    solve, names = _resolve_workflow(section, resources)
+    if "*" in names:
+        others = [name for name in resources.sources if name not in names and name != ENDPOINT]
+        names = others + [name for name in names if name != "*"]
+    missing = [name for name in names if name not in resources.sources]
+    if missing:
+        known = ", ".join(f"`{name}`" for name in resources.sources)
+        raise ConfigError(
+            f"workflow `{section.name}` asks for `{missing[0]}`, which the run does not have; there are {known}. "
+            "Add the section of that name, or an entry of `models`"
+        )
+    sources = {name: resources.sources[name] for name in names}
+    if isinstance(section, config.ProgramWorkflow) and not section.own_sampling and resources.endpoint is not None:
+        sources[ENDPOINT] = partial(resources.endpoint.one, forced=True)
+    return Workflow(section.name, solve, sources)
+
+
+def _resolve_workflow(
+    section: config.WorkflowSection, resources: WorkflowResources
+) -> tuple[WorkflowFunction, Sequence[str]]:
+    """What a section's workflow calls, and the parts that it takes. Imported here: a run pays for what it uses."""
+    function = type(section).function
+    if function is not None:
+        return partial(function, **section.arguments()), section.parts
+    match section:
+        case config.EnvironmentWorkflow():
+            from rollmill.rollout.workflows.environment import environment_turns
+
+            return partial(environment_turns, section), [ENVIRONMENT]
+        case config.VerifiersWorkflow():
+            from rollmill.rollout.verifiers_process import VerifiersProcessPool
+            from rollmill.rollout.workflows.verifiers import verifiers_rollout
+
+            pool = resources.kept(section, lambda: VerifiersProcessPool(section))
+            return partial(verifiers_rollout, pool), [ENDPOINT]
+        case config.ProgramWorkflow():
+            from rollmill.rollout.workflows.program import ProgramRunner
+
+            return ProgramRunner(section), [ENDPOINT, JUDGE]
+        case config.ToolWorkflow():
+            from rollmill.rollout.workflows.tools import tool_turns
+
+            return partial(tool_turns, section), [JUDGE, TOOLS]
+        case config.ReActWorkflow():
+            from rollmill.rollout.workflows.react import react
+
+            return partial(react, section), [JUDGE, TOOLS]
+        case config.FewShotWorkflow():
+            from rollmill.rollout.workflows.few_shot import few_shot
+
+            return partial(few_shot, section), [JUDGE, EXAMPLES]
+        case config.ReflectionWorkflow():
+            from rollmill.rollout.workflows.reflection import reflection
+
+            if resources.groupwise and (section.critic == "rewards" or section.discount < 1):
+                key = "critic: rewards" if section.critic == "rewards" else "discount"
+                raise ConfigError(
+                    f"workflow.{key}: a reward is wanted before the rollout ends, and some of `rewards` compare the "
+                    "completions of a group; set critic: self without discount, or remove those rewards"
+                )
+            return partial(reflection, section), [JUDGE]
+        case config.VoteWorkflow():
+            from rollmill.rollout.workflows.vote import vote
+
+            return partial(vote, section), [JUDGE]
+        case config.JudgedWorkflow():
+            from rollmill.rollout.workflows.judged import model_judged
+
+            return partial(model_judged, section), [section.by]
+    raise AssertionError(f"no workflow is built from {type(section).__name__}")
+
+
+@asynccontextmanager
+async def _open_scorer(judge: RewardManager, rollout: Rollout) -> AsyncIterator[RolloutScorer]:
+    yield RolloutScorer(judge, rollout)
+
+
+class _Examples:
+    """Worked examples: other tasks than the rollout's, with other prompts; rollouts of a task share the list."""
+
+    def __init__(self, tasks: Sequence[Task]) -> None:
+        self._tasks = tasks
+        self._known: dict[str, list[Task]] = {}
+
+    @asynccontextmanager
+    async def one(self, rollout: Rollout) -> AsyncIterator[list[Task]]:
+        own = rollout.task
+        found = self._known.pop(own.id, None)
+        if found is None:
+            found = [each for each in self._tasks if each.id != own.id and each.prompt != own.prompt]
+        self._known[own.id] = found
+        if len(self._known) > _EXAMPLES_KEPT:
+            self._known.pop(next(iter(self._known)))
+        yield list(found)

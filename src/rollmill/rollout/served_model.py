@@ -1,0 +1,166 @@
+"""A model behind an endpoint in the policy's place: it answers tasks, and its answers are judged.
+
+A policy cannot be trained on them by rollouts: an endpoint gives neither tokens nor the log-probs they had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.errors import ConfigError
+from rollmill.rewards import RewardManager
+from rollmill.rewards.judges.chat import LENGTH, ChatModelReply, NoReplyError
+from rollmill.rollout.base import OnGenerated
+from rollmill.rollout.draft_cache import DraftCache
+from rollmill.rollout.runner import assign_reward
+from rollmill.seeds import derive_seed
+from rollmill.trackers.trace import Trace
+from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
+
+if TYPE_CHECKING:
+    from rollmill.rewards.judges.endpoint import EndpointChatModel
+
+COMPLETION_TOKENS_KEY = "tokens"
+"""Key of Experience.info: how many tokens the server says it has written."""
+_SEEDS = 2**31
+_UNKNOWN = {
+    "stop_token_ids": "the numbers of another model's tokens mean nothing to it",
+    "repetition": "an endpoint does not look for repetition",
+}
+
+
+class ServedModel:
+    """What has been asked of one model, by all explorers of it.
+
+    Args:
+        name: what it is called in errors.
+        completes: texts go to `/completions`; otherwise each is the only message of a chat.
+    """
+
+    def __init__(self, name: str, endpoint: EndpointChatModel, *, completes: bool) -> None:
+        self.name, self._endpoint, self._completes = name, endpoint, completes
+        self.unanswered: list[str] = []  #: why, one for each completion that never came
+
+    async def completion(
+        self, task: Task, sampling: SamplingConfig, seed: int, index: int
+    ) -> tuple[Completion, int] | None:
+        """One completion of a task's prompt, without tokens, and how many there were; None where this prompt gets none,
+        though others do.
+
+        Raises:
+            RewardError: nothing is answered.
+        """
+        asked: Any = task.prompt
+        if isinstance(asked, str) and not self._completes:
+            asked = [{"role": "user", "content": asked}]
+        began = time.perf_counter()
+        try:
+            work = self._endpoint.ask(asked, _body(sampling, derive_seed(seed, index) % _SEEDS))
+            reply = await self._endpoint.loop.run(work)
+        except NoReplyError as error:
+            self.unanswered.append(f"task {task.id}: {error}")
+            return None
+        return _completion(reply, seed, index, began), reply.completion_tokens
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._endpoint.close()
+
+
+class ServedExplorer:
+    """Answers with a served model in place of the policy; see Explorer."""
+
+    def __init__(self, model: ServedModel, judge: RewardManager) -> None:
+        self._model, self._judge = model, judge
+
+    async def rollout(
+        self,
+        task: Task,
+        sampling: SamplingConfig,
+        *,
+        n: int,
+        seed: int,
+        group: str,
+        generated: OnGenerated | None = None,
+    ) -> list[Experience]:
+        """See Explorer; a completion that never came is left out. Raises RewardError."""
+        asked = [self._model.completion(task, sampling, seed, index) for index in range(n)]
+        found = [each for each in await asyncio.gather(*asked) if each is not None]
+        prompt = task.prompt if isinstance(task.prompt, str) else _shown(task.prompt)
+        experiences = [
+            experience_from_completion(
+                each, id=f"{group}/{each.index}", task_id=task.id, group=group, prompt=prompt, temperature=1.0
+            )
+            for each, _ in found
+        ]
+        for experience, (_, tokens) in zip(experiences, found, strict=True):
+            experience.info[COMPLETION_TOKENS_KEY] = tokens
+        if generated is not None:
+            generated(experiences)
+        judgements = await self._judge.judge_group(task, [each for each, _ in found])
+        for experience, judgement in zip(experiences, judgements, strict=True):
+            assign_reward(experience, judgement)
+        return experiences
+
+
+def check_endpoint_support(stage: StageConfig, name: str) -> None:
+    """Raises ConfigError where a stage, or a set of held-out tasks, asks for what an endpoint does not offer."""
+    if not stage.workflow.single_turn:
+        text = f"workflow `{stage.workflow.name}` needs a policy with tokens"
+        raise ConfigError(f"{name}: {text}; a model behind an endpoint is asked by `single_turn` alone")
+    for key, why in _UNKNOWN.items():
+        if getattr(stage.rollout, key):
+            raise ConfigError(f"{name}: {key}: {why}; remove it, or leave this model out")
+
+
+class ServedExplorers:
+    """The explorers of a stage whose policy is a served model; see Explorers."""
+
+    def __init__(self, model: ServedModel, judge: RewardManager) -> None:
+        self._model, self._judge = model, judge
+
+    def training(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
+        """One explorer."""
+        return ServedExplorer(self._model, self._judge)
+
+    def otherwise(self, config: StageConfig, judge: RewardManager) -> ServedExplorers:
+        """For tasks that are judged otherwise."""
+        return ServedExplorers(self._model, judge)
+
+    def metrics(self) -> dict[str, float]:
+        """Nothing is counted."""
+        return {}
+
+    async def close(self) -> None:
+        """The connection is closed by who has opened it."""
+
+
+def _body(sampling: SamplingConfig, seed: int) -> dict[str, Any]:
+    """The fields of a request; what is not asked for is left out, since not all servers know every field."""
+    body: dict[str, Any] = {
+        "temperature": sampling.temperature,
+        "max_tokens": sampling.max_new_tokens,
+        "seed": seed,
+    }
+    optional = {"top_p": (sampling.top_p, 1.0), "top_k": (sampling.top_k, 0), "min_p": (sampling.min_p, 0.0)}
+    body |= {key: value for key, (value, off) in optional.items() if value != off}
+    return body | ({"stop": list(sampling.stop)} if sampling.stop else {})
+
+
+def _completion(reply: ChatModelReply, seed: int, index: int, began: float) -> Completion:
+    ids, numbers = np.zeros(0, np.int32), np.zeros(0, np.float32)
+    reason = StopReason.LENGTH if reply.finish == LENGTH else StopReason.EOS
+    made = Completion(ids, ids, numbers, ids, numbers, reply.text, reason, seed, index)
+    made.submitted_at = made.started_at = began
+    made.finished_at = time.perf_counter()
+    return made
+
+
+def _shown(messages: Any) -> str:
+    return "\n".join(f"{message['role']}: {message['content']}" for message in messages)

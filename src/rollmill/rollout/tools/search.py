@@ -1,0 +1,126 @@
+"""Search for passages of local documents by their words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from rollmill.errors import ConfigError
+from rollmill.rewards.text.parsing import split_words
+from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
+
+try:
+    import bm25s
+except ImportError as error:
+    raise ConfigError(
+        "the tool `search` needs the library bm25s; install it: pip install 'rollmill[search]'"
+    ) from error
+
+_SUFFIXES = (".txt", ".md")
+
+
+def search(query: str, *, index: BM25Index, top_k: int) -> str:
+    """Search the documents for passages about the words of a query.
+
+    Args:
+        query: words to look for.
+    """
+    found = index.find(query, top_k)
+    if not found:
+        return "nothing was found"
+    return "\n\n".join(
+        f"[{number}] {each.title}\n{each.text}" if each.title else f"[{number}] {each.text}"
+        for number, each in enumerate(found, 1)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class DocumentPassage:
+    """A piece of a document."""
+
+    title: str
+    text: str
+
+
+class BM25Index:
+    """Passages ranked by BM25 (Robertson and Zaragoza 2009, https://doi.org/10.1561/1500000019; Lucene's variant).
+
+    Raises ConfigError where the documents are missing, empty or unreadable.
+    """
+
+    def __init__(self, path: Path, passage_words: int) -> None:
+        documents = list(_documents(path))
+        self.passages = [
+            DocumentPassage(title, text) for title, whole in documents for text in split_passages(whole, passage_words)
+        ]
+        if not self.passages:
+            raise ConfigError(
+                f"tools: {path} holds no text; give a .jsonl file with `text`, or a folder of .txt or .md"
+            )
+        self._ranking = bm25s.BM25(method="lucene")
+        self._ranking.index([_terms(f"{each.title} {each.text}") for each in self.passages], show_progress=False)
+
+    def find(self, query: str, top_k: int) -> list[DocumentPassage]:
+        """The best passages that hold a word of the query; of equal ones the first."""
+        terms = [term for term in dict.fromkeys(_terms(query)) if term in self._ranking.vocab_dict]
+        if not terms:
+            return []
+        scores = self._ranking.get_scores(terms)
+        best = np.argsort(-scores, kind="stable")[:top_k]
+        return [self.passages[number] for number in best if scores[number] > 0]
+
+
+def split_passages(text: str, most_words: int) -> list[str]:
+    """A text as passages of whole paragraphs; a paragraph that is too long alone is cut between words."""
+    passages: list[str] = []
+    room = 0
+    for paragraph in (each.strip() for each in text.split("\n\n")):
+        count = len(paragraph.split())
+        if count > most_words:
+            pieces = paragraph.split()
+            passages += [" ".join(pieces[at : at + most_words]) for at in range(0, count, most_words)]
+            room = 0
+        elif count and count <= room:
+            passages[-1] += f"\n\n{paragraph}"
+            room -= count
+        elif count:
+            passages.append(paragraph)
+            room = most_words - count
+    return passages
+
+
+def _terms(text: str) -> list[str]:
+    return [each for each in split_words(text.casefold()) if any(map(str.isalnum, each))]
+
+
+def _documents(path: Path) -> Iterator[tuple[str, str]]:
+    """Title and text of each."""
+    if path.is_dir():
+        for file in sorted(each for each in path.rglob("*") if each.suffix in _SUFFIXES and each.is_file()):
+            yield file.relative_to(path).with_suffix("").as_posix(), _read(file)
+    elif path.suffix == ".jsonl" and path.is_file():
+        for number, line in enumerate(_read(path).split("\n"), 1):
+            if line.strip():
+                yield _row(line, f"{path}:{number}")
+    else:
+        raise ConfigError(f"tools: {path} is neither a .jsonl file nor a folder of .txt and .md files")
+
+
+def _read(path: Path) -> str:
+    try:
+        return read_text(path)
+    except ConfigError as error:
+        raise ConfigError(f"tools: {error}") from error
+
+
+def _row(line: str, where: str) -> tuple[str, str]:
+    try:
+        row = parse_strict_json(line)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {describe_json_error(error)}") from error
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+        raise ConfigError(f"{where}: expected an object with a `text`")
+    return str(row.get("title") or ""), row["text"]

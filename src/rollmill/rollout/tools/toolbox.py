@@ -1,0 +1,100 @@
+"""The tools of one rollout, and what all rollouts of a stage count."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.rollout.environments.base import drop_surrogates
+from rollmill.rollout.policy import Reply
+from rollmill.rollout.tools.base import Tool, ToolError
+from rollmill.rollout.tools.formats import ToolCall, tool_result_message
+
+MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What a call gave: a result, or where it is not `ok`, what went wrong."""
+
+    content: str
+    ok: bool
+
+
+class Toolbox:
+    """The part `tools` of a workflow. Calls may be made at the same time.
+
+    Attributes:
+        calls, errors: how many were made in this rollout, and how many failed, malformed ones included.
+    """
+
+    def __init__(self, tools: Sequence[Tool], result_chars: dict[str, int], counters: dict[str, float]) -> None:
+        self._tools = {tool.name: tool for tool in tools}
+        self._result_chars, self._counters = result_chars, counters
+        self.calls = self.errors = 0
+
+    @property
+    def descriptions(self) -> list[dict[str, Any]]:
+        """In OpenAI's format, for `policy.chat(..., tools=...)`."""
+        return [tool.message for tool in self._tools.values()]
+
+    @property
+    def names(self) -> list[str]:
+        """What the policy calls them by."""
+        return list(self._tools)
+
+    def schema(self, name: str) -> dict[str, Any]:
+        """JSON schema of a tool's arguments; empty for an unknown one."""
+        return self._tools[name].parameters if name in self._tools else {}
+
+    async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
+        """Call a tool. What goes wrong, an unknown name included, is told and counted."""
+        self.calls += 1
+        tool = self._tools.get(name)
+        if tool is None:
+            self.errors += 1
+            self._count(UNKNOWN_CALLS)
+            return ToolResult(f"Error: there is no tool `{name[:64]}`; there are {', '.join(self._tools)}", False)
+        started = time.perf_counter()
+        try:
+            result = ToolResult(self._cut(name, await tool.call(arguments)), True)
+        except ToolError as error:
+            self.errors += 1
+            self._count(f"{name}/errors")
+            result = ToolResult(self._cut(name, f"Error: {error}"), False)
+        self._count(f"{name}/calls")
+        self._count(f"{name}/seconds", time.perf_counter() - started)
+        return result
+
+    async def answer(self, reply: Reply) -> list[dict[str, Any]]:
+        """The messages that answer a turn's calls, one after the other; none where it made no call.
+
+        Malformed calls are told in a user's message: they have no id.
+        """
+        found = [tool_result_message(call, (await self.answered(call)).content) for call in reply.tool_calls]
+        if reply.malformed:
+            found.append({"role": "user", "content": self.malformed_message(reply.malformed)})
+        return found
+
+    async def answered(self, call: ToolCall) -> ToolResult:
+        """The result of a call as it was read from a reply."""
+        return await self.call(call.name, call.arguments)
+
+    def malformed_message(self, malformed: Sequence[str]) -> str:
+        """What a policy is told of calls that are none; they are counted."""
+        self.errors += len(malformed)
+        self._count(MALFORMED_CALLS, len(malformed))
+        return "Error: " + "; ".join(f"a call that cannot be read ({each})" for each in malformed)
+
+    def _cut(self, name: str, text: str) -> str:
+        text = drop_surrogates(text)
+        most = self._result_chars[name]
+        if len(text) <= most:
+            return text
+        left = most // 2
+        return f"{text[:left]}\n... {len(text) - 2 * left} characters left out ...\n{text[-left:]}"
+
+    def _count(self, key: str, number: float = 1.0) -> None:
+        self._counters[key] = self._counters.get(key, 0.0) + number

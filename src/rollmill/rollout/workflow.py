@@ -1,0 +1,143 @@
+"""Running a workflow once: what it is given, and what its answer means."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from rollmill.config.rollout import SamplingConfig
+from rollmill.rewards import RewardManager, RewardResult
+from rollmill.rewards.base import RewardValue, validate_value
+from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.recorder import Recorder
+from rollmill.types import Completion, Task
+
+WorkflowResult = RewardValue | RewardResult | tuple[RewardResult, Mapping[str, float]]
+"""The reward: a number, a mapping of parts, None to reject the rollout, what the judge said, or that and further parts
+which are added to it.
+"""
+WorkflowFunction = Callable[..., Awaitable[WorkflowResult]]
+"""(task, policy, **parts) -> the reward. Parts are `judge`, `environment`, `tools`, `examples` and the names under
+`models`, as far as the run has them.
+"""
+REJECTED_NO_REWARD = "none"  #: why a rollout is rejected whose workflow returned None
+
+
+@dataclass(slots=True, eq=False)
+class Rollout:
+    """One attempt at a task."""
+
+    id: str
+    task: Task
+    group: str
+    index: int  #: which of its group
+    seed: int
+    group_seed: int  #: the same for all of its group
+    sampling: SamplingConfig
+    policy: Policy
+    recorder: Recorder
+    judged: list[tuple[Completion, RewardResult]] = field(default_factory=list)
+
+
+ResourceFactory = Callable[[Rollout], AbstractAsyncContextManager[Any]]
+"""Makes a part for one rollout, and takes it back at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutResult:
+    """What a rollout is worth. `judgement` is of the completion, where the judge was asked for the whole reward.
+
+    `rejected` says why nothing is to be learned from it.
+    """
+
+    reward: float | None
+    parts: dict[str, float | None]
+    completion: Completion | None = None
+    judgement: RewardResult | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)  #: parts that the workflow adds to the judgement
+    rejected: str | None = None
+
+    def judged(self, judgement: RewardResult) -> RolloutResult:
+        """The same with another judgement, and its extra parts."""
+        reward = None if judgement.reward is None else judgement.reward + sum(self.extra.values())
+        return replace(self, reward=reward, parts={**judgement.parts, **self.extra}, judgement=judgement)
+
+
+class Workflow:
+    """A workflow with the sources of its parts, by name."""
+
+    def __init__(self, name: str, solve: WorkflowFunction, parts: Mapping[str, ResourceFactory]) -> None:
+        self.name = name
+        self._solve, self._parts = solve, dict(parts)
+
+    async def answer(self, rollout: Rollout) -> WorkflowResult:
+        """Solve the task once. Raises what the workflow and its parts raise."""
+        async with AsyncExitStack() as stack:
+            parts = {name: await stack.enter_async_context(made(rollout)) for name, made in self._parts.items()}
+            return await self._solve(rollout.task, rollout.policy, **parts)
+
+    def outcome(self, rollout: Rollout, answer: WorkflowResult) -> RolloutResult:
+        """What an answer means; None rejects the rollout, unless its steps or branches have rewards.
+
+        Raises TypeError and ValueError for answers that are none.
+        """
+        if isinstance(answer, tuple):
+            if len(answer) != 2 or not isinstance(answer[0], RewardResult):
+                raise TypeError(f"returned {answer!r:.80}; of tuples only (what `judge` gave, a mapping) is a reward")
+            return self._judged(rollout, answer[0], _numbers(answer[1]))
+        if isinstance(answer, RewardResult):
+            return self._judged(rollout, answer, {})
+        value = validate_value(answer)
+        if value is None:
+            recorder = rollout.recorder
+            worth = any(each.reward is not None for each in recorder.steps)
+            worth |= any(each.reward is not None for each in recorder.calls)
+            return RolloutResult(None, {}, rejected=None if worth else REJECTED_NO_REWARD)
+        if isinstance(value, dict):
+            given = [each for each in value.values() if each is not None]
+            return RolloutResult(sum(given) if given else None, dict(value))
+        return RolloutResult(value, {self.name: value})
+
+    def _judged(self, rollout: Rollout, judgement: RewardResult, extra: Mapping[str, float]) -> RolloutResult:
+        for completion, given in reversed(rollout.judged):
+            if given is judgement:
+                return RolloutResult(None, {}, completion, extra=extra).judged(judgement)
+        found = RolloutResult(None, {}, extra=extra).judged(judgement)
+        return replace(found, judgement=None)  # of another task or text: nothing is to be finished
+
+
+def _numbers(parts: Any) -> dict[str, float]:
+    """Further parts of a reward. Raises TypeError and ValueError where they are no numbers."""
+    value = validate_value(parts) if parts else {}
+    if not isinstance(value, dict):
+        raise TypeError(f"returned a judgement and {parts!r:.80}; the second has to be a mapping of numbers")
+    return {key: part for key, part in value.items() if part is not None}
+
+
+class RolloutScorer:
+    """The part `judge`: what the run's rewards say of a reply, or of a text."""
+
+    def __init__(self, judge: RewardManager, rollout: Rollout) -> None:
+        self._judge, self._rollout = judge, rollout
+
+    async def __call__(self, answer: Reply | Completion | str, task: Task | None = None) -> RewardResult:
+        """Judge an answer to the task (or to another one); `.reward` is the number.
+
+        A text is judged as what the policy has said last.
+        """
+        completion = self._completion(answer)
+        judgement = await self._judge.judge(task or self._rollout.task, completion, group_follows=True)
+        self._rollout.judged.append((completion, judgement))
+        return judgement
+
+    def _completion(self, answer: Reply | Completion | str) -> Completion:
+        if isinstance(answer, Completion):
+            return answer
+        if isinstance(answer, Reply):
+            return answer.completion
+        calls = self._rollout.recorder.calls
+        if not calls:
+            raise ValueError("there is nothing to judge: the policy has said nothing yet")
+        return replace(calls[-1].completion, text=answer)

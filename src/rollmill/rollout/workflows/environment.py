@@ -1,0 +1,110 @@
+"""Turns with an environment until it is done."""
+
+from __future__ import annotations
+
+import json
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from rollmill.config.workflows import EnvironmentWorkflow
+from rollmill.errors import ContextLengthError
+from rollmill.rollout.conversation import PolicyConversation
+from rollmill.rollout.environments.base import Observation
+from rollmill.rollout.environments.pool import RunningEnvironment
+from rollmill.rollout.policy import Policy, Reply
+from rollmill.types import Task
+
+
+async def environment_turns(
+    config: EnvironmentWorkflow, task: Task, policy: Policy, environment: RunningEnvironment
+) -> float:
+    """The sum of the environment's rewards. A conversation that no longer fits the model's context ends the episode."""
+    talk: _HistoryPolicy = (
+        _FullHistory(config, task, policy) if config.history == "full" else _SlidingWindow(config, task, policy)
+    )
+    by_step = config.steps or config.history != "full"
+    total, turns, numbers = 0.0, 0, dict[str, float]()
+    observation = await environment.reset()
+    while turns < config.turns:
+        talk.see(observation)
+        try:
+            reply = await talk.ask()
+        except ContextLengthError:
+            if turns == 0:
+                raise
+            numbers["overflows"] = 1.0
+            break
+        turns += 1
+        result = await environment.step(reply.text)
+        total += result.reward
+        numbers |= result.info
+        if by_step:
+            policy.step(result.reward, anchor=_anchor_state(observation))
+        if result.done:
+            break
+        observation = result.observation
+    policy.log(**{"overflows": 0.0} | numbers | {"turns": float(turns)})
+    return 0.0 if by_step else total
+
+
+def _anchor_state(observation: Observation) -> str:
+    """What is equal where the policy has seen the same."""
+    return observation if isinstance(observation, str) else json.dumps(observation, sort_keys=True, default=str)
+
+
+class _HistoryPolicy(Protocol):
+    """What the policy is shown."""
+
+    def see(self, observation: Observation) -> None: ...
+
+    async def ask(self) -> Reply: ...
+
+
+class _FullHistory:
+    """Everything so far."""
+
+    def __init__(self, config: EnvironmentWorkflow, task: Task, policy: Policy) -> None:
+        self._dialogue = _start_conversation(config, task, policy)
+
+    def see(self, observation: Observation) -> None:
+        self._dialogue.tell(observation)
+
+    async def ask(self) -> Reply:
+        return await self._dialogue.ask()
+
+
+@dataclass(slots=True)
+class _Turn:
+    observation: Observation
+    replies: list[Reply] = field(default_factory=list)  #: what the policy did, once it has
+
+
+class _SlidingWindow:
+    """The task and the last observations, with the actions between them: a new conversation at each turn."""
+
+    def __init__(self, config: EnvironmentWorkflow, task: Task, policy: Policy) -> None:
+        self._config, self._task, self._policy = config, task, policy
+        self._turns: deque[_Turn] = deque(maxlen=config.history if isinstance(config.history, int) else None)
+
+    def see(self, observation: Observation) -> None:
+        self._turns.append(_Turn(observation))
+
+    async def ask(self) -> Reply:
+        dialogue = _start_conversation(self._config, self._task, self._policy)
+        for turn in self._turns:
+            dialogue.tell(turn.observation)
+            for reply in turn.replies:
+                dialogue.said(reply)
+        reply = await dialogue.ask()
+        self._turns[-1].replies.append(reply)
+        return reply
+
+
+def _start_conversation(config: EnvironmentWorkflow, task: Task, policy: Policy) -> PolicyConversation:
+    """A conversation that begins with the system's text and the task's prompt."""
+    if isinstance(task.prompt, str):
+        return PolicyConversation(policy, f"{config.system}\n\n{task.prompt}" if config.system else task.prompt)
+    system: Sequence[dict[str, str]] = [{"role": "system", "content": config.system}] if config.system else []
+    return PolicyConversation(policy, [*system, *task.prompt])

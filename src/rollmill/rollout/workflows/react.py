@@ -1,0 +1,109 @@
+"""Thought, Action, Action Input and Observation in one text (ReAct, arXiv:2210.03629)."""
+
+from __future__ import annotations
+
+import json
+import re
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from rollmill.config.workflows import ReActWorkflow
+from rollmill.errors import ContextLengthError
+from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.tools.toolbox import Toolbox
+from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
+from rollmill.rollout.workflows.tools import apply_malformed_penalty
+from rollmill.strict_files import parse_strict_json
+from rollmill.types import StopReason, Task
+
+STOP_MARKER, FINAL_ANSWER_MARKER = "Observation:", "Final Answer:"
+_ACTION = re.compile(r"Action:([^\n]*)\n[ \t]*Action Input:(.*)", re.DOTALL)
+_GUIDE = """\
+Answer the question. You have these tools:
+
+{tools}
+
+Use this format:
+
+Thought: what to do
+Action: one of {names}
+Action Input: the tool's arguments as a JSON object
+Observation: the result
+... (as often as needed)
+Thought: I know the answer
+Final Answer: the answer"""
+
+
+@dataclass(frozen=True, slots=True)
+class ReactAction:
+    """What a policy wants to do. `wrong` says what is the matter with it."""
+
+    name: str
+    arguments: dict[str, Any]
+    wrong: str = ""
+
+
+async def react(
+    config: ReActWorkflow, task: Task, policy: Policy, judge: RolloutScorer, tools: Toolbox
+) -> WorkflowResult:
+    """What the rewards say of the final answer (of the last turn, where there is none), less the penalty."""
+    token_ids = _start(config, task, policy, tools)
+    stop, reply = [*policy.sampling.stop, STOP_MARKER], None
+    for turn in range(config.turns):
+        try:
+            reply = await policy.complete(token_ids, stop=stop)
+        except ContextLengthError:
+            if reply is None:
+                raise
+            break
+        if turn == config.turns - 1 or not _observes(reply, policy):
+            break
+        token_ids = [*reply.token_ids, *policy.encode(f" {await _observed(reply.text, tools)}\n")]
+    assert reply is not None
+    _, found, answer = reply.text.rpartition(FINAL_ANSWER_MARKER)
+    return apply_malformed_penalty(config, await judge(answer.strip() if found else reply), tools)
+
+
+def parse_action(text: str, tools: Toolbox) -> ReactAction:
+    """The last action of a turn. Arguments that are no object are the only argument of a tool with one."""
+    found = _ACTION.match(text, max(text.rfind("Action:"), 0))
+    if found is None:
+        return ReactAction("", {}, "a turn ends with `Action:` and `Action Input:`, or with `Final Answer:`")
+    name, given = found[1].strip(), found[2].strip()
+    arguments: Any = given
+    with suppress(ValueError):
+        arguments = parse_strict_json(given)
+    if isinstance(arguments, dict):
+        return ReactAction(name, arguments)
+    schema = tools.schema(name)
+    keys = list(schema.get("properties", {}))
+    if len(keys) == 1:
+        only = schema["properties"][keys[0]].get("type")
+        return ReactAction(name, {keys[0]: given if only == "string" else arguments})
+    return ReactAction(name, {}, "" if not keys and schema else f"the input of `{name}` is no JSON object")
+
+
+def _start(config: ReActWorkflow, task: Task, policy: Policy, tools: Toolbox) -> list[int]:
+    listed = "\n".join(json.dumps(each["function"], ensure_ascii=False) for each in tools.descriptions)
+    guide = _GUIDE.replace("{tools}", listed).replace("{names}", ", ".join(tools.names)) if config.describe else ""
+    if isinstance(task.prompt, str):
+        return policy.encode(f"{guide}\n\n{task.prompt}" if guide else task.prompt, start=True)
+    messages: list[dict[str, Any]] = [dict(each) for each in task.prompt]
+    if guide and messages[0]["role"] == "system":
+        messages[0]["content"] = f"{messages[0]['content']}\n\n{guide}"
+    elif guide:
+        messages[0]["content"] = f"{guide}\n\n{messages[0]['content']}"
+    return policy.prompt(messages)
+
+
+def _observes(reply: Reply, policy: Policy) -> bool:
+    """Whether the turn was ended by the observation that is to come, and by nothing before it."""
+    return reply.stop_reason is StopReason.STOP and STOP_MARKER in policy.decode(reply.completion.token_ids.tolist())
+
+
+async def _observed(text: str, tools: Toolbox) -> str:
+    action = parse_action(text, tools)
+    if action.wrong:
+        return tools.malformed_message([action.wrong])
+    return (await tools.call(action.name, action.arguments)).content

@@ -1,0 +1,70 @@
+"""The policy calls tools until it answers."""
+
+from __future__ import annotations
+
+from rollmill.config.workflows import ToolWorkflow
+from rollmill.config.workflows.agents import ToolWorkflowSection
+from rollmill.errors import ContextLengthError
+from rollmill.rewards import RewardResult
+from rollmill.rollout.conversation import PolicyConversation
+from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.tools.formats import describe_tools, parse_tool_calls
+from rollmill.rollout.tools.toolbox import Toolbox
+from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
+from rollmill.types import Task
+
+MALFORMED_CALL_PENALTY = "malformed_calls"
+"""The part of a reward that failed calls cost."""
+
+
+async def tool_turns(
+    config: ToolWorkflow, task: Task, policy: Policy, judge: RolloutScorer, tools: Toolbox
+) -> WorkflowResult:
+    """What the rewards say of the last turn, less the penalty."""
+    reply = await (_in_text if isinstance(task.prompt, str) else _in_chat)(config, task, policy, tools)
+    return apply_malformed_penalty(config, await judge(reply), tools)
+
+
+def apply_malformed_penalty(config: ToolWorkflowSection, judgement: RewardResult, tools: Toolbox) -> WorkflowResult:
+    """A judgement less what failed calls cost."""
+    if not config.malformed_penalty:
+        return judgement
+    return judgement, {MALFORMED_CALL_PENALTY: -config.malformed_penalty * tools.errors}
+
+
+async def _in_chat(config: ToolWorkflow, task: Task, policy: Policy, tools: Toolbox) -> Reply:
+    dialogue, reply = PolicyConversation.of_task(policy, task), None
+    described = tools.descriptions if config.describe else None
+    for turn in range(config.turns):
+        try:
+            reply = await dialogue.ask(tools=described, tool_format=config.format)
+        except ContextLengthError:
+            if reply is None:
+                raise
+            break
+        if turn == config.turns - 1 or not (reply.tool_calls or reply.malformed):
+            break
+        dialogue.messages += await tools.answer(reply)
+    assert reply is not None
+    return reply
+
+
+async def _in_text(config: ToolWorkflow, task: Task, policy: Policy, tools: Toolbox) -> Reply:
+    assert isinstance(task.prompt, str)
+    start = f"{describe_tools(tools.descriptions, config.format)}\n\n{task.prompt}" if config.describe else task.prompt
+    dialogue, reply = PolicyConversation(policy, start), None
+    for turn in range(config.turns):
+        try:
+            reply = await dialogue.ask()
+        except ContextLengthError:
+            if reply is None:
+                raise
+            break
+        reading = parse_tool_calls(reply.text, config.format, salt=str(turn))
+        if turn == config.turns - 1 or not (reading.calls or reading.malformed):
+            break
+        results = [(await tools.answered(call)).content for call in reading.calls]
+        results += [tools.malformed_message(reading.malformed)] if reading.malformed else []
+        dialogue.tell("".join(config.result.replace("{result}", each) for each in results))
+    assert reply is not None
+    return reply

@@ -1,0 +1,52 @@
+"""Rollouts by an environment of the library verifiers, which asks the policy through the endpoint."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from rollmill.data.verifiers import TASK_INDEX
+from rollmill.errors import EpisodeError, TasksetError
+from rollmill.rollout.policy import Policy
+from rollmill.rollout.verifiers_process import VerifiersProcessPool
+from rollmill.types import Task
+
+
+class EndpointProtocol(Protocol):
+    """An OpenAI-compatible server that is this rollout's policy, and records."""
+
+    @property
+    def base_url(self) -> str:
+        """Ends with /v1."""
+        ...
+
+    @property
+    def api_key(self) -> str:
+        """Of this rollout alone."""
+        ...
+
+
+async def verifiers_rollout(
+    pool: VerifiersProcessPool, task: Task, policy: Policy, endpoint: EndpointProtocol
+) -> dict[str, float | None]:
+    """The environment's rewards by name, weighted; its metrics are logged.
+
+    Raises:
+        TasksetError: the task is none of the taskset's.
+        EpisodeError: the rollout failed.
+    """
+    if TASK_INDEX not in task.metadata:
+        raise TasksetError(
+            f"task {task.id} is no task of verifiers; give taskset.function: rollmill.data.verifiers:rows"
+        )
+    message = {
+        "task": task.metadata[TASK_INDEX],
+        "base_url": endpoint.base_url,
+        "api_key": endpoint.api_key,
+        "model": "policy",
+    }
+    try:
+        found = await pool.run(message)
+    except EpisodeError as error:
+        raise EpisodeError(f"verifiers failed on task {task.id}: {error}") from error
+    policy.log(**found["metrics"])
+    return {str(name): float(value) for name, value in found["rewards"].items()}

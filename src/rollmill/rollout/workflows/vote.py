@@ -1,0 +1,54 @@
+"""Self-consistency: several answers, and the most frequent one wins (arXiv:2203.11171)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import regex
+
+from rollmill.config.workflows import VoteWorkflow
+from rollmill.rewards.base import text_after
+from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
+from rollmill.types import Task
+
+_PATTERN_S = 1.0
+"""Longest search for an answer by a pattern; past it there is none."""
+
+
+async def vote(config: VoteWorkflow, task: Task, policy: Policy, judge: RolloutScorer) -> WorkflowResult:
+    """By `agreement` each sample has a reward of its own (arXiv:2504.16084); else the rewards judge the winner."""
+    replies = await _samples(config, task, policy)
+    answers = await asyncio.to_thread(lambda: [extract_vote(config, each.text) for each in replies])
+    won = majority_vote(answers)
+    if config.reward == "winner":
+        return await judge(replies[answers.index(won)])
+    for reply, answer in zip(replies, answers, strict=True):
+        policy.reward(reply, float(answer is not None and answer == won))
+    return sum(answer is not None and answer == won for answer in answers) / len(answers)
+
+
+def extract_vote(config: VoteWorkflow, text: str) -> str | None:
+    """The answer in a text, without regard to case and white space; None where there is none."""
+    if config.pattern is None:
+        found = text_after(text, config.after)
+    else:
+        try:
+            matches = list(regex.finditer(config.pattern, text, concurrent=True, timeout=_PATTERN_S))
+        except TimeoutError:
+            return None
+        found = matches[-1][1 if matches[-1].re.groups else 0] if matches else None
+    return " ".join((found or "").casefold().split()) or None
+
+
+def majority_vote(answers: list[str | None]) -> str | None:
+    """The most frequent answer, of equally frequent ones the first; None where there is none at all."""
+    counted = Counter(each for each in answers if each is not None)
+    return max(counted, key=counted.__getitem__) if counted else None
+
+
+async def _samples(config: VoteWorkflow, task: Task, policy: Policy) -> list[Reply]:
+    if not isinstance(task.prompt, str):
+        return await policy.chat_n(list(task.prompt), config.samples)
+    return await policy.complete_n(task.prompt, config.samples)

@@ -1,0 +1,115 @@
+"""The supervisor of a job: it reads the job, starts the program without any rights, watches it and replies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from fcntl import F_ADD_SEALS, fcntl
+from typing import NoReturn
+
+from rollmill.sandbox import kernel
+from rollmill.sandbox.backend import IsolationBackend
+from rollmill.sandbox.program import run_program
+from rollmill.sandbox.protocol import Job, JobReply, pack_reply, read_job
+from rollmill.sandbox.repl import serve_repl
+from rollmill.sandbox.session_server import SessionServer
+from rollmill.sandbox.watchdog import RunningProgram, reap, watch_program
+
+_CHANNEL = 3
+_JOB_LIMIT_S = 30.0
+"""Longest wait for a caller that has begun to send a job."""
+_SEALS = 0x1 | 0x2 | 0x4 | 0x8  # against further seals, shrinking, growing, writing
+
+
+def serve_job(caller: socket.socket, walls: IsolationBackend) -> NoReturn:
+    """Serve the one job of this process."""
+    program: RunningProgram | None = None
+    status = 1
+    try:
+        kernel.die_with_parent()
+        caller.settimeout(_JOB_LIMIT_S)
+        job = read_job(caller.recv)
+        if walls.group is not None:
+            walls.group.join(job.limits)
+        walls.enter(job)
+        program, channel = _start(job, walls)
+        if channel is not None:
+            SessionServer(caller, channel, program, job, walls).serve()
+        else:
+            ending, program = watch_program(program, job.limits, walls, caller.fileno()), None
+            caller.settimeout(_JOB_LIMIT_S)
+            caller.sendall(pack_reply(ending))
+        status = 0
+    except (EOFError, TimeoutError, ConnectionError):  # the caller went away
+        pass
+    except OSError as error:
+        _say(caller, error)
+    finally:
+        try:
+            if program is not None:
+                walls.signal_all(program.pid, signal.SIGKILL)
+                reap(program.pid, walls.reaps(program.pid))
+            walls.leave(os.getpid())
+        finally:
+            os._exit(status)
+
+
+def _start(job: Job, walls: IsolationBackend) -> tuple[RunningProgram, socket.socket | None]:
+    """The program, and for a session this side's end of its channel. Raises OSError if it cannot be confined."""
+    session = job.idle_s > 0
+    stdin = _sealed(job.stdin)
+    (stdout, stdout_end), (stderr, stderr_end) = os.pipe(), os.pipe()
+    theirs = [stdin, stdout_end, stderr_end]
+    channel = None
+    if session:
+        channel, channel_end = socket.socketpair()
+        theirs.append(channel_end.detach())
+    failed, failed_end = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _confine(job, walls, failed_end)
+            for number, descriptor in enumerate(theirs):
+                os.dup2(descriptor, number, inheritable=number < 3)
+            os.closerange(len(theirs), 1 << 16)
+            if session:
+                serve_repl(_CHANNEL, job.limits.output_bytes)
+            run_program(job.program)
+        finally:
+            os._exit(1)
+    for descriptor in (*theirs, failed_end):
+        os.close(descriptor)
+    failure = os.read(failed, 4096)  # nothing, when the program is confined
+    os.close(failed)
+    if failure:
+        raise OSError(failure.decode())
+    return RunningProgram(pid, stdout, stderr), channel
+
+
+def _confine(job: Job, walls: IsolationBackend, failed: int) -> None:
+    """From here on the process has no rights; it ends at once if that fails, and says why on `failed`."""
+    try:
+        os.setsid()
+        walls.confine(job.limits, job.idle_s > 0)
+    except BaseException as error:
+        os.write(failed, f"cannot confine it: {error}".encode())
+        os._exit(1)
+
+
+def _sealed(content: bytes) -> int:
+    """A read-only file without a name."""
+    descriptor = os.memfd_create("stdin", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    with open(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl(descriptor, F_ADD_SEALS, _SEALS)
+    return descriptor
+
+
+def _say(caller: socket.socket, error: OSError) -> None:
+    try:
+        caller.settimeout(_JOB_LIMIT_S)
+        caller.sendall(pack_reply(JobReply("broken", 1, 0.0, 0.0, 0.0, b"", str(error).encode())))
+    except OSError:
+        return

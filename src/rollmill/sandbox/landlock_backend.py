@@ -1,0 +1,154 @@
+"""The backend `landlock`: for kernels and containers that allow no user namespaces.
+
+Landlock decides which files a program may open, seccomp which system calls it may make. It is one process that can
+start no other, and it ends with its supervisor. What this backend cannot promise is in docs/guide/sandbox.md.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import suppress
+
+from rollmill.sandbox import kernel
+from rollmill.sandbox.backend import IsolationBackend, write_job_files
+from rollmill.sandbox.job_folders import JobFolders, exceeds_disk_limit
+from rollmill.sandbox.landlock import LandlockRuleset, landlock_version
+from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.namespace_backend import build_filters
+from rollmill.sandbox.program import set_limits
+from rollmill.sandbox.protocol import Job
+from rollmill.sandbox.root_filesystem import DEVICES, NOBODY, FilesystemView, can_become_nobody
+from rollmill.sandbox.seccomp import build_filter
+
+LEAST_VERSION = 3
+"""Landlock before (Linux 6.2) lets programs truncate files that they may only read."""
+_SHARE = 10  # a tenth of the time, at most, goes into looking at many files
+
+
+class LandlockBackend(IsolationBackend):
+    """Landlock, seccomp and limits, in a folder of its own on the machine's disk."""
+
+    lacks = (
+        "names, sizes and times of the machine's files can be found out by guessing; their contents cannot be read",
+        "one process only: limits.processes has to be 1",
+        "disk is looked at twenty times a second, so a program can go beyond its limit before it is killed",
+        "chmod, chown, utime and sendmsg fail, and multiprocessing's locks; /tmp is closed, its folder is $TMPDIR",
+        "threads are limited by memory alone when it stays root (where nobody else may read Python)",
+        "the machine's name, its load, and numbers and processor times of its processes can be seen",
+    )
+    look_s = 0.05
+
+    def __init__(self, view: FilesystemView) -> None:
+        super().__init__(view)
+        self._folders: JobFolders
+        self._readable: LandlockRuleset
+        self._next_look = 0.0
+        self._suspected = False
+
+    def prepare(self) -> str:
+        self.landlock = landlock_version()
+        if self.landlock < LEAST_VERSION:
+            has = f"this kernel has version {self.landlock}" if self.landlock else "this kernel has none"
+            raise OSError(f"it needs Landlock of version {LEAST_VERSION} (Linux 6.2); {has}")
+        build_filters()
+        kernel.become_subreaper()  # of programs whose supervisor was killed
+        if os.geteuid() == 0 and _nobody_can_read(self.view):
+            _become_nobody()
+            kernel.set_dumpable(True)
+        self._folders = JobFolders(self.view)
+        self._readable = LandlockRuleset(self.landlock, reads_only=True)
+        for path in [*DEVICES, self._folders.base]:
+            self._readable.allow_reading(path)
+        for path in self.view.binds.values():
+            _allow(self._readable, path, self.view.hidden)
+        return self._folders.packages
+
+    def enter(self, job: Job) -> None:
+        if job.limits.processes > 1:
+            raise OSError(
+                f"limits.processes is {job.limits.processes}; the landlock backend runs one process. Set it to 1, or "
+                "allow user namespaces"
+            )
+        kernel.set_dumpable(False)
+        os.mkdir(self._folders.of(os.getpid()), 0o700)
+        os.chdir(self._folders.of(os.getpid()))
+        write_job_files(job)
+
+    def confine(self, limits: SandboxLimits, session: bool) -> None:
+        kernel.die_with_parent()
+        folder = os.getcwd()
+        os.environ.update(HOME=folder, TMPDIR=folder)
+        most = _tasks() + 1 + limits.threads
+        own = LandlockRuleset(self.landlock)
+        for path in {*self.view.binds.values(), self._folders.packages}:
+            own.allow_reading(path)
+        for device in DEVICES:
+            own.allow_writing(device)
+        own.allow_all(folder)
+        kernel.drop_privileges()
+        kernel.set_dumpable(True)  # the supervisor counts its open files
+        self._readable.restrict()
+        own.restrict()
+        set_limits(limits, most, session)
+        kernel.install_filter(build_filter(False, alone=os.getpid()))
+
+    def signal_all(self, program: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(program, number)
+
+    def full(self, program: int, limits: SandboxLimits) -> bool:
+        if time.monotonic() < self._next_look:
+            return False
+        began = time.thread_time()
+        found = exceeds_disk_limit(os.getcwd(), program, limits)
+        self._next_look = time.monotonic() + max(self.look_s, _SHARE * (time.thread_time() - began))
+        before, self._suspected = self._suspected, found
+        return found and before  # seen twice: a process that is just ending cannot be looked into either
+
+    def leave(self, supervisor: int) -> None:
+        self._folders.remove(supervisor)
+
+    def close(self) -> None:
+        with suppress(ChildProcessError):
+            while True:
+                os.waitpid(-1, 0)
+        self._folders.close()
+
+
+def _allow(rules: LandlockRuleset, path: str, hidden: list[str]) -> None:
+    """Reading of all below a path, except for what is hidden there: of that the names only."""
+    if path in hidden:
+        return
+    if not any(folder.startswith(path + "/") for folder in hidden):
+        rules.allow_reading(path)
+        return
+    rules.allow_listing(path)
+    for entry in os.scandir(path):
+        _allow(rules, entry.path, hidden)
+
+
+def _nobody_can_read(view: FilesystemView) -> bool:
+    """Whether root may become an ordinary user, to whom the files of Python and of the packages are open."""
+    if not can_become_nobody():
+        return False
+    pid = os.fork()
+    if pid == 0:
+        try:
+            _become_nobody()
+            os._exit(0 if all(os.access(path, os.R_OK) for path in view.binds.values()) else 1)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
+def _become_nobody() -> None:
+    os.setgroups([])
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+
+
+def _tasks() -> int:
+    """How many processes and threads the machine has; those of this user are fewer."""
+    with open("/proc/loadavg") as file:
+        return int(file.read().split()[3].partition("/")[2])

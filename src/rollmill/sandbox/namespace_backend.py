@@ -1,0 +1,80 @@
+"""The backend `namespaces`: a file system and a process tree of its own for each job, gone when it ends.
+
+The server and all jobs share one empty network, for no job can open a socket in it. A job's supervisor is process 1 of
+its namespaces. When it ends, for whatever reason, the kernel kills all that is left.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from contextlib import suppress
+
+from rollmill.sandbox import kernel
+from rollmill.sandbox.backend import IsolationBackend, write_job_files
+from rollmill.sandbox.landlock import landlock_version, restrict_files
+from rollmill.sandbox.limits import SandboxLimits
+from rollmill.sandbox.program import set_limits
+from rollmill.sandbox.protocol import Job
+from rollmill.sandbox.root_filesystem import PACKAGES, FilesystemView, enter_root, map_user
+from rollmill.sandbox.seccomp import build_filter
+
+FOLDER = "/tmp"
+_USER = 1000
+_EVERY_CHILD = -1
+
+
+class NamespaceBackend(IsolationBackend):
+    """Namespaces, a root of its own, seccomp, limits, and Landlock where the kernel has it."""
+
+    clone_flags = (
+        kernel.CLONE_NEWUSER
+        | kernel.CLONE_NEWPID
+        | kernel.CLONE_NEWIPC
+        | kernel.CLONE_NEWUTS
+        | kernel.CLONE_NEWCGROUP
+        | kernel.CLONE_NEWNS
+    )
+
+    def __init__(self, view: FilesystemView) -> None:
+        super().__init__(view)
+        self._filters: dict[bool, bytes] = {}
+        self._proc = -1
+
+    def prepare(self) -> str:
+        self._filters, self.landlock = build_filters(), landlock_version()
+        self._proc = os.open("/proc", os.O_PATH)
+        enter_root(self.view)
+        return PACKAGES
+
+    def enter(self, job: Job) -> None:
+        map_user(self._proc, _USER, _USER, os.geteuid(), os.getegid())
+        os.close(self._proc)
+        kernel.set_dumpable(False)
+        kernel.set_host_name("sandbox")
+        options = f"mode=700,size={job.limits.disk_mb}m,nr_inodes=16384"
+        kernel.mount("tmpfs", FOLDER, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, options)
+        os.chdir(FOLDER)
+        write_job_files(job)
+
+    def confine(self, limits: SandboxLimits, session: bool) -> None:
+        kernel.drop_privileges()
+        if self.landlock:
+            restrict_files(self.landlock, FOLDER)
+        set_limits(limits, 1 + limits.processes + limits.threads, session)
+        kernel.install_filter(self._filters[limits.processes > 1])
+
+    def signal_all(self, program: int, number: int) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(-1, number)  # all of the namespace but this process
+
+    def reaps(self, program: int) -> int:
+        return _EVERY_CHILD
+
+
+def build_filters() -> dict[bool, bytes]:
+    """The filters of programs that may fork, and of those that may not. Raises OSError on other architectures."""
+    try:
+        return {forks: build_filter(forks) for forks in (False, True)}
+    except KeyError:
+        raise OSError(f"no system call table for {platform.machine()}; there are x86_64 and aarch64") from None

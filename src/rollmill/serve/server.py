@@ -1,0 +1,169 @@
+"""Serving a model to applications: a checkpoint as it is, or a run that learns from what they do."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.config.loader import load_run
+from rollmill.config.model import ModelConfig
+from rollmill.config.rollout import RolloutConfig, SamplingConfig
+from rollmill.config.workflows import TrafficWorkflow
+from rollmill.engines.base import RolloutEngine
+from rollmill.errors import CheckpointError, ConfigError
+from rollmill.launch import CONFIG, resume, start
+from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.checkpoint import Checkpoints
+from rollmill.orchestrator.engine import build_native_engine
+from rollmill.orchestrator.loop import TrainingLoop
+from rollmill.orchestrator.setup import choose_device
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.endpoint.application import ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.server import EndpointServer
+from rollmill.rollout.endpoint.session_files import SessionFileSink
+from rollmill.rollout.endpoint.session_store import SessionSink
+from rollmill.serve.traffic import SessionGrouper
+from rollmill.trackers.console import RunView
+from rollmill.trainer import choose_precision
+from rollmill.trainer.verification import load_verified_policy
+
+_RUN_FILES = (".yaml", ".yml")
+
+
+@dataclass(frozen=True)
+class ServerAddress:
+    """Where a server listens, and whom it serves. `ready` is called when it does."""
+
+    listener: socket.socket
+    rules: AccessRules
+    limits: ServiceLimits
+    name: str
+    ready: Callable[[], None]
+
+
+def serve_checkpoint(
+    source: Path, place: ServerAddress, *, step: int | None = None, record: Path | None = None, device: str = "auto"
+) -> None:
+    """Serve a checkpoint until SIGINT or SIGTERM; requests under way are answered.
+
+    Args:
+        source: a model's folder, a run directory (its newest checkpoint, or that of `step`), or a run file.
+        record: where committed sessions are written.
+
+    Raises:
+        ConfigError: there is no model at `source`.
+        CheckpointError: the run has no checkpoint of that step.
+        ModelError: the checkpoint cannot be used.
+    """
+    folder = find_checkpoint(source, step)
+    where = choose_device(device)
+    policy = load_verified_policy(ModelConfig(path=folder), texts=(), seed=0, device=where)
+    engine = build_native_engine(policy, RolloutConfig(), choose_precision(policy.model, where))
+    sampling = SamplingConfig(max_new_tokens=policy.context)
+    asyncio.run(_serve(policy, engine, sampling, place, None if record is None else SessionFileSink(record)))
+
+
+def find_checkpoint(source: Path, step: int | None) -> Path:
+    """The folder of the model that is meant. Raises ConfigError or CheckpointError where there is none."""
+    if step is not None and not (source / CONFIG).is_file():
+        raise ConfigError(f"{source} is no run directory, so it has no step {step}; leave out --step")
+    if source.suffix in _RUN_FILES:
+        model = load_run(source).config.model
+        if not isinstance(model.path, Path):
+            raise ConfigError(f"{source}: a new model has learned nothing; serve the directory of a run instead")
+        return model.path
+    if not (source / CONFIG).is_file():
+        return source
+    checkpoints = Checkpoints(source)
+    steps = checkpoints.steps()
+    if not steps or (step is not None and step not in steps):
+        have = ", ".join(map(str, steps)) or "none"
+        raise CheckpointError(f"{source} has no {'checkpoint' if step is None else f'step {step}'}; it has: {have}")
+    return checkpoints.path(steps[-1] if step is None else step)
+
+
+async def _serve(
+    policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
+) -> None:
+    ended, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, ended.set)
+    async with _served(policy, engine, sampling, place, sink):
+        await ended.wait()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)  # another one ends at once
+    await engine.close()
+
+
+@asynccontextmanager
+async def _served(
+    policy: PolicyModel, engine: RolloutEngine, sampling: SamplingConfig, place: ServerAddress, sink: SessionSink | None
+) -> AsyncIterator[None]:
+    service = build_application_service(
+        engine,
+        ChatRenderer(policy.tokenizer, policy.eos_ids),
+        name=place.name,
+        context=policy.context,
+        sampling=sampling,
+        limits=place.limits,
+        sink=sink,
+    )
+    server = EndpointServer(service, place.rules, place.listener)
+    await server.start()
+    place.ready()
+    try:
+        yield
+    finally:
+        await server.stop()
+
+
+def serve_training(
+    source: Path,
+    place: ServerAddress,
+    *,
+    overrides: Sequence[str] = (),
+    out: Path | None = None,
+    view: RunView | None = None,
+) -> dict[str, Any]:
+    """Serve a policy and train it on the sessions that are committed, until `steps` are made or SIGINT; the summary.
+
+    Args:
+        source: a run file, or the directory of such a run to go on with.
+
+    Raises:
+        ConfigError: the run is not rolled out by applications, or has several stages.
+        RollmillError: the run failed.
+        KeyboardInterrupt: the user ended it; a checkpoint is written.
+    """
+    is_run = (source / CONFIG).is_file()
+    if is_run and (overrides or out is not None):
+        raise ConfigError("--set and --out are honoured where a run is started, not where it goes on")
+    loaded = load_run(source / CONFIG if is_run else source, overrides, out)
+    if len(loaded.stages) > 1 or not isinstance(loaded.stages[0].workflow, TrafficWorkflow):
+        raise ConfigError(
+            f"{loaded.path}: --train needs one stage with `workflow: traffic`; other runs have tasks to do"
+        )
+
+    @asynccontextmanager
+    async def serving(stage: TrainingLoop) -> AsyncIterator[None]:
+        workflow, rollout = stage.config.workflow, stage.config.rollout
+        assert isinstance(workflow, TrafficWorkflow)
+        groups = SessionGrouper(workflow, rollout.group_size, stage.online)
+        async with _served(stage.policy, stage.engine, rollout, place, groups):
+            yield
+
+    return resume(source, view, serving) if is_run else start(loaded, out, view, serving)
+
+
+def set_threads(count: int) -> None:
+    """How many CPU threads this process computes with."""
+    torch.set_num_threads(count)

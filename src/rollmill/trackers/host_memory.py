@@ -1,0 +1,49 @@
+"""Resident memory of this process: its peak since a moment, and over all."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import resource
+import sys
+from pathlib import Path
+
+import psutil
+
+_STATUS, _MARKS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET = "5"  # proc(5): sets the peak of the resident set to what it is now
+_before = 0  # the highest peak that was reset: the kernel forgets it
+
+
+def peak_rss() -> int:
+    """Largest resident set in bytes since `reset_peak_rss`; that of now where it cannot be reset (not Linux)."""
+    if _resets():
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        if found is not None:
+            return int(found[1]) * 1024
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_peak_rss() -> None:
+    """Forget how much it was."""
+    global _before
+    if _resets():
+        _before = max(_before, peak_rss())
+        _MARKS.write_text(_RESET)
+
+
+def lifetime_peak_rss() -> int:
+    """Largest resident set so far, in bytes, of this process or of any of its finished child processes."""
+    peak = max(resource.getrusage(who).ru_maxrss for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return max(_before, peak if sys.platform == "darwin" else peak * 1024)
+
+
+def _resets() -> bool:
+    return os.access(_MARKS, os.W_OK)
+
+
+def trim_heap() -> None:
+    """To the system, what was freed: glibc keeps it, in case it is wanted again."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)

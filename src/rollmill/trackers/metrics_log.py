@@ -1,0 +1,111 @@
+"""metrics.jsonl: one JSON object per step, readable while the run goes on and after it was killed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from rollmill.errors import RollmillError
+from rollmill.files import atomic_write, explain_write_errors, to_jsonable
+
+Metric = float | int | str | None
+Metrics = Mapping[str, Metric]
+
+METRICS_FILE = "metrics.jsonl"
+
+
+class MetricsLog:
+    """Appends metrics to a file, one line per step, flushed at once.
+
+    An existing file is continued; a last line that a killed run left unfinished is removed.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file: BinaryIO | None = None
+        self._last: dict[str, Any] = {}
+        self._rewrite(read_jsonl_rows(path))
+
+    def append(self, metrics: Metrics) -> None:
+        """Write the metrics of `metrics["step"]`. A second call for the same step adds its keys to that step's line.
+
+        NaN and infinities are written as null. Raises RollmillError when the file cannot be written.
+        """
+        row = to_jsonable(dict(metrics))
+        assert isinstance(row.get("step"), int), "metrics need an integer step"
+        if self._last.get("step") == row["step"]:
+            rows = read_jsonl_rows(self.path)[:-1]
+            self._rewrite([*rows, self._last | row])
+            return
+        assert self._file is not None, "the log is closed"
+        with explain_write_errors(self.path):
+            self._file.write(_line(row))
+            self._file.flush()
+        self._last = row
+
+    def truncate_after(self, step: int) -> None:
+        """Drop the lines of later steps, atomically."""
+        self._rewrite([row for row in read_jsonl_rows(self.path) if row["step"] <= step])
+
+    def close(self) -> None:
+        """Close the file; closing twice is harmless."""
+        if self._file is not None:
+            with explain_write_errors(self.path):
+                self._file.close()
+            self._file = None
+
+    def _rewrite(self, rows: list[dict[str, Any]]) -> None:
+        self.close()
+        atomic_write(self.path, b"".join(map(_line, rows)))
+        with explain_write_errors(self.path):
+            self._file = self.path.open("ab")
+        self._last = rows[-1] if rows else {}
+
+
+def read_metrics(run_dir: Path | str) -> list[dict[str, Any]]:
+    """The metrics of a run, one mapping per step in the order written. Raises RollmillError on a damaged line.
+
+    A last line that is still being written is left out.
+    """
+    return read_jsonl_rows(Path(run_dir) / METRICS_FILE)
+
+
+def wilson_interval(successes: float, n: float, z: float = 1.96) -> tuple[float, float]:
+    """Confidence interval of a success rate (Wilson, JASA 22, 1927); z = 1.96 covers 95 %. (0, 1) when n is 0."""
+    if n == 0:
+        return 0.0, 1.0
+    rate = successes / n
+    centre = rate + z * z / (2 * n)
+    spread = z * math.sqrt(rate * (1 - rate) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - spread) / scale), min(1.0, (centre + spread) / scale)
+
+
+def _line(row: dict[str, Any]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"
+
+
+def read_jsonl_rows(path: Path) -> list[dict[str, Any]]:
+    """The rows of a JSONL file, a last line without an end left out. Raises RollmillError on a damaged line."""
+    if not path.is_file():
+        return []
+    lines = path.read_bytes().split(b"\n")
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                raise ValueError(f"{type(row).__name__}, not an object")
+            rows.append(row)
+        except (ValueError, RecursionError) as error:
+            if number == len(lines):  # no newline yet: a killed run's last write, or one in progress
+                break
+            raise RollmillError(
+                f"{path}:{number} is not JSON ({error}). Remove the line, or start a new run."
+            ) from error
+    return rows

@@ -1,0 +1,103 @@
+"""rollouts/: every experience of a run, one file per step, and the way to read them back."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from rollmill.errors import ConfigError, RollmillError
+from rollmill.files import atomic_write, explain_write_errors
+from rollmill.serialization import decode_experience, encode_experience
+from rollmill.types import Experience
+
+ROLLOUTS_FOLDER = "rollouts"
+_NAME = re.compile(r"step-(\d+)\.jsonl")
+
+
+class RolloutLog:
+    """Writes the experiences of a step to `folder/step-000012.jsonl`, one JSON object per line, atomically."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def write(self, step: int, experiences: Sequence[Experience]) -> Path:
+        """Store a step's experiences, replacing what was stored for it. Raises RollmillError if that fails."""
+        lines = [json.dumps({"step": step, **encode_experience(one)}, allow_nan=False) for one in experiences]
+        path = self.folder / f"step-{step:06d}.jsonl"
+        atomic_write(path, "".join(line + "\n" for line in lines).encode())
+        return path
+
+    def drop_after(self, step: int) -> None:
+        """Remove the files of later steps: a resumed run makes them again."""
+        for later, path in _stored(self.folder).items():
+            if later > step:
+                with explain_write_errors(path):
+                    path.unlink()
+
+
+def stored_steps(run_dir: Path | str) -> list[int]:
+    """The steps whose experiences are stored, in order. Raises ConfigError when `run_dir` is no run directory."""
+    return list(_stored(check_run_dir(run_dir) / ROLLOUTS_FOLDER))
+
+
+def load_experiences(run_dir: Path | str, step: int | None = None, task: str | None = None) -> list[Experience]:
+    """The stored experiences of a run, in the order of steps; only those of `step` and of task id `task` if given.
+
+    Raises ConfigError when `run_dir` is no run directory or nothing is stored for `step` (`task` may match nothing).
+    """
+    return list(iter_experiences(run_dir, step, task))
+
+
+def iter_experiences(run_dir: Path | str, step: int | None = None, task: str | None = None) -> Iterator[Experience]:
+    """Like `load_experiences`, holding one experience at a time."""
+    files = _stored(check_run_dir(run_dir) / ROLLOUTS_FOLDER)
+    if step is not None and step not in files:
+        raise ConfigError(f"{run_dir} stores no experiences of step {step}. {_nearest(step, list(files))}")
+    return _read([files[step]] if step is not None else list(files.values()), task)
+
+
+def check_run_dir(run_dir: Path | str) -> Path:
+    """`run_dir` as a path. Raises ConfigError, naming runs that lie nearby, unless it holds a run."""
+    path = Path(run_dir)
+    if _is_run(path):
+        return path
+    what = "holds no run (no config.yaml, metrics.jsonl or rollouts/)" if path.is_dir() else "is no folder"
+    folder = path if path.is_dir() else path.parent
+    runs = sorted(child.name for child in folder.iterdir() if _is_run(child)) if folder.is_dir() else []
+    close = difflib.get_close_matches(path.name, runs, n=3, cutoff=0.5) or runs[:3]
+    advice = f"Runs found there: {', '.join(str(folder / name) for name in close)}." if close else "Check the path."
+    raise ConfigError(f"{path} {what}. {advice}")
+
+
+def _is_run(path: Path) -> bool:
+    return any((path / name).exists() for name in ("metrics.jsonl", ROLLOUTS_FOLDER, "config.yaml"))
+
+
+def _stored(folder: Path) -> dict[int, Path]:
+    matches = ((_NAME.fullmatch(path.name), path) for path in folder.glob("step-*.jsonl"))
+    return dict(sorted((int(match[1]), path) for match, path in matches if match))
+
+
+def _nearest(step: int, steps: list[int]) -> str:
+    if not steps:
+        return "It stores none at all: no step has ended yet, or the run was made without rollouts."
+    near = sorted(sorted(steps, key=lambda other: abs(other - step))[:3])
+    return f"Stored: {len(steps)} steps from {steps[0]} to {steps[-1]}; nearest {', '.join(map(str, near))}."
+
+
+def _read(paths: list[Path], task: str | None) -> Iterator[Experience]:
+    for path in paths:
+        with path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                try:
+                    row = json.loads(line)
+                    if task is None or row["task_id"] == task:
+                        experience = decode_experience(row)
+                    else:
+                        continue
+                except (ValueError, KeyError, TypeError, RecursionError) as error:
+                    raise RollmillError(f"{path}:{number} is no stored experience ({error!r}).") from error
+                yield experience

@@ -1,0 +1,45 @@
+"""Metrics and sample completions for TensorBoard (extra `tensorboard`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollmill.errors import ConfigError
+from rollmill.trackers.metrics_log import Metrics
+from rollmill.types import Experience
+
+
+class TensorBoardWriter:
+    """Writes event files to a folder. Raises ConfigError when the package is not installed."""
+
+    def __init__(self, folder: Path, samples: int = 1, resumed_after: int | None = None) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                'monitor.tensorboard needs the package tensorboard: pip install "rollmill[tensorboard]", '
+                "or set monitor.tensorboard: false"
+            ) from error
+        purge = None if resumed_after is None else resumed_after + 1
+        self._writer = SummaryWriter(str(folder), purge_step=purge)
+        self._samples = samples
+
+    def write(self, metrics: Metrics, experiences: Sequence[Experience] = ()) -> None:
+        """Write the numbers of a step by their names, and its first completions as text."""
+        step = metrics["step"]
+        for name, value in metrics.items():
+            if name != "step" and isinstance(value, float | int):
+                self._writer.add_scalar(name, value, step)
+        for index, experience in enumerate(experiences[: self._samples]):
+            self._writer.add_text(f"completion/{index}", _literally(experience), step)
+
+    def close(self) -> None:
+        """Flush and close the event file."""
+        self._writer.close()
+
+
+def _literally(experience: Experience) -> str:
+    """As an indented block: TensorBoard renders Markdown, and a model's text must not become markup."""
+    text = f"{experience.prompt}\n--- response, reward {experience.reward}\n{experience.response}"
+    return "\n".join("    " + line for line in text.encode("utf-8", "backslashreplace").decode().splitlines())

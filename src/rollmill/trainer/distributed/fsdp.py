@@ -1,0 +1,111 @@
+"""Weights, gradients and optimizer states in shards, one per rank (FSDP2; ZeRO stage 3, arXiv:1910.02054).
+
+A sharded model holds its part of every parameter as a DTensor. A layer is whole while it computes, and so are, inside
+`inside`, the embeddings, the last norm and the output layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+Result = TypeVar("Result")
+
+
+def apply_fsdp(model: nn.Module) -> None:
+    """Cut a model into shards, in place: each transformer layer, and what is left as the root. Every rank calls this
+    with the same model. Gradients are summed over the ranks, not averaged."""
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for layer in [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh, reshard_after_forward=True)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # gloo has no other reduction
+    model.inside = _call  # type: ignore[assignment]
+    register_fsdp_forward_method(model, "inside")
+
+
+def _call(function: Callable[[], Result]) -> Result:
+    return function()
+
+
+def call_unsharded(model: Any, function: Callable[[], Result]) -> Result:
+    """What `function` gives, a structure of tensors; a sharded model's weights are whole while it runs, and again in
+    the backward pass of what it gave. Every rank must call this equally often."""
+    if not isinstance(model, FSDPModule):
+        return function()
+    sharded: Any = model
+    found: Result = sharded.inside(function)
+    return found
+
+
+def local_shards(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Of each tensor what this rank holds, sharing memory."""
+    return [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors]
+
+
+def is_sharded(tensor: Tensor) -> bool:
+    """Whether this rank holds but a part of it."""
+    return isinstance(tensor, DTensor) and any(placement.is_shard() for placement in tensor.placements)
+
+
+def global_norm(norm: float) -> float:
+    """Euclidean norm of what all ranks hold, from that of what this one holds."""
+    norms: list[float] = [0.0] * dist.get_world_size()
+    dist.all_gather_object(norms, norm)
+    return math.hypot(*norms)
+
+
+@torch.no_grad()
+def gather_weights(sharded: nn.Module, whole: nn.Module | None) -> None:
+    """Copy the weights of all ranks into a plain model of the same names (None: this rank only gives its own). Every
+    rank calls this; one parameter at a time is whole besides the plain model."""
+    targets = {} if whole is None else dict(whole.named_parameters())
+    for name, parameter in sharded.named_parameters():
+        full = _full(parameter)
+        if whole is not None:
+            targets[name].data.copy_(full)
+
+
+def gather_state_dict(state: Any) -> Any:
+    """A state dict with whole tensors on the CPU in place of shards; rank 0 keeps them, others None. Every rank calls
+    this. What has no shards is as it was."""
+    if isinstance(state, dict):
+        return {key: gather_state_dict(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(gather_state_dict(value) for value in state)
+    if not isinstance(state, DTensor):
+        return state
+    full = _full(state)
+    return full.cpu() if dist.get_rank() == 0 else None
+
+
+@torch.no_grad()
+def load_full_weights(model: nn.Module, state: dict[str, Any]) -> None:
+    """`load_state_dict` of whole tensors into a model that may be sharded."""
+    own = model.state_dict()
+    model.load_state_dict({name: shard_like(value, own.get(name)) for name, value in state.items()})
+
+
+def shard_like(value: Any, target: Tensor | None) -> Any:
+    """A whole tensor cut as `target` is, where that is distributed and has the same shape; else what it is."""
+    if not isinstance(target, DTensor) or not isinstance(value, Tensor) or value.shape != target.shape:
+        return value
+    return distribute_tensor(value.to(target.device), target.device_mesh, target.placements, src_data_rank=None)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    full: Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full

@@ -1,0 +1,108 @@
+"""Ranks as Ray actors, on any host: method calls for commands, Ray's objects for what they work on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any, ClassVar
+
+from torch._C._distributed_c10d import Store
+
+from rollmill.remote.ray_session import ray_module
+from rollmill.trainer.distributed.process_group import TCPRendezvous, open_rendezvous_port
+from rollmill.trainer.distributed.rank_handle import CommandResult, CommandStatus, RankHandle
+from rollmill.trainer.distributed.worker import RankWorker
+
+_END_S = 5.0
+
+
+class RayRankHandle(RankHandle):
+    """An actor, which ends with the first rank's. What hosts and networks can do to it, another life of the trainer may
+    cure; an error of its own work would come again.
+
+    Args:
+        options: how Ray shall start it.
+    """
+
+    lost: ClassVar[tuple[CommandStatus, ...]] = ("ended", "late", "alone", "done")
+    log = "What it printed is in the logs of Ray's session on its host."
+
+    def __init__(self, rank: int, options: dict[str, Any]) -> None:
+        self.rank = rank
+        self._actor = ray_module().remote(RankWorker).options(max_restarts=0, **options).remote()
+        self._where: Future[str] = self._actor.where.remote().future()
+        self._told: deque[Future[CommandResult]] = deque()
+
+    @property
+    def label(self) -> str:
+        """See RankHandle."""
+        started = self._where.done() and self._where.exception() is None
+        where = self._where.result() if started else "an actor that has not started"
+        return f"rank {self.rank} ({where})"
+
+    def tell(self, command: str, *details: Any) -> None:
+        """See RankHandle."""
+        self._told.append(self._actor.run_command.remote(command, *details).future())
+
+    def outcome(self, command: str, deadline_s: float) -> CommandResult:
+        """See RankHandle."""
+        errors = ray_module().exceptions
+        try:
+            found = self._told[0].result(deadline_s)
+        except errors.RayActorError as error:
+            found = CommandResult("ended", f"ended: {str(error).strip().splitlines()[-1].rstrip('.')}")
+        except errors.RayError as error:  # it could not read what it was told
+            found = CommandResult("failed", str(error).strip().splitlines()[-1])
+        except TimeoutError:
+            return CommandResult("late")
+        self._told.popleft()
+        return found
+
+    def end(self) -> None:
+        """See RankHandle; its process may take a moment more."""
+        ray_module().kill(self._actor)
+        with suppress(TimeoutError):
+            self._actor.where.remote().future().exception(_END_S)
+
+    def finish(self) -> None:
+        """See RankHandle."""
+        with suppress(TimeoutError):
+            self._actor.ended.remote("done").future().exception(_END_S)
+        self.end()
+
+
+class RayRankLauncher:
+    """Ray actors, which meet at a port of the first rank's host; see Crew.
+
+    Args:
+        options: how Ray shall start each, from rank 1.
+    """
+
+    def __init__(self, options: Sequence[dict[str, Any]]) -> None:
+        self._options = options
+        self._store: Store | None = None
+
+    @property
+    def own_gpus(self) -> bool:
+        """See Crew."""
+        return all(each["num_gpus"] > 0 for each in self._options)
+
+    def open(self) -> TCPRendezvous:
+        """See Crew."""
+        meeting, self._store = open_rendezvous_port(ray_module().util.get_node_ip_address())
+        return meeting
+
+    def start(self, rank: int, threads: int) -> RayRankHandle:
+        """See Crew."""
+        return RayRankHandle(rank, self._options[rank - 1])
+
+    @contextmanager
+    def handed(self, name: str, value: Any) -> Iterator[Any]:
+        """See Crew: an object of Ray, which arrives as the value."""
+        yield ray_module().put(value)
+
+    def close(self) -> None:
+        """See Crew."""
+        self._store = None

@@ -1,0 +1,82 @@
+"""Tensor parallelism: attention heads and inner dimensions of a model dealt to the ranks (Megatron-LM,
+arXiv:1909.08053), by PyTorch's parallel styles and the plan that transformers has for a model.
+
+Every rank works on the same rows with its share of each layer's matrices. Activations between these, embeddings, norms
+and the output layer are whole on every rank.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+from rollmill.errors import ConfigError
+from rollmill.trainer.distributed.buckets import apply_in_buckets
+from rollmill.trainer.distributed.fsdp import is_sharded, local_shards
+
+_STYLES = {"colwise": ColwiseParallel, "rowwise": RowwiseParallel}
+_OF_OWN_HEADS = "replicated_with_grad_allreduce"
+"""A norm of single heads: whole on every rank, which sees its own heads only, so that gradients have to be summed.
+(transformers' own hook for it sums once per backward pass what has been accumulated over several.)"""
+
+
+def tensor_parallel_plan(model: Any, ranks: int) -> dict[str, str]:
+    """The style of each module of a causal LM's network that transformers' plan names.
+
+    Raises:
+        ConfigError: there is no plan, it has other styles, or sizes cannot be divided by the number of ranks.
+    """
+    kind, plan = model.config.model_type, getattr(model.config, "base_model_tp_plan", None)
+    instead = "use sharding: fsdp or none"
+    if not plan:
+        raise ConfigError(f"trainer.sharding: transformers has no plan for tensor parallelism of {kind}; {instead}")
+    found = {name: plan[pattern] for name, _ in model.base_model.named_modules() if (pattern := _pattern(name)) in plan}
+    if other := sorted({*plan.values()} - {*_STYLES, _OF_OWN_HEADS}):
+        text = f"the plan of {kind} for tensor parallelism has parts that rollmill cannot cut ({', '.join(other)})"
+        raise ConfigError(f"trainer.sharding: {text}; {instead}")
+    sizes = {key: getattr(model.config, key) for key in ("num_attention_heads", "num_key_value_heads")}
+    for name, style in found.items():
+        layer = model.base_model.get_submodule(name)
+        if style in _STYLES and not isinstance(layer, nn.Linear):
+            raise ConfigError(f"trainer.sharding: {name} of {kind} is no plain linear layer; {instead}")
+        if style in _STYLES:
+            key = "out_features" if style == "colwise" else "in_features"
+            sizes[f"{key} of {name}"] = getattr(layer, key)
+    for name, size in sizes.items():
+        if size % ranks:
+            raise ConfigError(f"trainer.ranks: {ranks} cannot share {size} ({name} of the model); {instead}")
+    return found
+
+
+def parallelize_network(network: Any, styles: dict[str, str]) -> None:
+    """Cut a network into the parts of the ranks, in place. Every rank calls this with the same weights."""
+    device = next(network.parameters()).device
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    plan = {name: _STYLES[style]() for name, style in styles.items() if style in _STYLES}
+    parallelize_module(network, mesh, plan, src_data_rank=None)
+    for name, style in styles.items():
+        if style == _OF_OWN_HEADS:
+            for parameter in network.get_submodule(name).parameters():
+                parameter.of_own_heads = True
+
+
+def reduce_replicated_gradients(parameters: Iterable[nn.Parameter]) -> None:
+    """Gradients of what every rank has: equal on all, bit for bit. What has none keeps none."""
+    partial: list[Tensor] = []
+    equal: list[Tensor] = []
+    for parameter in parameters:
+        if parameter.grad is not None and not is_sharded(parameter.grad):
+            kind = partial if getattr(parameter, "of_own_heads", False) else equal
+            kind += local_shards([parameter.grad])
+    apply_in_buckets(partial, dist.all_reduce)
+    apply_in_buckets(equal, lambda flat: dist.broadcast(flat, 0))
+
+
+def _pattern(name: str) -> str:
+    return re.sub(r"\d+", "*", name)

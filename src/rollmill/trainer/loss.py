@@ -1,0 +1,298 @@
+"""The loss of a recipe: terms summed over micro-batches under denominators fixed for the whole optimizer step.
+
+Shapes: N experiences of the batch, A action tokens of all, M action tokens of a micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollmill.algorithms.corrections import interpolated_proximal
+from rollmill.algorithms.kl import get_kl_estimator
+from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, LossTerm, MaskInputs, Recipe, TokenAdvantageInputs
+from rollmill.algorithms.sequences import sum_by_sequence
+from rollmill.algorithms.token_advantages import reward_at_last_token
+from rollmill.trainer.batch import MicroBatch, TokenTable
+from rollmill.trainer.kto_baseline import KTOBaselineBatch
+from rollmill.types import Experience, ExperienceSource
+
+
+@dataclass(frozen=True)
+class PrecomputedScores:
+    """What other models than the trained policy say of all action tokens of the batch, [A] each; None: not needed."""
+
+    old: Tensor | None = None  #: log-probs of the policy the update starts from; None: see `interpolated`
+    reference: Tensor | None = None  #: log-probs of the reference
+    values: Tensor | None = None  #: of the critic
+    policy: Tensor | None = None  #: the policy's own log-probs at the start of the step
+    mismatched: KTOBaselineBatch | None = None  #: what KTO's baseline is measured on
+    collision: Tensor | None = None  #: sums of its squared probabilities over the vocabulary
+    interpolated: bool = False  #: old log-probs lie between the rollout's and the policy's own, rather than being these
+
+
+@dataclass(frozen=True)
+class BatchAdvantages:
+    """What the rewards of a batch come to."""
+
+    advantage: Tensor  #: float32 [A]; 0 for experts and pairs
+    reward: Tensor  #: float32 [N], NaN where missing
+    counted: Tensor  #: bool [N]: enters the denominators
+    sources: list[ExperienceSource]  #: [N]
+    returns: Tensor | None = None  #: float32 [A], what the critic should predict
+
+
+def compute_advantages(
+    experiences: Sequence[Experience],
+    table: TokenTable,
+    recipe: Recipe,
+    scores: PrecomputedScores | None = None,
+    *,
+    kl_coefficient: float = 0.0,
+) -> BatchAdvantages:
+    """Advantages by the recipe's rule, and each experience's `advantage` array filled in.
+
+    Args:
+        kl_coefficient: weight of the KL penalty that is taken off the reward, where the recipe does that.
+    """
+    scores, device = scores or PrecomputedScores(), table.target.device
+    sources = [e.source for e in experiences]
+    rewards = torch.tensor([np.nan if e.reward is None else e.reward for e in experiences], dtype=torch.float64)
+    values = torch.zeros(len(table.target))
+    compared = any(f is not None for f in (recipe.advantage, recipe.token_advantage, recipe.critic_advantage))
+    counted = torch.tensor([not compared or source is not ExperienceSource.ROLLOUT for source in sources])
+    if recipe.teacher_prompts:
+        counted = torch.tensor([e.teacher_prompt is not None for e in experiences])
+    usual = [i for i, source in enumerate(sources) if source is ExperienceSource.ROLLOUT]
+    returns = None
+    if usual and compared:
+        index = torch.full((len(experiences),), -1).index_copy_(0, torch.tensor(usual), torch.arange(len(usual)))
+        tokens = (index[table.experience.cpu()] >= 0).nonzero()[:, 0]
+        sequence, reward_U = index[table.experience.cpu()[tokens]], rewards[usual]
+        penalty_A = _penalty(table, recipe, scores, kl_coefficient)[tokens] if recipe.kl_in_reward else None
+        if recipe.critic_advantage is not None:
+            assert scores.values is not None
+            reward_A = reward_at_last_token(reward_U, sequence)
+            reward_A = reward_A if penalty_A is None else reward_A - penalty_A
+            targets = recipe.critic_advantage(scores.values.cpu()[tokens], reward_A, sequence)
+            values[tokens] = targets.advantages.float()
+            returns = torch.zeros_like(values)
+            returns[tokens] = targets.returns.float()
+            counted[usual] = ~reward_U.isnan()
+        elif recipe.token_advantage is not None:
+            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
+            policy, collision = (
+                None if each is None else each.cpu()[tokens] for each in (scores.policy, scores.collision)
+            )
+            result = recipe.token_advantage(inputs, sequence, TokenAdvantageInputs(penalty_A, policy, collision))
+            values[tokens], counted[usual] = result.values.float(), result.counted
+        else:
+            assert recipe.advantage is not None
+            inputs = _reward_inputs([experiences[i] for i in usual], reward_U, table.lengths[usual])
+            if penalty_A is not None:
+                inputs = _less(inputs, sum_by_sequence(penalty_A, sequence, len(usual)))
+            result = recipe.advantage(inputs)
+            values[tokens], counted[usual] = result.values.float()[sequence], result.counted
+    _annotate(experiences, table, values)
+    return BatchAdvantages(
+        values.to(device),
+        rewards.float().to(device),
+        counted.to(device),
+        sources,
+        None if returns is None else returns.to(device),
+    )
+
+
+def _reward_inputs(experiences: list[Experience], rewards: Tensor, lengths: Tensor) -> AdvantageInputs:
+    def number(names: list[object]) -> Tensor:
+        known: dict[object, int] = {}
+        return torch.tensor([known.setdefault(name, len(known)) for name in names])
+
+    def column(values: list[float | None]) -> Tensor:
+        return torch.tensor([np.nan if value is None else value for value in values], dtype=torch.float64)
+
+    parts = dict.fromkeys(name for e in experiences for name in e.reward_parts)
+    return AdvantageInputs(
+        rewards=rewards,
+        groups=number([e.group for e in experiences]),
+        lengths=lengths.cpu(),
+        episodes=number([e.info.get("episode", (i,)) for i, e in enumerate(experiences)]),
+        anchors=number([e.info.get("anchor", (e.group,)) for e in experiences]),
+        greedy_rewards=column([e.info.get("greedy_reward") for e in experiences]),
+        step_rewards=column([e.info.get("step_reward", e.reward) for e in experiences]),
+        parts={name: column([e.reward_parts.get(name) for e in experiences]) for name in parts},
+    )
+
+
+def _less(inputs: AdvantageInputs, penalty: Tensor) -> AdvantageInputs:
+    """Rewards with each experience's penalty [N] taken off: its own step's, and all of its rollout's."""
+    episodes, index = torch.unique(inputs.episodes, return_inverse=True)
+    whole = penalty.new_zeros(len(episodes)).index_add_(0, index, penalty)[index]
+    return inputs._replace(rewards=inputs.rewards - whole, step_rewards=inputs.step_rewards - penalty)
+
+
+def _penalty(table: TokenTable, recipe: Recipe, scores: PrecomputedScores, coefficient: float) -> Tensor:
+    """What the KL to the reference takes off each token's reward: float64 [A]."""
+    assert scores.reference is not None
+    assert scores.policy is not None
+    estimate = get_kl_estimator(recipe.kl.estimator)
+    return coefficient * estimate(scores.policy, scores.reference, table.rollout_logprob).double().cpu()
+
+
+def _annotate(experiences: Sequence[Experience], table: TokenTable, values: Tensor) -> None:
+    for i, experience in enumerate(experiences):
+        advantage = np.zeros(len(experience.token_ids), np.float32)
+        advantage[table.positions[i]] = values[table.offsets[i] : table.offsets[i + 1]].numpy()
+        experience.advantage = advantage
+
+
+class StepLoss:
+    """The loss of one optimizer step over the experiences of `part`.
+
+    Args:
+        step: training step, for the weights that follow a schedule.
+        version: of the weights at the start of the training step.
+        kl_coefficient, entropy_coefficient: of the moment.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        table: TokenTable,
+        judgement: BatchAdvantages,
+        scores: PrecomputedScores,
+        part: list[int],
+        *,
+        step: int = 0,
+        version: int = 0,
+        kl_coefficient: float = 0.0,
+        entropy_coefficient: float = 0.0,
+    ) -> None:
+        self.recipe, self._table, self._judgement, self._scores = recipe, table, judgement, scores
+        self._version = version
+        self.mismatched = scores.mismatched
+        self.kl_baseline: Tensor | None = None  #: set before the step's first pass, where the recipe needs it
+        lengths = torch.zeros_like(table.lengths)
+        lengths[part] = table.lengths[part]
+        self._kept = torch.ones_like(table.expert) if recipe.masks else None
+        self._selected = None if recipe.selection is None else torch.zeros_like(table.expert)
+        self._shares = [term.aggregate(self._lengths(term, lengths)) for term in recipe.terms]
+        moment = {(True, False): kl_coefficient, (False, True): entropy_coefficient}
+        self.weights = [
+            term.weight_at(step) * moment.get((term.is_kl, term.is_adaptive_entropy), 1.0) for term in recipe.terms
+        ]
+        usual = torch.tensor(
+            [source is ExperienceSource.ROLLOUT for source in judgement.sources], device=lengths.device
+        )
+        self.judged = ((lengths > 0) & judgement.counted & usual).nonzero()[:, 0].tolist()  #: usual experiences
+        moves = torch.zeros_like(lengths, dtype=torch.bool)
+        moves[table.experience[judgement.advantage != 0]] = True
+        raised = torch.zeros_like(moves)
+        raised[table.experience[judgement.advantage > 0]] = True
+        learned = torch.zeros_like(moves)
+        for term, weight, share in zip(recipe.terms, self.weights, self._shares, strict=True):
+            if weight:
+                moved = moves if term.uses_advantage else torch.ones_like(moves)
+                learned |= (share != 0) & (raised if term.only_positive else moved)
+        self.learned = learned.nonzero()[:, 0].tolist()  #: the experiences that have a gradient
+
+    def choose(self, logprob: Tensor, entropy: Tensor, expected_discriminant: Tensor | None, draw: Tensor) -> None:
+        """Apply the recipe's masks and selection to the tokens of the step; `inputs` then has what they chose.
+
+        Args:
+            logprob, entropy, expected_discriminant: of all tokens of the batch just before the optimizer step, [A];
+                only those of the experiences `judged` are looked at.
+            draw: uniform random numbers [A], the same on all ranks.
+        """
+        table, recipe = self._table, self.recipe
+        member = torch.zeros_like(table.lengths, dtype=torch.bool)
+        member[self.judged] = True
+        tokens = member[table.experience].nonzero()[:, 0]
+        if not len(tokens):
+            return
+        rollout, own = table.rollout_logprob[tokens], logprob[tokens]
+        old = self._old(own, rollout, self._staleness(tokens, own.dtype), tokens)
+        inputs = MaskInputs(
+            logprob=own,
+            old_logprob=old,
+            rollout_logprob=rollout,
+            advantage=self._judgement.advantage[tokens],
+            entropy=entropy[tokens],
+            dropped=torch.zeros_like(tokens, dtype=torch.bool),
+            draw=draw[tokens],
+            sequence=table.experience[tokens],
+            expected_discriminant=None if expected_discriminant is None else expected_discriminant[tokens],
+        )
+        if recipe.dropped is not None:
+            inputs = inputs._replace(dropped=recipe.dropped(inputs))
+        if recipe.masks:
+            kept = torch.stack([mask(inputs) for mask in recipe.masks]).all(0)
+            self._kept = torch.ones_like(table.expert).index_copy_(0, tokens, kept)
+        if recipe.selection is not None:
+            self._selected = torch.zeros_like(table.expert).index_copy_(0, tokens, recipe.selection(inputs))
+
+    def inputs(
+        self,
+        micro: MicroBatch,
+        logprob: Tensor,
+        entropy: Tensor,
+        source: ExperienceSource,
+        divergence: Tensor | None = None,
+    ) -> tuple[LossInputs, Tensor]:
+        """What terms on `source` see of a micro-batch, and which tokens of the batch these are (indices)."""
+        table, chosen = self._table, micro.of_source(source, self._judgement.sources)
+        everything = len(chosen) == len(micro.tokens)
+        logprob, entropy = (x if everything else x[chosen] for x in (logprob, entropy))
+        tokens = micro.tokens[chosen]
+        rollout, reference = table.rollout_logprob[tokens], self._scores.reference
+        staleness = self._staleness(tokens, logprob.dtype)
+        inputs = LossInputs(
+            logprob=logprob,
+            old_logprob=self._old(logprob, rollout, staleness, tokens),
+            rollout_logprob=rollout,
+            advantage=self._judgement.advantage[tokens],
+            reward=self._judgement.reward[table.experience[tokens]],
+            entropy=entropy,
+            reference_logprob=None if reference is None else reference[tokens],
+            divergence=None if divergence is None else divergence[chosen],
+            kl_baseline=self.kl_baseline,
+            staleness=staleness,
+            sequence=micro.sequence[chosen],
+            group=micro.group[chosen],
+            kept=None if self._kept is None else self._kept[tokens],
+            selected=None if self._selected is None else self._selected[tokens],
+        )
+        return inputs, tokens
+
+    def terms(self, inputs: LossInputs, tokens: Tensor, source: ExperienceSource) -> dict[str, tuple[float, Tensor]]:
+        """Weight and value (this micro-batch's share of the term) of every term on `source`."""
+        experience = self._table.experience[tokens]
+        return {
+            term.name: (weight, torch.dot(share[experience].to(inputs.logprob.dtype), term.fn(inputs)))
+            for term, weight, share in zip(self.recipe.terms, self.weights, self._shares, strict=True)
+            if term.source is source and len(tokens) and weight
+        }
+
+    def _staleness(self, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+        return (self._version - self._table.version[tokens]).clamp(min=0).to(dtype)
+
+    def _old(self, logprob: Tensor, rollout: Tensor, staleness: Tensor, tokens: Tensor) -> Tensor:
+        if self._scores.old is not None:
+            return self._scores.old[tokens]
+        if self._scores.interpolated:
+            return interpolated_proximal(logprob, rollout, staleness)
+        return logprob.detach()
+
+    def _lengths(self, term: LossTerm, lengths: Tensor) -> Tensor:
+        """How many tokens of each experience a term's denominator counts, [N]; `lengths` are those of the part."""
+        judgement = self._judgement
+        of_source = [source is term.source for source in judgement.sources]
+        members = judgement.counted & torch.tensor(of_source, device=lengths.device)
+        if term.only_positive:
+            accepted = self._table.experience[judgement.advantage > 0]
+            lengths = torch.minimum(lengths, torch.bincount(accepted, minlength=len(lengths)))
+        return lengths * members

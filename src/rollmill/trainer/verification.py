@@ -1,0 +1,242 @@
+"""The check of a checkpoint at load: engine and trainer against the model's own forward pass in transformers.
+
+Engine and trainer compute a model by attention of their own. Where an architecture does something that they do not
+know, both would be wrong in the same way and their log-probs would still agree, so neither is asked about the other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+import rollmill
+from rollmill.config.model import ModelConfig
+from rollmill.engines.native.parity_check import NUM_NEW_TOKENS, measure_engine_gap, parity_error, wrap_model_errors
+from rollmill.errors import ModelError
+from rollmill.models.hf_forward import (
+    LogprobGap,
+    find_first_difference,
+    hf_layer_outputs,
+    hf_logprobs,
+    logprob_tolerance,
+    record_layer_outputs,
+    shrink_model,
+)
+from rollmill.models.load import PolicyModel, load_policy
+from rollmill.models.norms import find_norms, use_fast_norms
+from rollmill.models.storage import ensure_own_memory
+from rollmill.trainer.batch import build_micro_batches, build_token_table
+from rollmill.trainer.logprobs import compute_hidden_states, compute_logprobs, use_packed_attention
+from rollmill.trainer.model_setup import evaluation_mode
+from rollmill.types import Completion, Experience
+
+log = logging.getLogger(__name__)
+
+_GRADIENT_TOLERANCE = 1e-2
+_GRADIENTS = 300_000_000  # parameters up to which gradients are compared
+_EXACT = 500_000_000  # parameters up to which a failure is looked at once more in float64
+_BUDGET = 4096  # tokens of a row: all sequences share one
+
+
+def load_verified_policy(
+    config: ModelConfig, *, texts: Iterable[str] | Callable[[], Iterable[str]], seed: int, device: torch.device
+) -> PolicyModel:
+    """`load_policy`, and the check of what came from a folder.
+
+    Raises:
+        ModelError: see `load_policy` and `verify_checkpoint`.
+    """
+    policy = load_policy(config, texts=texts, seed=seed, device=device)
+    if isinstance(config.path, Path):
+        verify_checkpoint(policy.model, config.path)
+    return policy
+
+
+def verify_checkpoint(model: Any, folder: Path) -> None:
+    """Check the model of a checkpoint folder unless one with the same configuration and shapes has passed before.
+
+    Raises:
+        ModelError: engine or trainer compute something else than the model, or cannot run it.
+    """
+    noted = _notes() / f"{_digest(model, folder)}.json"
+    if noted.is_file():
+        return
+    gaps = verify_model(model, folder)
+    wrong = [gap for gap in gaps if not gap.right]
+    if wrong:
+        raise parity_error(folder, model, wrong)
+    try:
+        noted.parent.mkdir(parents=True, exist_ok=True)
+        noted.write_text(json.dumps([asdict(gap) for gap in gaps]))
+    except OSError as error:
+        log.warning("the check of %s cannot be remembered, so it is made at every load: %s", folder, error)
+
+
+def verify_model(model: Any, folder: Path) -> list[LogprobGap]:
+    """Compare the engine, the trainer's forward pass and its gradient with the model's own.
+
+    A gap that float64 closes is a matter of rounding and is given as it is in float64.
+
+    Raises:
+        ModelError: the model cannot be run by one of them.
+    """
+    with shrink_model(model), _unfrozen(model):
+        gaps = _gaps(model, folder)
+        small = sum(p.numel() for p in model.parameters()) <= _EXACT
+        if small and not all(gap.right for gap in gaps) and next(model.parameters()).dtype == torch.float32:
+            gaps = _without_rounding(model, folder, gaps)
+    return gaps
+
+
+@contextmanager
+def _unfrozen(model: Any) -> Iterator[None]:
+    """All parameters take gradients meanwhile: a teacher's do not, but the same folder may be trained later."""
+    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    for each in frozen:
+        each.requires_grad_(True)
+    try:
+        yield
+    finally:
+        for each in frozen:
+            each.requires_grad_(False)
+
+
+def _without_rounding(model: Any, folder: Path, gaps: list[LogprobGap]) -> list[LogprobGap]:
+    """The same gaps, with those of float64 where these are a hundred times smaller: then it was rounding."""
+    try:
+        with _in_float64(model):
+            exact = _gaps(model, folder)
+    except ModelError:  # a model that computes in float32 whatever its weights are
+        return gaps
+    rounded = [replace(gap, value=a.value, layer="") for a, gap in zip(exact, gaps, strict=True)]
+    return [b if b.value < a.value / 100 else a for a, b in zip(gaps, rounded, strict=True)]
+
+
+def _gaps(model: Any, folder: Path) -> list[LogprobGap]:
+    with wrap_model_errors(model, folder):
+        engine, completions = measure_engine_gap(model)
+        return [engine, *_trainer_gaps(model, completions)]
+
+
+def _trainer_gaps(model: Any, completions: list[list[Completion]]) -> list[LogprobGap]:
+    """Packed rows with shared prompts, in training mode: log-probs and the gradient of a weighted sum of them."""
+    device = next(model.parameters()).device
+    experiences = [_experience(each, i) for i, group in enumerate(completions) for each in group]
+    table = build_token_table(experiences, device)
+    weights = torch.randn(len(table.target), generator=torch.Generator().manual_seed(0)).to(device)
+    with_gradient = sum(p.numel() for p in model.parameters()) <= _GRADIENTS
+    found = torch.zeros(len(table.target), dtype=torch.float64, device=device)
+    norms = find_norms(model) if device.type == "cpu" else []
+    with torch.set_grad_enabled(with_gradient), evaluation_mode(model.train()), use_fast_norms(norms):
+        for micro in build_micro_batches(experiences, table, range(len(experiences)), _BUDGET, device):
+            with use_packed_attention(model, micro):
+                logprob, _ = compute_logprobs(model, micro, table)
+                found[micro.tokens] = logprob.detach().double()
+                if with_gradient:
+                    (logprob * weights[micro.tokens]).sum().backward()
+    gradient = _taken_gradient(model)
+    at, worst = 0, 0.0
+    for group in completions:
+        ids = [[*each.prompt_ids.tolist(), *each.token_ids.tolist()] for each in group]
+        with torch.set_grad_enabled(with_gradient):
+            own = hf_logprobs(model, ids, NUM_NEW_TOKENS).flatten()
+            part = slice(at, at + len(own))
+            if with_gradient:
+                (own * weights[part]).sum().backward()
+        gap = float((own.detach().double() - found[part]).abs().max())
+        worst = gap if not gap <= worst else worst
+        at += len(own)
+    gaps = [LogprobGap("trainer: log-probs", worst, logprob_tolerance(model))]
+    if not gaps[0].right:
+        gaps = [replace(gaps[0], layer=_layer(model, experiences))]
+    if with_gradient:
+        gaps.append(_gradient_gap(gradient, _taken_gradient(model)))
+    return gaps
+
+
+def _gradient_gap(found: dict[str, Tensor], own: dict[str, Tensor]) -> LogprobGap:
+    """Relative, over all parameters; names the parameter that contributes most."""
+    apart = {name: float((found[name] - own[name]).double().norm()) for name in own}
+    norm = sum(float(each.double().norm()) ** 2 for each in own.values()) ** 0.5
+    total = sum(value**2 for value in apart.values()) ** 0.5
+    gap = LogprobGap("trainer: gradient", total / norm if norm else total, _GRADIENT_TOLERANCE)
+    return gap if gap.right else replace(gap, layer=max(apart, key=lambda name: apart[name]))
+
+
+def _taken_gradient(model: Any) -> dict[str, Tensor]:
+    """The gradient by parameter, which the model loses."""
+    taken = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = None
+    return taken
+
+
+def _layer(model: Any, experiences: list[Experience]) -> str:
+    """Where the trainer's forward pass parts with the model, seen on one sequence alone."""
+    one, device = [experiences[0]], next(model.parameters()).device
+    micro = build_micro_batches(one, build_token_table(one, device), [0], _BUDGET, device)[0]
+    with (
+        torch.no_grad(),
+        evaluation_mode(model.train()),
+        use_packed_attention(model, micro),
+        record_layer_outputs(model) as outputs,
+    ):
+        compute_hidden_states(model, micro)
+    return find_first_difference(
+        model, hf_layer_outputs(model, micro.input_ids[0].tolist()), [torch.cat(each) for each in outputs]
+    )
+
+
+def _experience(completion: Completion, group: int) -> Experience:
+    prompt, own = completion.prompt_ids, completion.token_ids
+    return Experience(
+        id=f"{group}-{completion.index}",
+        task_id=str(group),
+        group=str(group),
+        token_ids=np.concatenate([prompt, own]),
+        action_mask=np.arange(len(prompt) + len(own)) >= len(prompt),
+        logprobs=np.concatenate([np.zeros(len(prompt), np.float32), completion.logprobs]),
+        versions=np.concatenate([np.full(len(prompt), -1, np.int32), completion.versions]),
+    )
+
+
+@contextmanager
+def _in_float64(model: Any) -> Iterator[None]:
+    """The same weights in float64, and back: nothing is lost on the way."""
+    model.double()
+    try:
+        yield
+    finally:
+        model.float()
+        ensure_own_memory(model.parameters())
+
+
+def _notes() -> Path:
+    """The folder where passed checks are noted."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache", "rollmill")
+    return Path(os.environ.get("ROLLMILL_CACHE", cache)) / "models"
+
+
+def _digest(model: Any, folder: Path) -> str:
+    """Names a configuration, the names and shapes of its weights, and the code that computes it."""
+    found = hashlib.sha256(f"{torch.__version__} {transformers.__version__}".encode())
+    found.update((folder / "config.json").read_bytes())
+    for name, parameter in model.named_parameters():
+        found.update(f"{name} {tuple(parameter.shape)} {parameter.dtype}\n".encode())
+    root = Path(rollmill.__file__).parent
+    for part in ("models", "engines/native", "trainer"):
+        for file in sorted((root / part).glob("*.py")):
+            found.update(file.read_bytes())
+    return found.hexdigest()

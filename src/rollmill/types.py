@@ -1,0 +1,224 @@
+"""The nouns every component shares. No I/O and no torch: arrays are numpy, so any process can hold them cheaply."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from enum import StrEnum
+from typing import Any, TypedDict
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int32]
+FloatArray = npt.NDArray[np.float32]
+BoolArray = npt.NDArray[np.bool_]
+RoutingArray = npt.NDArray[np.unsignedinteger[Any]]
+"""Experts chosen for tokens: uint8 or uint16 [tokens, routers, experts per token], see `rollmill.models.routing`."""
+
+IMPORTED_FROM = "imported_from"
+"""Key of `Experience.info`: the run that made it, where that is another one; its versions are not this run's."""
+
+
+class Message(TypedDict):
+    """One chat message."""
+
+    role: str
+    content: str
+
+
+class StopReason(StrEnum):
+    """Why a completion ended."""
+
+    EOS = "eos"  #: an end-of-sequence or stop token id
+    STOP = "stop"  #: a stop string appeared
+    LENGTH = "length"  #: max_new_tokens or the model's context was reached
+    REPETITION = "repetition"  #: the same was said again and again
+    ABORTED = "aborted"  #: the request was cancelled or interrupted
+
+
+class ExperienceSource(StrEnum):
+    """Where an experience comes from; loss terms choose by it."""
+
+    ROLLOUT = "usual"  #: rolled out by the policy
+    EXPERT = "expert"  #: a demonstration to imitate
+    PREFERENCE = "preference"
+    """One of a pair that is its group, where the chosen one has the greater reward; or a group of its own: a desirable
+    (reward 1) or undesirable (reward 0) completion."""
+
+
+@dataclass(slots=True)
+class Task:
+    """One problem of a taskset.
+
+    `prompt` is the text or the chat messages shown to the policy (templates already applied, chat template not yet);
+    `response` is a worked solution, if the taskset has one: what SFT and MIX imitate, and DPO prefers to `rejected`.
+    KTO takes `response` for desirable and `rejected` for undesirable; a task may have one of them only.
+    """
+
+    id: str
+    prompt: str | list[Message]
+    answer: Any = None
+    response: str | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    taskset: str = ""
+    rejected: str | None = None
+
+
+@dataclass(slots=True)
+class Completion:
+    """What an engine returns for one sample of a request.
+
+    Shapes: token_ids, logprobs, versions and kept_logmass all have one entry per generated token, stop tokens
+    included.
+    `logprobs` are of the distribution sampled from (after temperature and after top-k/top-p/min-p truncation);
+    `kept_logmass` is the log of the probability mass that truncation kept, so `logprobs + kept_logmass` is the
+    log-prob under the untruncated distribution at the same temperature: what a trainer recomputes.
+    `text` ends before a stop string; the tokens keep it. Times are `time.perf_counter()` seconds of the engine's
+    process.
+    """
+
+    prompt_ids: IntArray
+    token_ids: IntArray
+    logprobs: FloatArray
+    versions: IntArray
+    kept_logmass: FloatArray
+    text: str
+    stop_reason: StopReason
+    seed: int
+    index: int  #: which of the request's samples this is
+    top_ids: IntArray | None = None  #: [T, K], the tokens most probable in what was sampled from, where asked for
+    top_probs: FloatArray | None = None  #: [T, K]; 0 where not known
+    routing: RoutingArray | None = None
+    """[prompt + T - 1, L, k], the experts chosen for every token but the last, where the engine recorded them."""
+    submitted_at: float = 0.0
+    started_at: float = 0.0
+    finished_at: float = 0.0
+
+
+@dataclass(slots=True)
+class Turn:
+    """A stretch of an experience with one author. `start`/`end` index into Experience.token_ids."""
+
+    role: str
+    start: int
+    end: int
+    text: str = ""
+
+
+@dataclass(slots=True)
+class Experience:
+    """One trajectory as the trainer sees it: tokens are the truth, text is a view.
+
+    Shapes: token_ids, action_mask, logprobs and versions are [T]. `action_mask[t]` is True where token t was produced
+    by the policy (or by the expert that is imitated) and counts in the loss; elsewhere logprobs is 0 and versions -1.
+    `logprobs` are at the rollout temperature `temperature`, without truncation. `reward` None means not judged: such an
+    experience is left out of baselines and gets advantage 0. `group` names the experiences compared with each other.
+    """
+
+    id: str
+    task_id: str
+    group: str
+    token_ids: IntArray
+    action_mask: BoolArray
+    logprobs: FloatArray
+    versions: IntArray
+    reward: float | None = None
+    reward_parts: dict[str, float | None] = field(default_factory=dict)
+    source: ExperienceSource = ExperienceSource.ROLLOUT
+    stop_reason: StopReason = StopReason.EOS
+    temperature: float = 1.0
+    turns: list[Turn] = field(default_factory=list)
+    prompt: str = ""
+    response: str = ""
+    timings: dict[str, float] = field(default_factory=dict)  #: seconds by phase: queue, generate, reward
+    info: dict[str, Any] = field(default_factory=dict)
+    advantage: FloatArray | None = None  #: [T], set by the trainer when the experience is learned from
+    teacher_prompt: IntArray | None = field(default=None, metadata={"stored": False})
+    """What a teacher sees in place of the tokens before the first action; set before the experience is learned from."""
+    routing: RoutingArray | None = field(default=None, metadata={"stored": False})
+    """[R, L, k] with R <= T: the experts that the rollout chose for the first R tokens; None: not known."""
+
+    @property
+    def oldest_version(self) -> int:
+        """Version of the oldest policy token; -1 when the policy produced none."""
+        produced = self.versions[self.action_mask]
+        return int(produced.min()) if produced.size else -1
+
+    @property
+    def action_tokens(self) -> int:
+        """How many tokens count in the loss."""
+        return int(self.action_mask.sum())
+
+
+STORED_FIELDS = tuple(each.name for each in fields(Experience) if each.metadata.get("stored", True))
+"""Names of the fields of an experience that buffers and rollout files keep."""
+
+
+def first_per_rollout(experiences: Sequence[Experience]) -> list[Experience]:
+    """The first experience of every rollout: all of one rollout have the same reward."""
+    first: dict[object, Experience] = {}
+    for number, experience in enumerate(experiences):
+        first.setdefault(experience.info.get("episode", number), experience)
+    return list(first.values())
+
+
+def experience_from_completion(
+    completion: Completion, *, id: str, task_id: str, group: str, prompt: str, temperature: float
+) -> Experience:
+    """Join prompt and completion tokens into one experience, without touching the tokens."""
+    n_prompt, n_new = len(completion.prompt_ids), len(completion.token_ids)
+    zeros = np.zeros(n_prompt, np.float32)
+    return Experience(
+        id=id,
+        task_id=task_id,
+        group=group,
+        token_ids=np.concatenate([completion.prompt_ids, completion.token_ids]).astype(np.int32),
+        action_mask=np.concatenate([np.zeros(n_prompt, bool), np.ones(n_new, bool)]),
+        logprobs=np.concatenate([zeros, completion.logprobs + completion.kept_logmass]).astype(np.float32),
+        versions=np.concatenate([np.full(n_prompt, -1, np.int32), completion.versions]).astype(np.int32),
+        stop_reason=completion.stop_reason,
+        temperature=temperature,
+        turns=[
+            Turn("prompt", 0, n_prompt, prompt),
+            Turn("assistant", n_prompt, n_prompt + n_new, completion.text),
+        ],
+        prompt=prompt,
+        response=completion.text,
+        timings={
+            "queue": completion.started_at - completion.submitted_at,
+            "generate": completion.finished_at - completion.started_at,
+        },
+        routing=completion.routing,
+    )
+
+
+def experience_from_demonstration(
+    token_ids: Sequence[int] | IntArray,
+    first: int,
+    *,
+    id: str,
+    task_id: str,
+    group: str,
+    turns: list[Turn],
+    prompt: str,
+    response: str,
+    source: ExperienceSource = ExperienceSource.EXPERT,
+    info: dict[str, Any] | None = None,
+) -> Experience:
+    """Tokens that no policy produced as an experience: log-probs 0, versions -1; from `first` on they are imitated."""
+    ids = np.array(token_ids, np.int32)
+    return Experience(
+        id=id,
+        task_id=task_id,
+        group=group,
+        token_ids=ids,
+        action_mask=np.arange(len(ids)) >= first,
+        logprobs=np.zeros(len(ids), np.float32),
+        versions=np.full(len(ids), -1, np.int32),
+        source=source,
+        turns=turns,
+        prompt=prompt,
+        response=response,
+        info=info or {},
+    )

@@ -1,0 +1,294 @@
+"""Weights in shared memory, for processes of one host: one copy by the sender, none by the receiver.
+
+Two files hold a version each. The sender locks the older one, marks it empty, fills it and only then writes its version
+and checksum; a receiver locks the newer one for as long as it reads or decodes from it. So no one ever sees half of a
+version, and a process that dies lets go of its lock. A third file is locked as long as the sender lives: where it is
+not, the next sender on this host removes what was left.
+
+    file: magic, bytes of the text, version, checksum | its kind, layout (JSON) | tensors, from a multiple of 4096 on
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import shutil
+import struct
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from rollmill.errors import DeadlineError, WeightSyncError
+from rollmill.weights.checksum import XXH3, compute_checksum, pack_block
+from rollmill.weights.layout import BlockLayout
+
+_MAGIC = b"rollmill weights"
+_HEADER = struct.Struct("<16sQqQ")
+_PAGE = 4096
+_EMPTY = -1
+_OWNER = ".owner"
+_POLL_S = 0.001
+
+
+def shared_memory_folder() -> Path:
+    """Where files are memory: /dev/shm, or the folder for temporary files where there is none."""
+    import tempfile
+
+    memory = Path("/dev/shm")
+    return memory if memory.is_dir() else Path(tempfile.gettempdir())
+
+
+class SharedMemorySender:
+    """Makes and fills the two files of `path` (PATH.0 and PATH.1) and removes them, and PATH.owner, when it is closed.
+
+    Args:
+        dtype: what floating-point tensors are sent as; None leaves each as it is.
+        checksum: xxh3, or crc32 where the receiver's Python has no xxhash.
+        deadline_s: how long a receiver may hold on to a version that is to be overwritten.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        weights: Mapping[str, Tensor],
+        *,
+        dtype: torch.dtype | None = None,
+        checksum: str = XXH3,
+        deadline_s: float = 60.0,
+    ) -> None:
+        self.layout = BlockLayout.of(weights, dtype)
+        self._deadline_s, self._next = deadline_s, 0
+        remove_stale_files(shared_memory_folder())
+        self._slots: list[_Slot] = []
+        self._owner = _Owner(path)
+        try:
+            for file in slot_files(path):
+                self._slots.append(_Slot.made(file, self.layout, checksum))
+        except WeightSyncError:
+            self.close()
+            raise
+
+    def send(self, version: int, weights: Mapping[str, Tensor]) -> None:
+        """See WeightSender."""
+        self.layout.require(weights, "the trainer's model")
+        slot = self._slots[self._next]
+        if not slot.lock(fcntl.LOCK_EX, self._deadline_s):
+            advice = "It decodes with older weights than it should; see what it is doing, or start it again."
+            raise DeadlineError("the trainer", "the receiver of its shared weights", self._deadline_s, advice)
+        try:
+            slot.write_version(_EMPTY, 0)
+            slot.write_version(version, pack_block(weights, self.layout, slot.block, slot.checksum))
+        finally:
+            slot.unlock()
+        self._next = 1 - self._next
+
+    def close(self) -> None:
+        """Remove the files; receivers keep what they have."""
+        for slot in self._slots:
+            slot.close()
+            slot.path.unlink(missing_ok=True)
+        self._owner.close()
+
+
+class SharedMemoryReceiver:
+    """Reads what a SharedMemorySender writes at the same path.
+
+    Args:
+        verify: compare with the checksum before a version is used for the first time.
+        deadline_s: how long to wait for the first version.
+    """
+
+    def __init__(self, path: Path, *, verify: bool = True, deadline_s: float = 60.0) -> None:
+        self._path, self._verify, self._deadline_s = path, verify, deadline_s
+        self._slots: list[_Slot] = []
+        self._held: _Slot | None = None
+
+    def newest(self) -> int | None:
+        """See WeightReceiver."""
+        if not self._open():
+            return None
+        return max((found for slot in self._slots if (found := slot.version()[0]) != _EMPTY), default=None)
+
+    def hold(self) -> tuple[int, dict[str, Tensor]]:
+        """The newest version and its tensors, which are views of the memory the sender filled: do not write to them.
+
+        They stay as they are until the next call, `release` or `close`; the sender waits for that.
+
+        Raises:
+            WeightSyncError: the weights are damaged.
+            DeadlineError: none came.
+        """
+        ends = time.monotonic() + self._deadline_s
+        while True:
+            found = self._take_newest()
+            if found is not None:
+                return found, self._views()
+            if time.monotonic() > ends:
+                advice = "Is the trainer running, and does it send to the same path?"
+                raise DeadlineError("an engine", f"weights at {self._path}", self._deadline_s, advice)
+            time.sleep(_POLL_S)
+
+    def receive(self, into: Mapping[str, Tensor]) -> int:
+        """See WeightReceiver."""
+        version, views = self.hold()
+        assert self._held is not None
+        self._held.layout.require(into, "the engine's model")
+        with torch.no_grad():
+            for name, view in views.items():
+                into[name].detach().copy_(view)
+        self.release()
+        return version
+
+    def release(self) -> None:
+        """Let the sender overwrite what `hold` gave."""
+        if self._held is not None:
+            self._held.unlock()
+            self._held = None
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self.release()
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+    def _take_newest(self) -> int | None:
+        version = self.newest()
+        if version is None:
+            return None
+        slot = next((each for each in self._slots if each.version()[0] == version), None)
+        if slot is None:
+            return None  # it is being overwritten: look again
+        if slot is self._held:
+            return version
+        if not slot.lock(fcntl.LOCK_SH, 0.0):
+            return None
+        if slot.version()[0] != version:
+            slot.unlock()
+            return None
+        if self._verify and compute_checksum(slot.layout, slot.block, slot.checksum) != slot.version()[1]:
+            slot.unlock()
+            raise WeightSyncError(f"{slot.path}: version {version} does not have the checksum it was sent with")
+        self.release()
+        self._held = slot
+        return version
+
+    def _views(self) -> dict[str, Tensor]:
+        assert self._held is not None
+        return self._held.layout.tensors(self._held.block)
+
+    def _open(self) -> bool:
+        """Map the files, anew if a sender has made others since."""
+        with suppress(FileNotFoundError):
+            if [each.identity for each in self._slots] != [os.stat(file).st_ino for file in slot_files(self._path)]:
+                opened = [_Slot(file) for file in slot_files(self._path)]
+                self.close()
+                self._slots = opened
+        return bool(self._slots)
+
+
+def slot_files(path: Path) -> list[Path]:
+    """The two files of a path."""
+    return [path.with_name(f"{path.name}.{n}") for n in range(2)]
+
+
+def remove_stale_files(folder: Path) -> None:
+    """Remove what senders that were killed have left in a folder for shared weights; nothing of those that live."""
+    for owner in [*folder.glob(f"rollmill-*{_OWNER}"), *folder.glob(f"rollmill-*/*{_OWNER}")]:
+        with suppress(OSError), owner.open() as file:  # another user's; gone; or locked by a sender that lives
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for path in (*slot_files(owner.with_name(owner.name.removesuffix(_OWNER))), owner):
+                path.unlink(missing_ok=True)
+            if owner.parent != folder:  # an engine's own
+                shutil.rmtree(owner.parent, ignore_errors=True)
+
+
+class _Owner:
+    """A file beside those of a path, locked as long as this process lives and does not close it."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path.with_name(path.name + _OWNER)
+        temporary = path.with_name(f".{self._path.name}.{os.getpid()}")
+        self._file = os.open(temporary, os.O_RDWR | os.O_CREAT, 0o600)
+        fcntl.flock(self._file, fcntl.LOCK_EX)
+        os.replace(temporary, self._path)
+
+    def close(self) -> None:
+        self._path.unlink(missing_ok=True)
+        os.close(self._file)
+
+
+class _Slot:
+    """One file, mapped."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR)
+        self.identity = os.fstat(self._file).st_ino
+        self._map = mmap.mmap(self._file, 0)
+        whole = torch.frombuffer(self._map, dtype=torch.uint8)
+        magic, length, _, _ = _HEADER.unpack_from(self._map)
+        if magic != _MAGIC:
+            raise WeightSyncError(f"{path} is no file of shared weights")
+        self.checksum, _, layout = self._map[_HEADER.size : _HEADER.size + length].decode().partition("\n")
+        self.layout = BlockLayout.from_json(layout)
+        self.block = whole[_begin(length) :]
+
+    @classmethod
+    def made(cls, path: Path, layout: BlockLayout, checksum: str) -> _Slot:
+        """A new file; it appears under its name when it is complete."""
+        text = f"{checksum}\n{layout.to_json()}".encode()
+        temporary = path.with_name(f".{path.name}.{os.getpid()}")
+        file = os.open(temporary, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            os.posix_fallocate(file, 0, _begin(len(text)) + max(layout.size, 1))
+            os.write(file, _HEADER.pack(_MAGIC, len(text), _EMPTY, 0) + text)
+            os.replace(temporary, path)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            size = f"{layout.size / 1e6:.0f} MB"
+            raise WeightSyncError(
+                f"{path}: {error.strerror}. Two versions of {size} have to fit; make room there"
+            ) from error
+        finally:
+            os.close(file)
+        return cls(path)
+
+    def version(self) -> tuple[int, int]:
+        """The version it holds and its checksum."""
+        _, _, version, sum_ = _HEADER.unpack_from(self._map)
+        return version, sum_
+
+    def write_version(self, version: int, sum_: int) -> None:
+        """Say what it holds."""
+        length = _HEADER.unpack_from(self._map)[1]
+        _HEADER.pack_into(self._map, 0, _MAGIC, length, version, sum_)
+
+    def lock(self, kind: int, seconds: float) -> bool:
+        """Whether it could be locked in that time."""
+        ends = time.monotonic() + seconds
+        while True:
+            try:
+                fcntl.flock(self._file, kind | fcntl.LOCK_NB)
+                return True
+            except BlockingIOError:
+                if time.monotonic() >= ends:
+                    return False
+                time.sleep(_POLL_S)
+
+    def unlock(self) -> None:
+        fcntl.flock(self._file, fcntl.LOCK_UN)
+
+    def close(self) -> None:
+        """The memory stays as long as a tensor looks at it."""
+        self.unlock()
+        os.close(self._file)
+
+
+def _begin(length: int) -> int:
+    return -(-(_HEADER.size + length) // _PAGE) * _PAGE

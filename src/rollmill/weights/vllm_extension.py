@@ -1,0 +1,50 @@
+"""How vLLM takes over weights from shared memory. Runs in the processes that vLLM starts, one for each device."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollmill.errors import WeightSyncError
+from rollmill.weights.shared_memory import SharedMemoryReceiver
+
+
+class SharedWeightsExtension:
+    """Mixed into vLLM's worker class (`worker_extension_cls`)."""
+
+    model_runner: Any
+    _receiver: SharedMemoryReceiver | None = None
+
+    def load_shared_weights(self, path: str) -> int:
+        """Put the newest version in shared memory into the model; its number.
+
+        Raises:
+            WeightSyncError: the weights are damaged.
+            DeadlineError: there are none.
+        """
+        if self._receiver is None:
+            self._receiver = SharedMemoryReceiver(Path(path))
+        version, weights = self._receiver.hold()
+        try:
+            with torch.no_grad():
+                self.model_runner.reload_weights(weights_iterator=iter(weights.items()))
+                _repack_tied(self.model_runner.model)
+        except (KeyError, ValueError, RuntimeError, AttributeError) as error:
+            raise WeightSyncError(f"vLLM cannot load the policy's weights: {type(error).__name__}: {error}") from error
+        finally:
+            del weights
+            self._receiver.release()
+        return version
+
+
+def _repack_tied(model: torch.nn.Module) -> None:
+    """On CPUs vLLM packs the output layer's weights. Where they are the embedding's, reloading leaves the packed ones
+    as they were: pack them again."""
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

@@ -1,0 +1,314 @@
+"""A served application's traffic and feedback train the model behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import httpx
+import openai
+import pytest
+import yaml
+from toys import toy_checkpoint
+
+from rollmill import load_experiences
+from rollmill.config.loader import load_run
+from rollmill.errors import ConfigError
+from rollmill.launch import resume, run
+from rollmill.orchestrator.batches import RolloutBatches
+from rollmill.rollout.endpoint.application import ServiceLimits
+from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.serve.server import ServerAddress, serve_training
+from rollmill.serve.traffic import TrafficBatches
+from rollmill.trainer import Trainer
+from rollmill.web.hosts import open_listener
+
+KEY = "sk-online"
+RUN: dict[str, Any] = {
+    "name": "online",
+    "steps": 8,
+    "max_staleness": 4,
+    "model": {"path": "model"},
+    "workflow": "traffic",
+    "rollout": {"batch": 16, "max_new_tokens": 4},
+    "algorithm": {"name": "reinforce_plus_plus"},
+    "trainer": {"lr": 3e-3, "precision": "fp32"},
+    "checkpoint": {"every": 2},
+}
+
+
+def run_file(folder: Path, **changes: Any) -> Path:
+    """A run file whose model is a random one."""
+    if not (folder / "model").exists():
+        toy_checkpoint(folder / "model", "qwen3")
+    (folder / "run.yaml").write_text(yaml.safe_dump(RUN | changes))
+    return folder / "run.yaml"
+
+
+def train(source: Path, application: Callable[[str], None], out: Path | None = None) -> dict[str, Any]:
+    """Serve and train while the application runs in a thread; the summary."""
+    listener = open_listener("127.0.0.1", 0)
+    address = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    failures: list[BaseException] = []
+
+    def apply() -> None:
+        try:
+            application(address)
+        except BaseException as error:
+            failures.append(error)
+
+    thread = threading.Thread(target=apply)
+    place = ServerAddress(listener, AccessRules("127.0.0.1", KEY), ServiceLimits(), "toy", thread.start)
+    summary = serve_training(source, place, out=out)
+    thread.join()
+    if failures:
+        raise failures[0]
+    return summary
+
+
+def talk(address: str, session: str, rewarded: Callable[[str], float]) -> list[str]:
+    """A conversation of two turns, rewarded and committed; what was answered."""
+    said: list[str] = []
+    messages: list[Any] = []
+    with openai.OpenAI(base_url=f"{address}/v1", api_key=f"{KEY}:{session}", max_retries=0) as client:
+        for question in ("how many apples?", "and now?"):
+            messages.append({"role": "user", "content": question})
+            reply = client.chat.completions.create(model="toy", messages=messages).choices[0].message
+            messages.append({"role": "assistant", "content": reply.content})
+            said.append(reply.content or "")
+    body = {"session": session, "reward": rewarded("".join(said)), "commit": True}
+    answer = httpx.post(f"{address}/feedback", json=body, headers={"authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 200, answer.text
+    return said
+
+
+class Application:
+    """Users in threads that talk until the server takes no more."""
+
+    def __init__(self, users: int, rewarded: Callable[[str], float]) -> None:
+        self.users, self.rewarded = users, rewarded
+        self.failed: list[Exception] = []
+        self.answered = 0
+
+    def __call__(self, address: str) -> None:
+        threads = [threading.Thread(target=self._user, args=(address, number)) for number in range(self.users)]
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+
+    def _user(self, address: str, number: int) -> None:
+        for turn in range(10_000):
+            try:
+                talk(address, f"user-{number}-{turn}", self.rewarded)
+                self.answered += 1
+            except (openai.APIConnectionError, httpx.TransportError):
+                return  # the server has ended
+            except openai.InternalServerError as error:
+                if error.status_code != 503:
+                    self.failed.append(error)
+                return
+            except Exception as error:
+                self.failed.append(error)
+                return
+
+
+def letters(text: str) -> float:
+    """The share of letters and spaces."""
+    return mean([each.isascii() and (each.isalpha() or each == " ") for each in text] or [False])
+
+
+@pytest.mark.slow
+def test_reward_rises_from_feedback_and_no_request_is_dropped(tmp_path: Path) -> None:
+    application = Application(12, letters)
+    summary = train(run_file(tmp_path, steps=14), application, tmp_path / "out")
+    assert not application.failed
+    assert summary["steps"] == 14
+    rewards = [json.loads(line)["reward/mean"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
+    assert mean(rewards[-4:]) > mean(rewards[:4]) + 0.15
+    experiences = load_experiences(tmp_path / "out")
+    assert len({each.id for each in experiences}) == len(experiences) >= 14 * 16
+    both = [each for each in experiences if len(set(each.versions[each.action_mask].tolist())) > 1]
+    assert both, "some conversation went on with newer weights"
+
+
+def conversation_of(address: str, session: str, reward: float) -> None:
+    talk(address, session, lambda _: reward)
+
+
+def test_requests_are_taken_while_the_trainer_works(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    learning, go_on = threading.Event(), threading.Event()
+    step = Trainer.step
+
+    def slow(self: Trainer, *args: Any) -> dict[str, float]:
+        learning.set()
+        assert go_on.wait(60)
+        return step(self, *args)
+
+    monkeypatch.setattr(Trainer, "step", slow)
+    answers: list[Any] = []
+
+    def application(address: str) -> None:
+        conversation_of(address, "a", 0.0)
+        conversation_of(address, "b", 1.0)
+        assert learning.wait(60)
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key=KEY, max_retries=0)
+        messages: list[Any] = [{"role": "user", "content": "hi"}]
+        asking = threading.Thread(
+            target=lambda: answers.append(client.chat.completions.create(model="", messages=messages))
+        )
+        asking.start()
+        while httpx.get(f"{address}/health").json()["under_way"] == 0:
+            pass
+        assert httpx.get(f"{address}/health").json()["weights_version"] == 0
+        go_on.set()
+        asking.join()
+
+    rollout = {"batch": 2, "max_new_tokens": 4}
+    summary = train(run_file(tmp_path, steps=1, rollout=rollout), application, tmp_path / "out")
+    assert answers[0].choices[0].message.content
+    assert summary["steps"] == 1
+    assert {one.info["session"] for one in load_experiences(tmp_path / "out")} == {"a", "b"}
+
+
+def test_sessions_that_began_alike_are_compared(tmp_path: Path) -> None:
+    codes: list[int] = []
+
+    def application(address: str) -> None:
+        with openai.OpenAI(base_url=f"{address}/v1", api_key=f"{KEY}:idle", max_retries=0) as client:
+            client.chat.completions.create(model="", messages=[{"role": "user", "content": "x"}])
+        head = {"authorization": f"Bearer {KEY}"}
+        codes.append(httpx.post(f"{address}/commit", json={"session": "idle"}, headers=head).status_code)
+        for number in range(4):
+            conversation_of(address, f"s{number}", float(number))
+
+    changes: dict[str, Any] = {
+        "steps": 1,
+        "rollout": {"batch": 1, "group_size": 4, "max_new_tokens": 4},
+        "workflow": {"name": "traffic", "group": "prompt"},
+        "algorithm": {"name": "grpo"},
+    }
+    train(run_file(tmp_path, **changes), application, tmp_path / "out")
+    experiences = load_experiences(tmp_path / "out")
+    assert [one.reward for one in experiences] == [0.0, 1.0, 2.0, 3.0]
+    assert len({one.group for one in experiences}) == 1
+    assert codes == [409], "a session without a reward cannot be learned from"
+
+
+def test_ctrl_c_ends_with_a_checkpoint_that_goes_on(tmp_path: Path) -> None:
+    def application(address: str) -> None:
+        for number in range(5):
+            conversation_of(address, f"s{number}", float(number))
+        while httpx.get(f"{address}/health").json()["weights_version"] < 2:
+            pass
+        os.kill(os.getpid(), signal.SIGINT)
+
+    source = run_file(tmp_path, steps=4, rollout={"batch": 2, "max_new_tokens": 4})
+    with pytest.raises(KeyboardInterrupt):
+        train(source, application, tmp_path / "out")
+    assert json.loads((tmp_path / "out/summary.json").read_text())["status"] == "interrupted"
+
+    def more(address: str) -> None:
+        for number in range(5, 8):  # the fifth session is still there
+            conversation_of(address, f"s{number}", float(number))
+
+    summary = train(tmp_path / "out", more)
+    assert (summary["status"], summary["steps"]) == ("done", 4)
+    learned = [one.info["session"] for one in load_experiences(tmp_path / "out")]
+    assert sorted(learned) == [f"s{number}" for number in range(8)]
+
+
+def test_sessions_that_wait_for_others_are_still_there_when_the_run_goes_on(tmp_path: Path) -> None:
+    def application(address: str) -> None:
+        conversation_of(address, "first", 1.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    changes: dict[str, Any] = {
+        "steps": 1,
+        "rollout": {"batch": 1, "group_size": 2, "max_new_tokens": 4},
+        "workflow": {"name": "traffic", "group": "prompt"},
+        "algorithm": {"name": "grpo"},
+    }
+    with pytest.raises(KeyboardInterrupt):
+        train(run_file(tmp_path, **changes), application, tmp_path / "out")
+    train(tmp_path / "out", lambda address: conversation_of(address, "second", 0.0))
+    experiences = load_experiences(tmp_path / "out")
+    assert [(one.info["session"], one.reward) for one in experiences] == [("first", 1.0), ("second", 0.0)]
+    assert len({one.group for one in experiences}) == 1
+
+
+def test_a_session_is_written_down_before_its_commit_is_answered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that dies while the pipeline works has lost nothing."""
+    verify = TrafficBatches._verify
+
+    async def never(self: TrafficBatches, *args: Any) -> bool:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def stop(self: TrafficBatches) -> None:
+        for each in self._coming:
+            each.cancel()
+        await asyncio.gather(*self._coming, return_exceptions=True)
+        await RolloutBatches.close(self)
+
+    monkeypatch.setattr(TrafficBatches, "_verify", never)
+    monkeypatch.setattr(TrafficBatches, "close", stop)
+
+    def application(address: str) -> None:
+        conversation_of(address, "a", 1.0)
+        conversation_of(address, "b", 0.0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run_file(tmp_path, steps=1, rollout={"batch": 2, "max_new_tokens": 4}), application, tmp_path / "out")
+    monkeypatch.undo()
+    assert TrafficBatches._verify is verify
+    train(tmp_path / "out", lambda address: None)
+    assert sorted(one.info["session"] for one in load_experiences(tmp_path / "out")) == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (
+            {"algorithm": {"name": "grpo"}},
+            "each session is a group of its own; use algorithm reinforce_plus_plus, reinforce or ppo",
+        ),
+        ({"algorithm": {"name": "remax"}}, "compares with a greedy completion, which no application makes"),
+        ({"buffer": {"store": "memory"}}, "would be lost with the process; use `sql`"),
+        ({"max_staleness": 0}, "max_staleness: conversations go on while weights change"),
+        ({"rewards": [{"name": "math"}]}, "rewards: not honoured by workflow `traffic`"),
+        ({"rollout": {"group_size": 2}}, "group_size: not honoured with workflow.group `session`"),
+        ({"rollout": {"oversample": 0.5}}, "oversample: not honoured by workflow `traffic`"),
+        ({"rollout": {"token_budget": 9}}, "token_budget: not honoured by workflow `traffic`"),
+        ({"taskset": {"function": "a:b"}}, "taskset: not honoured by workflow `traffic`"),
+    ],
+)
+def test_what_cannot_learn_from_traffic_is_said(tmp_path: Path, changes: dict[str, Any], says: str) -> None:
+    with pytest.raises(ConfigError, match=says):
+        load_run(run_file(tmp_path, **changes), require_files=False)
+
+
+def test_only_serve_waits_for_applications(tmp_path: Path) -> None:
+    source = run_file(tmp_path)
+    with pytest.raises(ConfigError, match=r"rollmill serve .*run.yaml --train"):
+        run(source, out=tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"rollmill serve .*out --train"):
+        resume(tmp_path / "out")
+    source.write_text(
+        yaml.safe_dump({**RUN, "workflow": "single_turn", "max_staleness": 0, "rewards": [{"name": "math"}]})
+    )
+    listener = open_listener("127.0.0.1", 0)
+    place = ServerAddress(listener, AccessRules("127.0.0.1", KEY), ServiceLimits(), "toy", lambda: None)
+    with pytest.raises(ConfigError):
+        serve_training(source, place)
+    listener.close()

@@ -1,0 +1,167 @@
+"""What a run does besides learning: overlaps rewards with training, stops early, keeps checkpoints by policy."""
+
+from __future__ import annotations
+
+import io
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny import GRPO, HELD_OUT, SFT, tiny_run
+
+from rollmill.launch import run
+from rollmill.registry import import_file
+from rollmill.trackers import read_metrics
+from rollmill.trackers.console import PlainView
+from rollmill.trainer import Trainer
+from rollmill.types import Experience
+
+RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}}
+
+
+def started(folder: Path, **changes: Any) -> dict[str, Any]:
+    return run(tiny_run(folder, **changes), out=folder / "out", view=PlainView(io.StringIO()))
+
+
+def checkpoints(folder: Path) -> list[int]:
+    return sorted(int(path.name.removeprefix("step-")) for path in (folder / "out/checkpoints").iterdir())
+
+
+OVERLAP = """
+import threading
+training, judged = threading.Event(), []
+def mine(task, completion):
+    if int(task.id.rpartition(":")[2]) >= 4:  # not of the first batch: only while the trainer works
+        assert training.wait(30)
+    judged.append(task.id)
+    return float("1" in completion.text)
+"""
+
+
+def test_rewards_of_the_next_batch_are_judged_while_the_trainer_works(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(OVERLAP)
+    module: Any = import_file(tmp_path / "mine.py")
+    train = Trainer.step
+    during: list[int] = []
+
+    def step(self: Trainer, experiences: list[Experience], version: int, *probes: Any) -> dict[str, float]:
+        before = len(module.judged)
+        module.training.set()
+        enough = threading.Event()
+        while len(module.judged) < min(before + 8, 32):
+            enough.wait(0.01)
+        during.append(len(module.judged) - before)
+        module.training.clear()
+        return train(self, experiences, version, *probes)
+
+    monkeypatch.setattr(Trainer, "step", step)
+    started(
+        tmp_path,
+        **RL,
+        steps=4,
+        max_staleness=1,
+        rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "run_in": "thread"}],
+        rollout={"group_size": 2},
+        taskset={"order": "sequential"},
+        evaluation=None,
+    )
+    assert during == [8, 8, 8, 0]
+
+
+SLOW = """
+import time
+def mine(task, completion):
+    time.sleep(0.05)
+    return float("1" in completion.text)
+"""
+
+
+def test_inference_goes_on_while_rewards_are_awaited_and_the_report_shows_it(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW)
+    started(
+        tmp_path,
+        **RL | {"algorithm": {"name": "grpo", "kl": 0.1}},
+        steps=2,
+        rewards=[{"name": "python", "function": str(tmp_path / "mine.py") + ":mine", "processes": 1}],
+        rollout={"group_size": 2},
+        evaluation=None,
+    )
+    [line] = [json.loads(line) for line in (tmp_path / "out/timeline.jsonl").read_text().splitlines()]
+    assert (line["step"], line["stage"]) == (1, "train")
+    spans = line["spans"]
+    assert list(spans) == ["generate", "rollout", "inference", "reward/mine", "reward", "train"]
+    [[_, began, ended]] = spans["inference"]
+    assert sum(began < end for _, _, end in spans["reward/mine"]) >= 6  # of 8 judgements, one after the other
+    assert spans["rollout"][0][2] <= began < ended <= spans["train"][0][1]
+    assert spans["train"][0][2] <= line["seconds"] + 0.01
+    rows = read_metrics(tmp_path / "out")
+    assert all(row["judging/mine/seconds"] >= 0.05 and row["judging/mine/waiting"] >= 6 for row in rows)
+    assert all(row["judging/mine/queued"] > row["judging/mine/seconds"] for row in rows)
+    page = (tmp_path / "out/report.html").read_text()
+    assert "Step 1 in time" in page
+    assert page.count('class="waits"') >= 6
+
+
+@pytest.mark.parametrize(("seconds", "warned"), [(30, True), (0, False)])
+def test_a_reward_that_is_mostly_too_slow_is_said_once(
+    tmp_path: Path, seconds: int, warned: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "mine.py").write_text(SLOW.replace("0.05", str(seconds)))
+    out = io.StringIO()
+    reward = {"name": "python", "function": f"{tmp_path}/mine.py:mine", "time_limit_s": 0.1 if seconds else 30}
+    changes: dict[str, Any] = RL | {"steps": 2, "rewards": [reward], "rollout": {"group_size": 2}, "evaluation": None}
+    run(tiny_run(tmp_path, **changes), out=tmp_path / "out", view=PlainView(out))
+    said = "8 of 8 judgements of reward `mine` took too long and earned its timeout_reward; raise its time_limit_s"
+    assert out.getvalue().count(said) == warned
+
+
+def test_a_stage_stops_early_and_the_next_one_begins(tmp_path: Path) -> None:
+    stop = {"metric": "eval/greedy", "at_least": 0.0}
+    summary = started(tmp_path, stages=[SFT | {"early_stop": stop}, GRPO | {"steps": 3, "early_stop": {"patience": 1}}])
+    rows = read_metrics(tmp_path / "out")
+    assert [(row["step"], row["stage"]) for row in rows[1:]] == [
+        (1, "warm"),
+        (2, "warm"),
+        (3, "warm"),
+        (4, "repair"),
+        (5, "repair"),
+        (6, "repair"),
+    ]
+    assert summary["status"] == "done"
+    assert summary["steps"] == 6
+
+
+@pytest.mark.parametrize(("keep_last", "kept"), [(1, [9]), (3, [6, 8, 9])])
+def test_checkpoints_are_kept_by_policy(tmp_path: Path, keep_last: int, kept: list[int]) -> None:
+    started(tmp_path, **RL, steps=9, evaluation=None, checkpoint={"every": 2, "keep_last": keep_last})
+    assert checkpoints(tmp_path) == kept
+
+
+def test_the_best_checkpoint_is_kept(tmp_path: Path) -> None:
+    """Greedy accuracy under a reward that only the untrained model's answers get, so that step 0 or 2 is the best."""
+    summary = started(
+        tmp_path,
+        **RL,
+        steps=10,
+        evaluation={"taskset": HELD_OUT, "every": 2, "samples": 2, "at_start": False},
+        checkpoint={"every": 1, "keep_last": 1},
+    )
+    values = {record["step"]: record["eval/sampled"] for record in summary["evaluations"]}
+    best = max(values, key=lambda step: (values[step], -step))
+    assert summary["best_step"] == best
+    assert checkpoints(tmp_path) == sorted({best, 10})
+    assert summary["best_checkpoint"].endswith(f"step-{best:06d}")
+
+
+def test_evaluations_are_stored(tmp_path: Path) -> None:
+    started(tmp_path, **RL, steps=4, evaluation={"taskset": HELD_OUT, "every": 3})
+    files = sorted(path.name for path in (tmp_path / "out/evaluations").iterdir())
+    steps = ["step-000000", "step-000003", "step-000004"]
+    assert files == [f"{step}.{kind}" for step in steps for kind in ("json", "jsonl")]
+    rows = [json.loads(line) for line in (tmp_path / "out/evaluations" / files[-1]).read_text().splitlines()]
+    assert [row["task_id"] for row in rows] == [f"rows:{index}" for index in range(6)]
+    assert all(row["reward"] is not None for row in rows)

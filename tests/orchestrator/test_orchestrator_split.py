@@ -1,0 +1,268 @@
+"""Explorers and a trainer as processes of their own: they compute what one process does, and survive each other."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import Forks, ended, forks, send
+from postgres import Postgres
+from tiny import outcome, tiny_run
+
+from rollmill.buffer import ExperienceKind, open_run_store
+from rollmill.buffer.base import REMOTE_EXPLORER
+from rollmill.trackers import read_metrics
+from rollmill.trackers.heartbeat import read_heartbeats
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+RL: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}, "trainer": {"lr": 1e-3}, "evaluation": None}
+SLOW = {"name": "python", "function": "mine.py:mine"}
+SLOW_REWARD = (
+    "import time\ndef mine(task, completion):\n    time.sleep(0.03)\n    return float('1' in completion.text)\n"
+)
+
+
+@pytest.fixture(scope="module")
+def servers(server: Forks) -> Iterator[list[Forks]]:
+    """Three, since each runs one command at a time."""
+    with ExitStack() as stack:
+        yield [server, *(stack.enter_context(forks()) for _ in range(2))]
+
+
+def start(server: Forks, folder: Path, mode: str, *more: str) -> int:
+    return server.start("run", "run.yaml", "--set", f"mode={mode}", "--out", "out", *more, folder=folder)
+
+
+def steps(folder: Path) -> list[dict[str, Any]]:
+    return [dict(row) for row in read_metrics(folder / "out")]
+
+
+def fine(server: Forks) -> str:
+    done = server.wait()
+    assert done.code == 0, done.err + done.out
+    return done.out
+
+
+def both_and_split(servers: list[Forks], folder: Path, **changes: Any) -> tuple[Path, Path]:
+    """The same run file, in one process and in two."""
+    tiny_run(folder, **changes)
+    one = servers[0].run("run", "run.yaml", "--out", "both", folder=folder)
+    assert one.code == 0, one.err
+    start(servers[1], folder, "explore")
+    start(servers[0], folder, "train")
+    fine(servers[0])
+    assert "the run is done" in fine(servers[1])
+    return folder / "both", folder / "out"
+
+
+def learned(run: Path) -> list[tuple[Any, ...]]:
+    """What was rolled out or evaluated, and how it was judged; without log-probs, which what shares a batch rounds."""
+    files = sorted([*(run / "rollouts").glob("*.jsonl"), *(run / "evaluations").glob("*.jsonl")])
+    rows = [json.loads(line) for file in files for line in file.open()]
+    return [(row["id"], row["response"], row["reward"]) for row in rows]
+
+
+def test_one_explorer_and_no_staleness_is_the_same_as_one_process(servers: list[Forks], tmp_path: Path) -> None:
+    one, two = (outcome(run) for run in both_and_split(servers, tmp_path, **RL, steps=6))
+    for made in (one, two):
+        made["generated"] = None  # the trainer's process generates nothing
+        made["state"]["current"] = {"step": made["state"]["current"]["step"]}
+    assert two == one
+
+
+def test_stages_and_evaluations_are_the_same_as_in_one_process(servers: list[Forks], tmp_path: Path) -> None:
+    one, two = both_and_split(servers, tmp_path)
+    assert learned(two) == learned(one)
+    assert len(learned(one)) > 100
+    evaluated = [json.loads((run / "summary.json").read_text())["evaluations"] for run in (one, two)]
+    assert evaluated[1] == evaluated[0]
+    losses = [
+        [json.loads(row)["loss"] for row in (run / "metrics.jsonl").open() if "loss" in row] for run in (one, two)
+    ]
+    assert losses[1] == pytest.approx(losses[0], abs=1e-6)
+
+
+def test_an_early_stop_is_noted_by_all(servers: list[Forks], tmp_path: Path) -> None:
+    stop = {"early_stop": {"metric": "eval/greedy", "patience": 1}, "max_staleness": 2}
+    stages = [{"name": "first", "steps": 9} | stop, {"name": "second", "steps": 3, "max_staleness": 0}]
+    changes = RL | {"stages": stages, "evaluation": {"every": 2}}
+    tiny_run(tmp_path, **changes)
+    start(servers[1], tmp_path, "explore")
+    start(servers[0], tmp_path, "train")
+    fine(servers[0])
+    fine(servers[1])
+    rows = [row for row in steps(tmp_path) if "stage" in row]
+    second = [row for row in rows if row["stage"] == "second"]
+    assert len(second) == 3
+    assert len(rows) < 12
+    for row in second:
+        text = (tmp_path / f"out/rollouts/step-{row['step']:06d}.jsonl").read_text()
+        assert {json.loads(line)["group"].partition("-")[0] for line in text.splitlines()} == {"second"}
+
+
+def require_sound(folder: Path, count: int, staleness: int) -> list[dict[str, Any]]:
+    """Every step was made once, within the bound, and no group was learned from twice; the steps."""
+    rows = steps(folder)
+    assert [row["step"] for row in rows] == list(range(1, count + 1))
+    assert max(row["staleness/max"] for row in rows) <= staleness
+    files = sorted((folder / "out/rollouts").glob("*.jsonl"))
+    learned = [json.loads(line) for file in files for line in file.open()]
+    ids = [row["id"] for row in learned]
+    assert len(ids) == len(set(ids)) == count * 4 * 4
+    for file in files:
+        step = int(file.stem.partition("-")[2])
+        versions = [v for line in file.open() for v in json.loads(line)["versions"] if v >= 0]
+        assert min(versions) >= step - 1 - staleness
+    store = open_run_store(folder / "out")
+    kept = [group.id for _, group in store.read(ExperienceKind.ROLLOUT)]
+    store.close()
+    assert len(kept) == len(set(kept)) >= count * 4
+    return rows
+
+
+def test_two_explorers_stay_within_the_bound(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 10, "max_staleness": 2, "rewards": [SLOW]})
+    for server in servers[1:]:
+        start(server, tmp_path, "explore")
+    start(servers[0], tmp_path, "train")
+    fine(servers[0])
+    for server in servers[1:]:
+        fine(server)
+    rows = require_sound(tmp_path, 10, 2)
+    assert max(row["staleness/max"] for row in rows) > 0
+    names = {path.stem for path in (tmp_path / "out/explorers/stage-0").glob("*.json")}
+    assert names == {"0", "1"}
+    assert {each.ended for each in read_heartbeats(tmp_path / "out")} == {"done"}
+
+
+@pytest.mark.service
+def test_trainer_and_explorers_meet_in_postgresql(pg: Postgres, servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 6, "max_staleness": 1, "buffer": {"url": pg.url}})
+    for server in servers[1:]:
+        start(server, tmp_path, "explore")
+    start(servers[0], tmp_path, "train")
+    for server in servers:
+        fine(server)
+    require_sound(tmp_path, 6, 1)
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_whoever_is_killed_goes_on(servers: list[Forks], tmp_path: Path, seed: int) -> None:
+    """The explorer dies and comes back, and so does the trainer, at random moments; one explorer lives on."""
+    chance = random.Random(seed)
+    (tmp_path / "mine.py").write_text(SLOW_REWARD)
+    tiny_run(tmp_path, **RL | {"steps": 16, "max_staleness": 2, "rewards": [SLOW], "trainer_away_s": 60})
+    trainer, explorer, other = servers
+    start(trainer, tmp_path, "train")
+    start(explorer, tmp_path, "explore")
+    start(other, tmp_path, "explore")
+    for reached in (3, 7, 11):
+        wait_until(lambda reached=reached: len(steps(tmp_path)) >= reached, trainer)  # type: ignore[misc]
+        time.sleep(0.3 * chance.random())
+        dies = explorer if reached == 3 else trainer
+        assert send(dies.pid)
+        dies.wait()
+        time.sleep(chance.random())
+        if dies is explorer:
+            start(explorer, tmp_path, "explore")
+        else:
+            trainer.start("resume", "out", folder=tmp_path)
+    fine(trainer)
+    fine(explorer)
+    fine(other)
+    require_sound(tmp_path, 16, 2)
+    store = open_run_store(tmp_path / "out")
+    writers = {group.writer for _, group in store.read(ExperienceKind.ROLLOUT)}
+    store.close()
+    assert writers == {REMOTE_EXPLORER + "train"}
+
+
+def test_an_evaluation_whose_explorer_dies_is_made_by_another(servers: list[Forks], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(SLOW_REWARD.replace("0.03", "0.15"))
+    tiny_run(tmp_path, **RL | {"steps": 4, "rewards": [SLOW], "evaluation": {"every": 2}})
+    trainer, *explorers = servers
+    start(trainer, tmp_path, "train")
+    for server in explorers:
+        start(server, tmp_path, "explore")
+
+    at_it: list[int] = []
+
+    def begun() -> bool:
+        said = [each for each in read_heartbeats(tmp_path / "out") if each.name.startswith("explorer")]
+        at_it[:] = [each.pid for each in said if each.doing.startswith("evaluate")]
+        return bool(at_it) and any((tmp_path / "out/asked").glob("*.begun"))
+
+    wait_until(begun, trainer)
+    assert send(at_it[0])
+    fine(trainer)
+    ends = [server.wait().code for server in explorers]
+    assert sorted(ends) == [-signal.SIGKILL, 0]
+    evaluated = json.loads((tmp_path / "out/summary.json").read_text())["evaluations"]
+    assert [each["step"] for each in evaluated] == [0, 2, 4]
+
+
+def wait_until(happened: Callable[[], bool], server: Forks, limit_s: float = 90.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not happened():
+        assert not ended(server.pid), server.wait()
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_without_explorers_the_trainer_says_how_to_start_one(servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 2, "rollout": {"deadline_s": 1}})
+    start(servers[0], tmp_path, "train")
+    done = servers[0].wait()
+    assert done.code == 1
+    assert "the trainer waited 1 s for 4 of the 4 groups of step 1" in done.err
+    assert "No explorer has joined; start one: rollmill run out/config.yaml --set mode=explore --out out" in done.err
+
+
+def test_an_explorer_whose_trainer_is_gone_ends(servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 200})
+    start(servers[0], tmp_path, "train")
+    start(servers[1], tmp_path, "explore", "--set", "trainer_away_s=8")
+    wait_until(lambda: len(steps(tmp_path)) >= 2, servers[0])
+    send(servers[0].pid)
+    servers[0].wait()
+    done = servers[1].wait()
+    assert done.code == 1
+    assert "the explorer waited 8 s for the trainer (process" in done.err
+    assert "rollmill resume out" in done.err
+
+
+def test_another_run_file_does_not_join(servers: list[Forks], tmp_path: Path) -> None:
+    tiny_run(tmp_path, **RL | {"steps": 200})
+    start(servers[0], tmp_path, "train")
+    wait_until(lambda: (tmp_path / "out/trainer.json").exists(), servers[0])
+    start(servers[1], tmp_path, "explore", "--set", "rollout.temperature=0.5")
+    done = servers[1].wait()
+    assert done.code == 2
+    assert "run.yaml differs from the run in out in rollout.temperature" in done.err
+    send(servers[0].pid)
+    servers[0].wait()
+
+
+def test_training_alone_on_what_the_buffer_holds(servers: list[Forks], tmp_path: Path) -> None:
+    """Offline: what one run has made is exported, and another one learns from it without any explorer."""
+    tiny_run(tmp_path, **RL | {"steps": 3, "buffer": {"store": "sql"}})
+    for argv in (
+        ("run", "run.yaml", "--out", "made"),
+        ("buffer", "export", "made", "--to", "made.parquet", "--shelf", "usual"),
+    ):
+        assert servers[0].run(*argv, folder=tmp_path).code == 0
+    start(servers[0], tmp_path, "train", "--set", "max_staleness=100")
+    wait_until(lambda: (tmp_path / "out/trainer.json").exists(), servers[0])
+    added = servers[1].run("buffer", "import", "out", "made.parquet", folder=tmp_path)
+    assert added.code == 0, added.err
+    fine(servers[0])
+    assert [row["step"] for row in steps(tmp_path)] == [1, 2, 3]

@@ -1,0 +1,163 @@
+"""Adapters: gymnasium, reasoning-gym and TextArenaSection as environments."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from environment_pools import in_loop, rollout
+
+from rollmill.config.environments import GymnasiumSection, ReasoningGymSection, TextArenaSection
+from rollmill.config.rows import GeneratorConfig
+from rollmill.data.generators import generate_rows
+from rollmill.errors import ConfigError
+from rollmill.rollout.environments.gymnasium import GymnasiumEnvironment
+from rollmill.rollout.environments.pool import EnvironmentPool
+from rollmill.rollout.environments.reasoning_gym import ReasoningGymEnvironment
+from rollmill.rollout.environments.textarena import TextArenaEnvironment
+from rollmill.types import Task
+
+MAP = ["SFF", "FHF", "FFG"]
+
+
+def task(**metadata: Any) -> Task:
+    return Task("t:1", "go", metadata=metadata)
+
+
+def lake(**keys: Any) -> GymnasiumEnvironment:
+    return GymnasiumEnvironment(GymnasiumSection(options={"is_slippery": False, "desc": MAP}, **keys))
+
+
+def test_a_frozen_lake_is_a_map_with_a_player() -> None:
+    env = lake()
+    assert env.reset(task(), 1) == "PFF\nFHF\nFFG\n"
+    found = env.step("I go up... no, right")
+    assert (found.observation, found.reward, found.done) == ("SPF\nFHF\nFFG\n", 0.0, False)
+    env.step("RIGHT")
+    env.step("Down!")
+    found = env.step("down")
+    assert (found.observation, found.reward, found.done) == ("SFF\nFHF\nFFP\n", 1.0, True)
+    assert env.reset(task(options={"desc": ["SH", "FG"]}), 1) == "PH\nFG\n"
+    assert env.step("right").done
+
+
+def test_a_reply_without_an_action_costs_and_changes_nothing() -> None:
+    env = lake(invalid_penalty=0.5, max_steps=3)
+    env.reset(task(), 1)
+    found = env.step("rightly so")
+    assert found.observation == "That is no action; there are left, down, right, up.\nPFF\nFHF\nFFG\n"
+    assert (found.reward, found.done, found.info) == (-0.5, False, {"invalid": 1.0})
+    assert env.step("right").observation == "SPF\nFHF\nFFG\n"
+    assert env.step("").done  # the third step
+
+
+def test_a_seed_of_the_task_decides() -> None:
+    env = GymnasiumEnvironment(GymnasiumSection(id="Taxi-v4"))
+    assert env.reset(task(seed=3), 1) == env.reset(task(seed=3), 2)
+    starts = {env.reset(task(), seed) for seed in range(5)}
+    assert len(starts) > 1
+    assert all("\x1b" not in each and "[" in each for each in starts)
+    assert env.step("[pickup]").info["invalid"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"id": "FrozenPond-v1"}, "gymnasium does not make FrozenPond-v1"),
+        ({"actions": ["a"]}, "FrozenLake-v1 has 4 actions, and environment.actions 1 words"),
+        ({"id": "Blackjack-v1", "actions": ["hit", "stick"]}, "Blackjack-v1 is not rendered as text"),
+        ({"id": "Pendulum-v1"}, "Pendulum-v1"),
+        ({"options": {"size": 3}}, "gymnasium does not make FrozenLake-v1"),
+    ],
+)
+def test_what_gymnasium_cannot_do_is_said(keys: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GymnasiumEnvironment(GymnasiumSection(**keys)).reset(task(), 1)
+
+
+def test_a_function_may_describe_what_is_not_rendered(tmp_path: Path) -> None:
+    (tmp_path / "cards.py").write_text("def cards(environment, observation):\n    return str(observation[0])\n")
+    config = GymnasiumSection(id="Blackjack-v1", actions=["stick", "hit"], describe=f"{tmp_path}/cards.py:cards")
+    assert 4 <= int(GymnasiumEnvironment(config).reset(task(), 1)) <= 21
+
+
+def test_an_answer_may_be_tried_again() -> None:
+    [record] = list(generate_rows(GeneratorConfig(name="chain_sum", size=1, seed=1)))
+    assert record.metadata is not None
+    given = Task("t:1", "q", metadata=record.metadata)
+    answer = record.metadata["entry"]["answer"]
+    env = ReasoningGymEnvironment(ReasoningGymSection(attempts=2, after="####", discount=0.5, feedback="No."))
+    assert env.reset(given, 1) == ""
+    wrong = env.step("I do not know")
+    assert (wrong.observation, wrong.reward, wrong.done) == ("No.", 0.0, False)
+    right = env.step(f"So #### {answer}")
+    assert (right.reward, right.done) == (0.5, True)
+    env.reset(given, 1)
+    assert env.step(f"#### {answer}").reward == 1.0
+    with pytest.raises(ConfigError, match="was made by no generator"):
+        env.reset(task(), 1)
+
+
+def test_a_text_game_is_played_to_its_end() -> None:
+    before = random.getstate()
+    game = TextArenaEnvironment(TextArenaSection(id="GuessTheNumber-v0", options={"max_number": 8}))
+    assert "between 1 and 8" in game.reset(task(), 4)
+    other = TextArenaEnvironment(TextArenaSection(id="GuessTheNumber-v0", options={"max_number": 8}))
+    other.reset(task(seed=4), 5)
+    low, high, turns = 1, 8, 0
+    while True:
+        guess = (low + high) // 2
+        found, same = game.step(f"I say [{guess}]"), other.step(f"[{guess}]")
+        assert found == same  # two games do not disturb each other's randomness
+        turns += 1
+        if found.done:
+            break
+        low, high = (guess + 1, high) if "higher" in str(found.observation) else (low, guess - 1)
+    assert found.reward == 1.0
+    assert turns <= 4
+    assert random.getstate() == before
+
+
+@pytest.mark.parametrize(
+    ("id", "text"),
+    [
+        ("GuessTheNumer-v0", "did you mean GuessTheNumber-v0"),
+        ("TicTacToe-v0", "does not begin for one player"),
+        ("TwentyQuestions-v0", "TextArena does not make TwentyQuestions-v0: ValueError: OpenRouter"),
+    ],
+)
+def test_games_that_cannot_be_played_are_refused(id: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TextArenaEnvironment(TextArenaSection(id=id)).reset(task(), 1)
+
+
+def test_a_game_whose_words_are_missing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    import nltk
+
+    def missing(*arguments: Any) -> None:
+        raise LookupError("Resource words not found.")
+
+    monkeypatch.setattr(nltk, "download", lambda *arguments, **options: False)
+    monkeypatch.setattr("nltk.data.find", missing)
+    with pytest.raises(ConfigError, match="needs word lists that nltk downloads"):
+        TextArenaEnvironment(TextArenaSection(id="Hangman-v0")).reset(task(), 1)
+
+
+@in_loop
+async def test_adapters_live_in_processes_too() -> None:
+    found = EnvironmentPool(GymnasiumSection(options={"is_slippery": False, "desc": MAP}, processes=1))
+    async with found.one(rollout()) as one:
+        assert await one.reset() == "PFF\nFHF\nFFG\n"
+        assert (await one.step("down")).observation == "SFF\nPHF\nFFG\n"
+    await found.close()
+
+
+@in_loop
+async def test_a_library_s_refusal_comes_through_from_a_process() -> None:
+    found = EnvironmentPool(GymnasiumSection(id="FrozenPond-v1", processes=1))
+    async with found.one(rollout()) as one:
+        with pytest.raises(ConfigError, match="gymnasium does not make FrozenPond-v1"):
+            await one.reset()
+    await found.close()

@@ -1,0 +1,178 @@
+"""What a workflow's calls and answer come to: branches and steps with rewards of their own, wrong answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from toys import toy_tokenizer
+
+from rollmill.config.rollout import RolloutConfig
+from rollmill.engines.base import GenerationRequest
+from rollmill.errors import EngineError, WorkflowError
+from rollmill.rewards import build_reward_manager
+from rollmill.rollout import Explorer
+from rollmill.rollout.chat import ChatRenderer
+from rollmill.rollout.policy import Policy
+from rollmill.rollout.retries import RetryingWorkflow
+from rollmill.rollout.runner import WorkflowRunner
+from rollmill.rollout.workflow import Workflow, WorkflowFunction
+from rollmill.types import Completion, Experience, StopReason, Task
+
+TOKENIZER = toy_tokenizer()
+TASK = Task(id="t", prompt="1+1=", answer="2")
+
+
+class Repeating:
+    """An engine whose answers to prompts with an `R` end by repetition; it refuses to be greedy, and then waits."""
+
+    version = 0
+    stopped = 0
+
+    async def generate(self, request: GenerationRequest) -> list[Completion]:
+        prompt, ids = np.array(request.prompt_ids, np.int32), np.array([40], np.int32)
+        stop = StopReason.REPETITION if "R" in TOKENIZER.decode(prompt) else StopReason.EOS
+        zeros = np.zeros(1, np.float32)
+        return [Completion(prompt, ids, zeros, ids * 0, zeros, "a", stop, 0, index) for index in range(request.n)]
+
+    async def stream(self, request: GenerationRequest) -> AsyncIterator[Completion]:
+        if request.sampling.temperature == 0:
+            raise EngineError("not greedy")
+        try:
+            await asyncio.sleep(60)
+        finally:
+            self.stopped += 1
+        for each in await self.generate(request):
+            yield each
+
+
+def rolled_out(solve: WorkflowFunction, **rollout: Any) -> list[Experience]:
+    """One rollout by a workflow."""
+    limits = RolloutConfig(**rollout)
+    engine: Any = Repeating()
+    judge = build_reward_manager([])
+    runner = WorkflowRunner(
+        RetryingWorkflow(Workflow("solve", solve, {}), limits), engine, ChatRenderer(TOKENIZER, frozenset()), judge
+    )
+    try:
+        return asyncio.run(runner.group(TASK, limits, n=1, seed=0, group="g"))
+    finally:
+        judge.close()
+
+
+def test_a_first_branch_with_a_reward_of_its_own_is_another_rollout_than_the_rest() -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        policy.reward(await policy.complete("a"), 1.0)
+        await policy.complete("b")
+        await policy.complete("c")
+        return 0.25
+
+    first, *rest = rolled_out(solve)
+    assert [one.reward for one in (first, *rest)] == [1.0, 0.25, 0.25]
+    assert {one.info["episode"] for one in rest}.isdisjoint({first.info["episode"]})
+    assert len({one.info["episode"] for one in rest}) == 1
+    assert [one.info["step_reward"] for one in (first, *rest)] == [1.0, 0.0, 0.25]
+
+
+def test_what_the_workflow_returns_belongs_to_the_last_branch_without_a_reward_of_its_own() -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        await policy.complete("a")
+        policy.reward(await policy.complete("b"), 1.0)
+        return 0.25
+
+    assert [one.info["step_reward"] for one in rolled_out(solve)] == [0.25, 1.0]
+
+
+def test_repetition_costs_the_branch_that_repeats() -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        for number, prompt in enumerate(("a", "R", "c")):
+            policy.reward(await policy.complete(prompt), number)
+        return 0.0
+
+    found = rolled_out(solve, repetition={"penalty": 0.5})
+    assert [one.reward for one in found] == [one.info["step_reward"] for one in found] == [0.0, 0.5, 2.0]
+    assert [one.reward_parts["rollout/repetition"] for one in found] == [0.0, -0.5, 0.0]
+
+
+def test_the_rewards_of_steps_add_up_whatever_a_step_consists_of() -> None:
+    """The first step has no call, the second forks, the third has no call again."""
+
+    async def solve(task: Task, policy: Policy) -> float:
+        policy.step(0.5)
+        await policy.complete("a")
+        await policy.complete("b")
+        policy.step(1.0, anchor="here")
+        policy.step(2.0)
+        await policy.complete("R")
+        policy.step(4.0)
+        return 8.0
+
+    found = rolled_out(solve, repetition={"penalty": 16.0})
+    assert [one.info["step_reward"] for one in found] == [0.5, 3.0, 4.0 + 8.0 - 16.0]
+    assert {one.reward for one in found} == {-0.5}
+    assert [one.info.get("anchor") for one in found] == ["here", "here", None]
+
+
+def test_a_forked_rollout_without_a_verdict_has_no_step_rewards() -> None:
+    async def solve(task: Task, policy: Policy) -> dict[str, float | None]:
+        await policy.complete("a")
+        await policy.complete("b")
+        return {"right": None}
+
+    for one in rolled_out(solve):
+        assert one.reward is None
+        assert "step_reward" not in one.info
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((1.0, {"bonus": 1.0}), "of tuples only"),
+        ((1.0,), "of tuples only"),
+        (float("nan"), "must be a finite number"),
+    ],
+)
+def test_answers_that_are_no_reward_name_the_task(answer: Any, message: str) -> None:
+    async def solve(task: Task, policy: Policy) -> Any:
+        await policy.complete("a")
+        return answer
+
+    with pytest.raises(WorkflowError, match=rf"`solve` failed on task `t`, rollout 0: .*{message}"):
+        rolled_out(solve)
+
+
+@pytest.mark.parametrize("call", ["reward", "step", "foreign"])
+def test_rewards_that_cannot_be_learned_from_are_refused(call: str) -> None:
+    async def solve(task: Task, policy: Policy) -> float:
+        reply = await policy.complete("a")
+        if call == "step":
+            policy.step(float("inf"))
+        other = Policy(Repeating(), ChatRenderer(TOKENIZER, frozenset()), policy.sampling, seed=0, name="frozen")  # type: ignore[arg-type]
+        policy.reward(reply if call == "reward" else await other.complete("a"), float("nan") if call == "reward" else 1)
+        return 0.0
+
+    said = {
+        "reward": "policy.reward was given nan",
+        "step": "policy.step was given inf",
+        "foreign": "none of this policy",
+    }
+    with pytest.raises(WorkflowError, match=said[call]):
+        rolled_out(solve)
+
+
+def test_a_rollout_ends_with_its_greedy_one() -> None:
+    """Nothing goes on in the background when one of the two fails."""
+    engine: Any = Repeating()
+    judge = build_reward_manager([])
+
+    async def run() -> None:
+        explorer = Explorer(engine, judge, TOKENIZER)
+        with pytest.raises(EngineError, match="not greedy"):
+            await explorer.rollout(TASK, RolloutConfig(), n=2, seed=0, group="g", with_greedy=True)
+        assert engine.stopped == 1
+
+    asyncio.run(run())
+    judge.close()

@@ -1,0 +1,54 @@
+"""A real agent framework, the OpenAI Agents SDK, uses the endpoint unmodified."""
+
+from __future__ import annotations
+
+import asyncio
+
+import agents
+import openai
+from endpoints import KEY, running
+
+from rollmill.rollout.endpoint.application import ServiceLimits
+
+CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>'
+agents.set_tracing_disabled(True)
+
+
+@agents.function_tool
+def multiply(a: int, b: int) -> str:
+    """Multiply two numbers."""
+    return str(a * b)
+
+
+def agent(base_url: str) -> agents.Agent:
+    client = openai.AsyncOpenAI(base_url=base_url, api_key=f"{KEY}:framework", max_retries=0)
+    model = agents.OpenAIChatCompletionsModel(model="policy", openai_client=client)
+    return agents.Agent(name="calculator", instructions="Use tools.", tools=[multiply], model=model)
+
+
+def test_an_agent_with_a_tool_is_recorded_as_one_trajectory() -> None:
+    says = [CALL, "It is 391.", "You are welcome."]
+    with running(says, limits=ServiceLimits(), max_new_tokens=120, max_position_embeddings=2048) as site:
+
+        async def use() -> list[str]:
+            made = agent(site.base_url)
+            first = await agents.Runner.run(made, "What is 17 times 23?")
+            again = [*first.to_input_list(), {"role": "user", "content": "Thanks."}]
+            second = agents.Runner.run_streamed(made, again)
+            async for _ in second.stream_events():
+                pass
+            return [str(first.final_output), str(second.final_output)]
+
+        assert asyncio.run(use()) == ["It is 391.", "You are welcome."]
+        session = site.service.sessions.find(name="framework")
+        session.rewarded(1.0)
+        site.service.sessions.commit([session], site.kept, site.service.chat.decode)
+        [one] = site.kept.finished[-1].experiences
+        assert [turn.role for turn in one.turns] == [
+            "prompt", "assistant", "observation", "assistant", "observation", "assistant",
+        ]  # fmt: skip
+        said = [one.token_ids[turn.start : turn.end].tolist() for turn in one.turns if turn.role == "assistant"]
+        encode, end = site.service.chat.encode, site.service.chat.tokenizer.eos_token_id
+        assert said == [[*encode(text), end] for text in says]
+        assert one.action_tokens == sum(map(len, said))
+        assert "391" in one.turns[2].text

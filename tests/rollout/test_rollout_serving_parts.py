@@ -1,0 +1,100 @@
+"""Parts of the endpoint that hold for any input: what is shown while it comes, and messages in one form."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from toys import toy_tokenizer
+
+from rollmill.rollout.chat_template import ChatTemplate
+from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages
+from rollmill.rollout.endpoint.protocol import ChatMessageParam
+from rollmill.rollout.endpoint.text_stream import TextStream
+from rollmill.rollout.tools.formats import ToolCall, render_tool_calls, split_tool_calls
+from rollmill.strict_files import parse_strict_json
+
+TOKENIZER = toy_tokenizer()
+PIECES = st.sampled_from(["one", " two", "ST", "STOP", "é", "<tool", "_call>", "```", "\n", "{", "世界", " "])
+
+
+@given(st.lists(PIECES, max_size=12), st.booleans())
+def test_pieces_are_the_beginning_of_the_whole_and_never_a_stop_string(pieces: list[str], tools: bool) -> None:
+    text = "".join(pieces)
+    stream, shown = TextStream(TOKENIZER, ["STOP"], tools=tools), ""
+    for token in TOKENIZER.encode(text, add_special_tokens=False):
+        shown += stream.push(token)
+        assert text.split("STOP")[0].startswith(shown)
+        assert shown == stream.shown
+        if tools:
+            assert not any(mark in shown for mark in ("<tool_call>", "```"))
+    whole = text.split("STOP")[0]
+    assert shown + stream.finish(whole) == whole
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 9) | st.text("ab<{}\"'\\", max_size=4),
+    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text("abc", max_size=2), inner, max_size=2),
+    max_leaves=5,
+)
+CALLS = st.lists(st.tuples(st.text("abc_", min_size=1, max_size=5), st.dictionaries(st.text("xyz", max_size=2), JSON)))
+
+
+@settings(max_examples=40)
+@given(st.text("ab \n", max_size=6), CALLS, st.randoms(use_true_random=False))
+def test_what_was_answered_is_known_again(content: str, calls: list[tuple[str, dict[str, Any]]], random: Any) -> None:
+    """Whatever a client does to ids, spaces and the order of arguments."""
+    own = assistant_message(content, [ToolCall(f"id{i}", name, arguments) for i, (name, arguments) in enumerate(calls)])
+    theirs: dict[str, Any] = {"role": "assistant", "content": [{"type": "text", "text": content}], "refusal": None}
+    if calls:
+        theirs["tool_calls"] = [
+            {
+                "id": f"other{i}",
+                "function": {"name": name, "arguments": json.dumps(_shuffled(arguments, random), indent=1)},
+            }
+            for i, (name, arguments) in enumerate(calls)
+        ]
+    sent = ChatMessageParam.model_validate(theirs)
+    assert normalize_messages([sent]) == normalize_messages([own])
+
+
+def _shuffled(value: Any, random: Any) -> Any:
+    if isinstance(value, list):
+        return [_shuffled(each, random) for each in value]
+    if not isinstance(value, dict):
+        return value
+    items = list(value.items())
+    random.shuffle(items)
+    return {key: _shuffled(each, random) for key, each in items}
+
+
+def test_results_follow_their_calls_through_other_ids() -> None:
+    call = {"id": "x", "function": {"name": "f", "arguments": "{}"}}
+    messages: list[Any] = [
+        {"role": "developer", "content": "be kind"},
+        {"role": "assistant", "tool_calls": [call, call | {"id": "y"}]},
+        {"role": "tool", "tool_call_id": "y", "content": "2"},
+    ]
+    found = normalize_messages([ChatMessageParam.model_validate(each) for each in messages])
+    assert [each["role"] for each in found] == ["system", "assistant", "tool"]
+    assert [each["id"] for each in found[1]["tool_calls"]] == ["call00000", "call00001"]
+    assert found[2]["tool_call_id"] == "call00001"
+
+
+@pytest.mark.parametrize("system", [True, False])
+def test_tools_are_described_where_the_template_knows_of_none(system: bool) -> None:
+    tool = {"type": "function", "function": {"name": "add"}}
+    start = [{"role": "system", "content": "be kind"}] if system else []
+    messages, left = ChatTemplate(TOKENIZER).fitted([*start, {"role": "user", "content": "hi"}], [tool], "auto")
+    assert left is None
+    assert [each["role"] for each in messages] == ["system", "user"]
+    assert json.dumps(tool) in messages[0]["content"]
+    assert messages[0]["content"].startswith("be kind") == system
+
+
+def test_calls_survive_being_written() -> None:
+    _, calls = split_tool_calls('<tool_call>\n{"name": "f", "arguments": {"a": "<x>"}}\n</tool_call>')
+    assert parse_strict_json(render_tool_calls(calls).split("\n")[1])["arguments"] == {"a": "<x>"}
