@@ -43,21 +43,21 @@ async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     around, judge, passes = [], [], []
     for batch in (max(1, args.prompts // FEWER), args.prompts):
         options = argparse.Namespace(**vars(args) | {"prompts": batch})
-        stage, precision = build_stage(options, "bench.ours.step:even_ids", run_dir=folder)
-        stage.begin({})
-        await stage.step()
+        loop, precision = build_stage(options, "bench.ours.step:even_ids", run_dir=folder)
+        loop.stage.begin({})
+        await loop.step()
         for _ in range(args.steps):
-            with record_engine_steps(stage.engine) as found:
-                seconds = (await stage.step()).seconds
+            with record_engine_steps(loop.stage.engine) as found:
+                seconds = (await loop.step()).seconds
             passes += found
             train.setdefault(batch, []).append(seconds["total"] - seconds["rollout"] - seconds["reward"])
             around.append((seconds["rollout"] - sum(each.seconds for each in found)) / batch)
             judge.append(seconds["reward"])
         if batch == args.prompts:
-            passes += await many_rows(stage.engine, args)
-            again = await recomputed(stage.engine, args)
-            publish_s, take_s = measure_weight_transfer(stage.policy, precision)
-        await stage.close()
+            passes += await many_rows(loop.stage.engine, args)
+            again = await recomputed(loop.stage.engine, args)
+            publish_s, take_s = measure_weight_transfer(loop.stage.policy, precision)
+        await loop.stage.close()
     return {
         "passes": asdict(EngineStepCosts.fitted(passes)),
         "train_s": {str(batch): times for batch, times in train.items()},
@@ -132,12 +132,12 @@ async def endless(args: argparse.Namespace, folder: Path) -> None:
     """Train or decode until whoever wanted company is gone."""
     parent = os.getppid()
     trainer, batch = ready_made(args)
-    stage, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)
+    loop, _ = build_stage(args, "bench.ours.step:even_ids", run_dir=folder)
     while os.getppid() == parent:
         if args.endless == "train":
             trainer.step(batch, 0)
         else:
-            await many_rows(stage.engine, args)
+            await many_rows(loop.stage.engine, args)
 
 
 def main() -> None:

@@ -25,18 +25,18 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
         function="bench.sums:rows",
         options={"size": args.held_out, "seed": 7, "shares": BALANCED, "held_out": True},
     )
-    stage, precision, accuracy = repair_stage(args, train, held_out)
+    loop, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"rollouts": 0, "tokens": 0, "seconds": 0.0, "uniform": 0.0}
         for _ in range(args.every):
-            result = await stage.step()
+            result = await loop.step()
             report["rollouts"] += result.metrics["completions"]
             report["tokens"] += result.generated_tokens
             report["seconds"] += result.seconds["total"]
             report["uniform"] += _uniform(result.experiences) / args.every
         channel.say(**report, accuracy=await accuracy())
-    await stage.close()
+    await loop.stage.close()
 
 
 def _uniform(experiences: list[Any]) -> float:

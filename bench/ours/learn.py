@@ -16,16 +16,16 @@ async def serve_learning(channel: Channel, args: argparse.Namespace) -> None:
     from rollmill.config.taskset import TasksetConfig
 
     train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
-    stage, precision, accuracy = repair_stage(args, train, held_out)
+    loop, precision, accuracy = repair_stage(args, train, held_out)
     channel.say(accuracy=await accuracy(), dtype=precision, versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0}
         for _ in range(args.every):
-            result = await stage.step()
+            result = await loop.step()
             report["seconds"] += result.seconds["total"]
             report["tokens"] += result.generated_tokens
         channel.say(**report, accuracy=await accuracy())
-    await stage.close()
+    await loop.stage.close()
 
 
 def main() -> None:

@@ -24,23 +24,23 @@ async def serve_steps(channel: Channel, args: argparse.Namespace, folder: Path) 
     placement = RayPlacement(explorers=args.explorers) if args.placement == "ray" else InlinePlacement()
     more: dict[str, Any] = {"max_staleness": args.max_staleness, "placement": placement, "run_dir": folder}
     more["engine"] = NativeEngineConfig(after_update=args.after_update)
-    stage, precision = build_stage(args, "bench.ours.step:even_ids", **more)
-    stage.begin({})
-    await stage.step()
+    loop, precision = build_stage(args, "bench.ours.step:even_ids", **more)
+    loop.stage.begin({})
+    await loop.step()
     channel.say(dtype=precision, versions=versions("torch", "transformers", "ray"))
     for _ in channel.commands():
         for _ in range(SETTLE + args.max_staleness):
-            await stage.step()
+            await loop.step()
         began, staleness = time.perf_counter(), 0.0
         phases: dict[str, float] = {}
         for _ in range(args.steps):
-            result = await stage.step()
+            result = await loop.step()
             staleness = max(staleness, result.metrics["staleness/max"])
             for name, seconds in result.seconds.items():
                 phases[name] = round(phases.get(name, 0.0) + seconds / args.steps, 4)
         seconds = time.perf_counter() - began
         channel.say(steps_per_s=args.steps / seconds, staleness=staleness, phases=phases)
-    await stage.close()
+    await loop.stage.close()
 
 
 def main() -> None:

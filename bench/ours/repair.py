@@ -32,6 +32,7 @@ def repair_stage(
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import select_tasks
     from rollmill.quickstart import addition
     from rollmill.trainer import choose_precision
@@ -51,11 +52,11 @@ def repair_stage(
     tasks = select_tasks(config, policy, load_taskset(train), {"": load_taskset(held_out)})
     buffers = Buffers(args.folder, "", read_only=True)
     context = RunContext(args.folder, "", args.seed, precision, 1, buffers)
-    stage = TrainingLoop(config, policy, tasks, context, index=0, first_version=0)
+    loop = TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0))
 
     async def accuracy() -> float:
-        assert stage.evaluator is not None
-        evaluated = await stage.evaluator.evaluate()
+        assert loop.stage.evaluator is not None
+        evaluated = await loop.stage.evaluator.evaluate()
         return evaluated.metrics["eval/sampled"]
 
-    return stage, precision, accuracy
+    return loop, precision, accuracy

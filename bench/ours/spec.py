@@ -30,19 +30,19 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
     changes = {"rollout": rollout, "trainer": {"lr": args.lr}}
     channel.say(versions=versions("torch", "transformers"))
     for args.seed, _ in enumerate(channel.commands()):
-        stage, precision, _ = repair_stage(args, train, held_out, changes)
+        loop, precision, _ = repair_stage(args, train, held_out, changes)
         for _ in range(args.steps):
-            stage.learn(await stage.collect())
+            loop.learn(await loop.collect())
         report: dict[str, Any] = {"seconds": 0.0, "tokens": 0, "score": 0.0, "variance": 0.0, "kl": 0.0}
         for _ in range(args.steps):
-            began, before = time.perf_counter(), stage._engine.tokens_generated
-            experiences = await stage.collect()
+            began, before = time.perf_counter(), loop.stage.engine.tokens_generated
+            experiences = await loop.collect()
             report["seconds"] += time.perf_counter() - began
-            report["tokens"] += stage._engine.tokens_generated - before
-            score, variance = scored(stage._policy.model, experiences)
+            report["tokens"] += loop.stage.engine.tokens_generated - before
+            score, variance = scored(loop.stage.policy.model, experiences)
             report["score"], report["variance"] = report["score"] + score, report["variance"] + variance
-            report["kl"] += stage.learn(experiences)["kl"] / args.steps
-        counts = stage._engine.drafting.counts  # type: ignore[attr-defined]
+            report["kl"] += loop.learn(experiences)["kl"] / args.steps
+        counts = loop.stage.engine.drafting.counts  # type: ignore[attr-defined]
         channel.say(
             **report,
             tokens_per_s=report["tokens"] / report["seconds"],
@@ -51,7 +51,7 @@ async def serve_epochs(channel: Channel, args: argparse.Namespace) -> None:
             tokens_per_pass=counts.reuse_tested / max(counts.passes, 1),
             dtype=precision,
         )
-        await stage.close()
+        await loop.stage.close()
 
 
 def scored(model: Any, experiences: Sequence[Any]) -> tuple[float, float]:

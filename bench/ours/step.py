@@ -50,6 +50,7 @@ def build_stage(
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
     from rollmill.orchestrator.loop import TrainingLoop
+    from rollmill.orchestrator.stages import Stage
     from rollmill.orchestrator.task_selection import StageTasks
     from rollmill.recipes import GRPO
     from rollmill.trainer import choose_precision
@@ -75,7 +76,7 @@ def build_stage(
     tasks = StageTasks(load_taskset(config.required_taskset), experts=None, held_out={}, notes=[])
     buffers, placement = Buffers(run_dir, "", read_only=True), placement or InlinePlacement()
     context = RunContext(run_dir, uuid.uuid4().hex, 0, precision, 1, buffers, placement=placement)
-    return TrainingLoop(config, policy, tasks, context, index=0, first_version=0), precision
+    return TrainingLoop(Stage(config, policy, tasks, context, index=0, first_version=0)), precision
 
 
 async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
@@ -83,7 +84,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     began = time.perf_counter()
     import torch
 
-    stage, precision = build_stage(args, "bench.ours.step:even_ids")
+    loop, precision = build_stage(args, "bench.ours.step:even_ids")
     channel.say(
         startup_s=time.perf_counter() - began,
         dtype=precision,
@@ -91,7 +92,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
     )
     for _ in channel.commands():
         started, cpu = time.perf_counter(), time.process_time()
-        result = await stage.step()
+        result = await loop.step()
         if args.device == "cuda":
             torch.cuda.synchronize()
         channel.say(
@@ -100,7 +101,7 @@ async def serve_steps(channel: Channel, args: argparse.Namespace) -> None:
             tokens=result.generated_tokens,
             phases={name: round(value, 4) for name, value in result.seconds.items()},
         )
-    await stage.close()
+    await loop.stage.close()
 
 
 def main() -> None:

@@ -96,9 +96,10 @@ def tail_stage(args: argparse.Namespace) -> Any:
     from rollmill.config.run import StageConfig
     from rollmill.data import load_taskset
     from rollmill.models.load import load_policy
-    from rollmill.orchestrator import loop as stages
+    from rollmill.orchestrator import stages
     from rollmill.orchestrator.buffers import Buffers
     from rollmill.orchestrator.context import RunContext
+    from rollmill.orchestrator.loop import TrainingLoop
     from rollmill.orchestrator.task_selection import select_tasks
 
     torch.set_num_threads(1)
@@ -122,14 +123,14 @@ def tail_stage(args: argparse.Namespace) -> Any:
     model = ModelConfig.model_validate({"path": "new", "new": new})
     policy = load_policy(model, texts=lambda: iter(["0123456789"]), seed=0, device=torch.device("cpu"))
     tasks = select_tasks(config, policy, load_taskset(config.required_taskset), {})
-    vars(stages)["make_engine"] = drawn_lengths_engine(args.median, args.longest)
+    vars(stages)["build_engine"] = drawn_lengths_engine(args.median, args.longest)
     buffers = Buffers(Path(), "", read_only=True)
 
-    def make() -> stages.TrainingLoop:
+    def make() -> TrainingLoop:
         context = RunContext(Path(), "", args.seed, "fp32", 1, buffers)
-        stage = stages.TrainingLoop(config, policy, tasks, context, index=0, first_version=0)
-        stage.begin({})
-        return stage
+        loop = TrainingLoop(stages.Stage(config, policy, tasks, context, index=0, first_version=0))
+        loop.stage.begin({})
+        return loop
 
     return make
 
@@ -137,9 +138,9 @@ def tail_stage(args: argparse.Namespace) -> Any:
 class Clock:
     """Processor time of a stage's rollouts, in seconds: what else the machine does is not in it."""
 
-    def __init__(self, stage: Any) -> None:
-        self.seconds, self._roll_out = 0.0, stage._supply.roll_out
-        stage._supply.roll_out = self
+    def __init__(self, loop: Any) -> None:
+        self.seconds, self._roll_out = 0.0, loop.stage.batches.roll_out
+        loop.stage.batches.roll_out = self
 
     async def __call__(self, version: int, *, deadlines: int) -> None:
         began = time.process_time()
@@ -155,15 +156,15 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
     await warm.close()
     channel.say(versions=versions("torch", "transformers"))
     for _ in channel.commands():
-        stage = make()
-        engine = stage._engine
+        loop = make()
+        engine = loop.stage.engine
         engine.lengths = []
         report: dict[str, Any] = {"tokens": 0, "rollout_s": 0.0, "total_s": 0.0, "length_bias": []}
-        clock, began = Clock(stage), time.process_time()
+        clock, began = Clock(loop), time.process_time()
         learned: list[str] = []
         lengths: list[int] = []
         for _ in range(args.steps):
-            result = await stage.step()
+            result = await loop.step()
             own = [each.turns[-1].end - each.turns[-1].start for each in result.experiences]
             report["tokens"] += sum(own)
             report["rollout_s"] += result.seconds["rollout"]
@@ -172,7 +173,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
                 report["length_bias"].append(round(bias, 3))
             lengths += own
             learned += list(dict.fromkeys(each.task_id for each in result.experiences))
-        waiting = [id for id, _ in stage.state.again]
+        waiting = [id for id, _ in loop.stage.state.again]
         numbers = sorted(int(id.rpartition(":")[2]) for id in (*learned, *waiting))
         report |= {
             "generated": engine.tokens_generated,
@@ -186,7 +187,7 @@ async def serve_tail(channel: Channel, args: argparse.Namespace) -> None:
             "mean_length": sum(lengths) / len(lengths),
             "true_bias": sum(lengths) / len(lengths) / (sum(engine.lengths) / len(engine.lengths)),
         }
-        await stage.close()
+        await loop.stage.close()
         channel.say(**report)
 
 
@@ -197,17 +198,17 @@ async def serve_repair(channel: Channel, args: argparse.Namespace) -> None:
 
     train, held_out = (TasksetConfig(path=args.folder / name) for name in ("train.jsonl", "held_out.jsonl"))
     changes = {"max_staleness": args.max_staleness, "rollout": args.rollout}
-    stage, _, accuracy = repair.repair_stage(args, train, held_out, changes)
-    stage.begin({})
+    loop, _, accuracy = repair.repair_stage(args, train, held_out, changes)
+    loop.stage.begin({})
     channel.say(accuracy=await accuracy(), versions=versions("torch", "transformers"))
     for _ in channel.commands():
         report: dict[str, Any] = {"segments": 0.0, "stopped": 0.0}
         for _ in range(args.steps):
-            metrics = (await stage.step()).metrics
+            metrics = (await loop.step()).metrics
             report["segments"] = max(report["segments"], metrics.get("rollout/segments", 0.0))
             report["stopped"] += metrics.get("rollout/stopped", 0.0)
         channel.say(**report, accuracy=await accuracy())
-    await stage.close()
+    await loop.stage.close()
 
 
 def main() -> None:

@@ -6,7 +6,7 @@ import asyncio
 import os
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,15 +21,15 @@ from rollmill.files import atomic_write
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
-from rollmill.orchestrator.loop import MakeLoop, TrainingLoop
 from rollmill.orchestrator.monitor import Monitor
 from rollmill.orchestrator.orchestrator import Orchestrator, Serving
 from rollmill.orchestrator.run_lock import hold_run_lock, is_run_locked
 from rollmill.orchestrator.setup import MACHINE, RunSetup, set_up_run
+from rollmill.orchestrator.stages import RolloutBackend, Stage
 from rollmill.orchestrator.state import RunState
 from rollmill.orchestrator.summary import summarise
 from rollmill.remote.actor_pool import ActorPool
-from rollmill.remote.trainer_stage import choose_loop
+from rollmill.remote.trainer_stage import run_mode
 from rollmill.trackers.console import RunView, make_view
 from rollmill.trackers.heartbeat import HEARTBEAT_FOLDER as PROCESSES
 from rollmill.trackers.heartbeat import TRAINER_PROCESS, HeartbeatWriter, keep_heartbeat
@@ -124,7 +124,7 @@ def stage_overrides(loaded: LoadedRun, index: int, overrides: Sequence[str]) -> 
 
 
 async def _evaluate(loaded: LoadedRun, run_dir: Path, setup: RunSetup, index: int, step: int) -> dict[str, float]:
-    stage = TrainingLoop(
+    stage = Stage(
         loaded.stages[index],
         setup.policy,
         setup.tasks[index],
@@ -161,10 +161,10 @@ def execute(
 
         return supervise(loaded, run_dir, view, resumed=resumed)
     with (
-        choose_loop(loaded.config, run_dir, resumed=resumed) as make_stage,
+        run_mode(loaded.config, run_dir, resumed=resumed) as backend,
         keep_heartbeat(run_dir, TRAINER_PROCESS) as heartbeat,
     ):
-        given = _RunInputs(heartbeat, make_stage, serving, explorers, ranks, interrupts)
+        given = _RunInputs(heartbeat, backend, serving, explorers, ranks, interrupts)
         return _execute(loaded, run_dir, view, given, resumed=resumed)
 
 
@@ -173,7 +173,7 @@ class _RunInputs:
     """What a run gets from the process that it is in."""
 
     heartbeat: HeartbeatWriter
-    make_stage: MakeLoop
+    backend: Callable[[Stage], RolloutBackend] | None
     serving: Serving | None
     explorers: ActorPool | None
     ranks: Sequence[dict[str, Any]]
@@ -211,7 +211,7 @@ def _execute(
         monitor,
         serving=serving,
         interrupts=given.interrupts,
-        make_stage=given.make_stage,
+        backend=given.backend,
     )
     try:
         buffers.open_all(loaded.stages)

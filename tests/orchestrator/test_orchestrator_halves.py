@@ -26,7 +26,7 @@ from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.batch_reader import BatchReader
-from rollmill.orchestrator.producer import PipelineInputs, RolloutComponents
+from rollmill.orchestrator.batches import PipelineInputs, RolloutComponents
 from rollmill.orchestrator.scheduler import RolloutScheduler
 from rollmill.pipelines import Pipeline
 from rollmill.remote import explorer_stage

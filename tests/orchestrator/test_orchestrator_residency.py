@@ -17,7 +17,7 @@ from rollmill.errors import ConfigError
 from rollmill.launch import evaluate, resume, run
 from rollmill.offload import OffloadManager
 from rollmill.offload.sizes import estimate_component_sizes
-from rollmill.orchestrator.loop import TrainingLoop
+from rollmill.orchestrator.stages import Stage
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView
 
@@ -129,9 +129,9 @@ def test_sizes_are_known_before_anything_is_made(
             )
         return moved
 
-    stages: list[TrainingLoop] = []
-    begin = TrainingLoop.begin
-    monkeypatch.setattr(TrainingLoop, "begin", lambda self, stores: (stages.append(self), begin(self, stores))[1])
+    stages: list[Stage] = []
+    begin = Stage.begin
+    monkeypatch.setattr(Stage, "begin", lambda self, stores: (stages.append(self), begin(self, stores))[1])
     monkeypatch.setattr(OffloadManager, "enter", entered)
     started(tmp_path, **changes | {"evaluation": None})
     assert len(found) == 4

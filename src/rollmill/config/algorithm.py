@@ -41,6 +41,10 @@ class AlgorithmOptions(Section):
             return "preference pairs"
         return "labelled completions" if self.uses_labels else "worked solutions"
 
+    def demonstrations_per_step(self, rollouts: int) -> int:
+        """Demonstrations, pairs or labelled completions that join a step of so many rollouts."""
+        return 0
+
 
 class OfflineAlgorithmOptions(AlgorithmOptions):
     """Base of algorithms that learn from a file and roll nothing out."""
@@ -49,6 +53,10 @@ class OfflineAlgorithmOptions(AlgorithmOptions):
 
     batch: int = Field(32, ge=1)
     """Demonstrations, pairs or labelled completions per step."""
+
+    def demonstrations_per_step(self, rollouts: int) -> int:
+        """See AlgorithmOptions."""
+        return self.batch
 
 
 class KLOptions(Section):

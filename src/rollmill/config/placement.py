@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -13,6 +13,8 @@ from rollmill.config.section import Section
 
 class InlinePlacement(Section):
     """Everything in one process: the engine decodes with the trainer's own parameters."""
+
+    is_remote: ClassVar[bool] = False  #: explorers have processes of their own
 
     name: Literal["inline"] = "inline"
 
@@ -50,6 +52,8 @@ class RayPlacement(Section):
     are another one, and so is each further rank of the trainer; `rollmill run` watches over all. With max_staleness 1
     or more explorers roll out while it trains.
     """
+
+    is_remote: ClassVar[bool] = True
 
     name: Literal["ray"] = "ray"
     address: str | None = None

@@ -113,6 +113,10 @@ class RolloutEngine(Protocol):
         """Wait until nothing is running or queued, or the engine has paused."""
         ...
 
+    async def sleep(self) -> None:
+        """Hand back memory until new weights or requests come, where the engine can. Nothing may be under way."""
+        ...
+
     def counters(self) -> dict[str, float]:
         """What it has counted since it was made, for metrics; each engine has names of its own."""
         ...

@@ -115,8 +115,8 @@ def check_compatible(first: MergeSource, other: MergeSource) -> None:
     if different:
         raise ModelError(
             f"{other.folder}: the tokenizer differs from that of {first.folder} in "
-            f"{len(different)} tokens ({_shorten_names([repr(token) for token in different])}); if the model was trained "
-            "with the same ids, copy the tokenizer files of the first there"
+            f"{len(different)} tokens ({_shorten_names([repr(token) for token in different])}); if the model was "
+            "trained with the same ids, copy the tokenizer files of the first there"
         )
 
 

@@ -37,7 +37,7 @@ class BatchReader:
         self._taken: list[Group] = []
         self._replayed = 0
 
-    def again(self, version: int) -> list[Experience]:
+    def replay(self, version: int) -> list[Experience]:
         """Experiences that the stage has learned from before, and that join the step after `version`; with the rewards
         people have given them since.
         """

@@ -16,11 +16,9 @@ from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.evaluation_set import SetEvaluator, SetResult, merged_metrics, results_to_json
-from rollmill.orchestrator.explorers import StageExplorers
 from rollmill.orchestrator.metrics import require_rewards
-from rollmill.remote.explorers import RemoteExplorers, RemoteExplorersVariant
 from rollmill.rewards import RewardManager
-from rollmill.rollout.served_model import ServedExplorers
+from rollmill.rollout.base import ExplorerSource
 from rollmill.types import Experience, Task
 
 BuildRewards = Callable[[Sequence[RewardConfig]], RewardManager]
@@ -110,26 +108,25 @@ class Evaluator:
         held_out: HeldOut,
         *,
         judge: RewardManager,
-        explorers: StageExplorers | RemoteExplorers | ServedExplorers,
+        explorers: ExplorerSource,
         make_judge: BuildRewards,
         seed: int,
     ) -> None:
         assert config.evaluation is not None
         self._deadline_s = config.rollout.deadline_s
         self._judges: list[RewardManager] = []
-        self._explorers: list[StageExplorers | RemoteExplorersVariant | ServedExplorers] = []
+        self._explorers: list[ExplorerSource] = []
         self.examiners: list[SetEvaluator] = []
         for name, section in config.evaluation.all_sets().items():
             asked, own = config.for_evaluation(section), judge
             if asked.rewards != config.rewards:
                 own = make_judge(asked.rewards)
                 self._judges.append(own)
-            used: StageExplorers | RemoteExplorers | RemoteExplorersVariant | ServedExplorers = explorers
+            used = explorers
             if own is not judge or (asked.workflow, asked.environment) != (config.workflow, config.environment):
-                others = explorers.otherwise(asked, own)
-                used = others
-                self._explorers.append(others)
-            self.examiners.append(SetEvaluator(name, used.training(), held_out[name], section, asked.rollout, seed))
+                used = explorers.variant(asked, own)
+                self._explorers.append(used)
+            self.examiners.append(SetEvaluator(name, used.explorer(), held_out[name], section, asked.rollout, seed))
 
     def begin(self, names: Sequence[str] | None = None) -> Evaluation:
         """Begin an evaluation by the weights as they are, of the sets of these names or of all."""

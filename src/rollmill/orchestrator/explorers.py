@@ -55,12 +55,12 @@ class StageExplorers:
             examples=[task for task in tasks if task.response is not None],
         )
 
-    def otherwise(self, config: StageConfig, judge: RewardManager) -> StageExplorers:
+    def variant(self, config: StageConfig, judge: RewardManager) -> StageExplorers:
         """Others for the same policy, with the same worked examples and the same other models: frozen ones stay what
         they were at the start of the stage, on resume as well."""
         return StageExplorers(config, self._policy, self._engine, judge, tasks=self._tasks, models=self._models)
 
-    def training(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> Explorer:
         """One that rolls out as the stage's `workflow` says."""
         workflow = build_workflow(self._config.workflow, self._resources)
         runner = None

@@ -57,7 +57,7 @@ def generate_demonstrations(
     tally = ScoreProgress(file, len(tasks), len(tasks) - len(todo), progress)
     judge = build_reward_manager(stage.rewards, stage.judging, device=str(choose_device(loaded.config.device)))
     model = ServedModel(str(served), connect_endpoint(str(served), section), completes=section.completes)
-    explorer = ServedExplorers(model, judge).training()
+    explorer = ServedExplorers(model, judge).explorer()
 
     async def rating(number: int, task: Task) -> Rating | None:
         seed = derive_seed(loaded.config.seed, DEMONSTRATION_STREAM, number)

@@ -1,4 +1,4 @@
-"""The learning half of a stage: its trainer, in this process or shared with other ranks."""
+"""The trainer of a stage, in this process or shared with other ranks, and the thread it can work in."""
 
 from __future__ import annotations
 
@@ -10,19 +10,17 @@ from pathlib import Path
 import torch
 
 from rollmill.config.run import StageConfig
-from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
 from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.components import build_trainer
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.privileged_context import PrivilegedContext
-from rollmill.orchestrator.stages import build_trainer
 from rollmill.recipes import SelfDistill
 from rollmill.rewards import RewardManager
-from rollmill.trainer import DistributedTrainer, RewardTrainer
 from rollmill.types import Experience, Task
 
 
 class Learner:
-    """What updates the weights of `policy`, or of a reward model that begins as the policy.
+    """Updates the weights of `policy`, or of a reward model that begins as the policy.
 
     Args:
         tasks: those that are rolled out.
@@ -49,25 +47,25 @@ class Learner:
         threads = (torch.get_num_threads(),)
         self._thread = ThreadPoolExecutor(1, "rollmill-trainer", torch.set_num_threads, threads)
 
-    def begin(self) -> None:
-        """Start other ranks, where there are some."""
-        if isinstance(self.trainer, DistributedTrainer):
-            self.trainer.start()
+    def start(self) -> None:
+        """Start the trainer's other ranks, where there are some."""
+        self.trainer.start()
 
-    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
-        """See Trainer; a reward model's has nothing to do ahead."""
-        if not isinstance(self.trainer, RewardTrainer):
-            yield from self.trainer.ahead(experiences, version)
+    def precompute(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+        """See Trainer.ahead."""
+        return self.trainer.ahead(experiences, version)
 
     def step(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
     ) -> dict[str, float]:
-        """See Trainer; `upcoming` are completions of later steps, batch by batch. The teacher of a policy that distils
-        from itself sees its context from here on."""
-        if isinstance(self.trainer, RewardTrainer):
-            return self.trainer.step(experiences, version)
+        """Make the optimizer steps of one batch; see Trainer.step.
+
+        Args:
+            upcoming: completions of later steps, batch by batch.
+        """
         shown = {} if self._privileged is None else self._privileged.give(experiences)
-        return self.trainer.step(experiences, version, self.trainer.probes(upcoming, experiences, version)) | shown
+        probes = self.trainer.probes(upcoming, experiences, version)
+        return self.trainer.step(experiences, version, probes) | shown
 
     async def step_beside(
         self, experiences: Sequence[Experience], version: int, upcoming: Sequence[Sequence[Experience]] = ()
@@ -89,16 +87,9 @@ class Learner:
 
     def export(self, folder: Path) -> None:
         """Write a reward model into a checkpoint's folder, where one is trained."""
-        learner = self.trainer.own if isinstance(self.trainer, DistributedTrainer) else self.trainer
-        if isinstance(learner, RewardTrainer):
-            policy, scored = self._policy, learner.model
-            directory = folder / REWARD_MODEL_FOLDER
-            save_classifier(
-                policy.model, scored.network, scored.head, policy.tokenizer, directory, end_id=policy.end_id
-            )
+        self.trainer.export(folder, self._policy)
 
     def close(self) -> None:
         """End other ranks and the thread."""
-        if isinstance(self.trainer, DistributedTrainer):
-            self.trainer.close()
+        self.trainer.close()
         self._thread.shutdown()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from typing import TYPE_CHECKING, cast
 
 from rollmill.config.checks.offload import REBUILT_COMPONENTS, component_phases, reward_models, stage_phases
 from rollmill.config.run import StageConfig
@@ -24,9 +25,11 @@ from rollmill.offload.manager import CAST, POLICY
 from rollmill.offload.plan import GB, GRADIENTS, StorageTier
 from rollmill.offload.sizes import default_memory_budget, estimate_component_sizes
 from rollmill.offload.stores import OffloadStore, PinnedMemoryStore, TempFileStore
-from rollmill.orchestrator.context import RunContext
 from rollmill.rewards.reward_model import loaded_reward_models
 from rollmill.trainer import Trainer
+
+if TYPE_CHECKING:
+    from rollmill.orchestrator.stages import Stage
 
 _FROZEN = ("reference", "teacher", "rewards")
 
@@ -59,13 +62,13 @@ def build_offload_plan(stage: StageConfig, policy: PolicyModel, precision: str) 
     return plan
 
 
-def build_offloader(
-    stage: StageConfig, policy: PolicyModel, trainer: Trainer, engine: NativeEngine, context: RunContext
-) -> OffloadManager:
-    """What moves the components of a stage whose `residency` is not `none`; all of them are on the device."""
-    assert stage.residency is not None
-    plan, folder = build_offload_plan(stage, policy, context.precision), stage.residency.folder or context.run_dir
-    known = plan.places[stage_phases(stage)[0]]
+def build_offloader(stage: Stage) -> OffloadManager:
+    """Build what moves the components of a stage whose `residency` is not `none`; all of them are on the device."""
+    config, policy, context = stage.config, stage.policy, stage.context
+    assert config.residency is not None
+    trainer, engine = cast(Trainer, stage.learner.trainer), cast(NativeEngine, stage.engine)  # others are refused
+    plan, folder = build_offload_plan(config, policy, context.precision), config.residency.folder or context.run_dir
+    known = plan.places[stage_phases(config)[0]]
 
     def copies(name: str) -> Mapping[StorageTier, OffloadStore]:
         file: Mapping[StorageTier, OffloadStore] = {"disk": TempFileStore(folder, name.replace("_", " "))}
@@ -76,7 +79,7 @@ def build_offloader(
         for name, tensors in trainer.offloadable_tensors().items()
         if name in known
     ]
-    for scorer in loaded_reward_models(reward_models(stage), str(policy.device)):
+    for scorer in loaded_reward_models(reward_models(config), str(policy.device)):
         weights = OffloadableTensors("rewards", scorer.model.parameters, copies("rewards"), frozen=True)
         scorer.wake = partial(weights.move, "device")
         residents.append(ThreadBoundComponent(weights, scorer.thread))

@@ -18,9 +18,10 @@ from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.evaluation import EvaluationResult
 from rollmill.orchestrator.interrupt import Interrupted, Interrupts
-from rollmill.orchestrator.loop import MakeLoop, StepResult, TrainingLoop
+from rollmill.orchestrator.loop import TrainingLoop, TrainingStepResult
 from rollmill.orchestrator.metrics import rewards_without_verdict
 from rollmill.orchestrator.monitor import Monitor
+from rollmill.orchestrator.stages import RolloutBackend, Stage
 from rollmill.orchestrator.state import RunState, StageState
 from rollmill.orchestrator.summary import summarise
 from rollmill.orchestrator.task_selection import StageTasks
@@ -30,7 +31,7 @@ EVALUATIONS = "evaluations"
 Note = Callable[[], Awaitable[None]]
 
 
-Serving = Callable[[TrainingLoop], AbstractAsyncContextManager[None]]
+Serving = Callable[[Stage], AbstractAsyncContextManager[None]]
 """Serves a stage's policy to an application while it is trained."""
 
 
@@ -48,7 +49,7 @@ class Orchestrator:
         *,
         serving: Serving | None = None,
         interrupts: Interrupts | None = None,
-        make_stage: MakeLoop = TrainingLoop,
+        backend: Callable[[Stage], RolloutBackend] | None = None,
     ) -> None:
         self._context = context
         self._config = config
@@ -57,7 +58,7 @@ class Orchestrator:
         self._tasks = tasks
         self._monitor = monitor
         self._serving = serving
-        self._make_stage = make_stage
+        self._backend = backend
         self._checkpoints = Checkpoints(context.run_dir)
         self._evaluations = RolloutLog(context.run_dir / EVALUATIONS)
         self._interrupts = interrupts or Interrupts()
@@ -83,13 +84,15 @@ class Orchestrator:
         return summarise(self.state, [stage.name for stage in self._stages], self._checkpoints)
 
     async def _stage(self, config: StageConfig, trainer: dict[str, Any]) -> None:
-        stage = self._make_stage(
+        stage = Stage(
             config,
             self._policy,
             self._tasks[self.state.stage],
             self._context,
             index=self.state.stage,
             first_version=self.state.step - self.state.current.step,
+            backend=self._backend,
+            joined=self._config.mode == "train",
         )
         try:
             if trainer:
@@ -97,25 +100,16 @@ class Orchestrator:
                 trainer.clear()  # copies of what the stage has now
             else:
                 stage.begin(self.state.current.stores)
-                self._announce(config, stage)
+                for line in stage.describe():
+                    self._monitor.message(line)
             self.state.current = stage.state
             async with nullcontext() if self._serving is None else self._serving(stage):
-                await self._train(config, stage)
+                await self._train(config, TrainingLoop(stage))
         finally:
             await stage.close()
 
-    def _announce(self, config: StageConfig, stage: TrainingLoop) -> None:
-        self._monitor.message(
-            f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, "
-            f"{len(stage.tasks.training.tasks)} tasks loaded, {len(stage.tasks.training.rejected)} rejected"
-        )
-        if stage.elsewhere:
-            self._monitor.message(stage.elsewhere)
-        for note in (*stage.describe_residency(), *stage.tasks.notes):
-            self._monitor.message(note)
-
-    async def _train(self, config: StageConfig, stage: TrainingLoop) -> None:
-        state, started = stage.state, time.perf_counter()
+    async def _train(self, config: StageConfig, loop: TrainingLoop) -> None:
+        stage, state, started = loop.stage, loop.stage.state, time.perf_counter()
         if (
             state.step == 0
             and self.state.stage
@@ -126,7 +120,7 @@ class Orchestrator:
             if config.evaluates_exclusively and state.step == 0 and config.evaluation and config.evaluation.at_start:
                 await self._evaluate_at_start(config, stage)
             while state.step < config.steps and not state.stopped:
-                await self._one_step(config, stage)
+                await self._one_step(config, loop)
                 started = self._clock(config.name, started)
         except Interrupted:
             self._clock(config.name, started)
@@ -137,7 +131,7 @@ class Orchestrator:
         self.state.current = StageState(stores=state.stores)
         self._write({}, stage)  # the next stage starts from these weights, with a fresh optimizer
 
-    async def _evaluate_at_start(self, config: StageConfig, stage: TrainingLoop) -> None:
+    async def _evaluate_at_start(self, config: StageConfig, stage: Stage) -> None:
         """Evaluate before the first step, unless the stage before has just done the same."""
         done = [(each["step"], each["stage"]) for each in self.state.evaluations]
         if (self.state.step, config.name) in done or self._already_evaluated(config):
@@ -155,7 +149,7 @@ class Orchestrator:
             self.state.evaluations.append(done[-1] | {"stage": config.name})
         return bool(done)
 
-    def _is_due(self, config: StageConfig, stage: TrainingLoop) -> bool:
+    def _is_due(self, config: StageConfig, stage: Stage) -> bool:
         """Whether the weights as they are shall be evaluated while the next step rolls out.
 
         A run that goes on from a checkpoint evaluates again what it was written with, beside the same rollouts: so it
@@ -167,20 +161,21 @@ class Orchestrator:
             return config.evaluation.at_start and not self._already_evaluated(config)
         return stage.state.step % config.evaluation.every == 0
 
-    async def _step(self, config: StageConfig, stage: TrainingLoop) -> tuple[StepResult, Note | None]:
+    async def _step(self, config: StageConfig, loop: TrainingLoop) -> tuple[TrainingStepResult, Note | None]:
         """The next step of the stage; the weights as they are are evaluated beside it where that is due.
 
         Nothing is awaited after the update, so that an interrupted step is either made or not. What has to be noted of
         an evaluation by then comes second.
         """
+        stage = loop.stage
         if not self._is_due(config, stage):
-            return await stage.step(), None
+            return await loop.step(), None
         assert stage.evaluator is not None
         evaluation, noted = stage.evaluator.begin(), False
 
         async def note() -> None:
             nonlocal noted
-            with stage.record_span("eval", "rewards of the evaluation"):
+            with stage.during("eval", "rewards of the evaluation"):
                 found = await evaluation.result()
             self._note(config, stage, found)
             self._monitor.evaluation({"step": self.state.step, **found.metrics})
@@ -189,19 +184,20 @@ class Orchestrator:
                 await self._timed_checkpoint(stage)
 
         async def before_update() -> None:
-            with stage.record_span("eval", "completions of the evaluation"):
+            with stage.during("eval", "completions of the evaluation"):
                 await evaluation.generated()
-            if self._config.checkpoint.keep_best or stage.awaits_all_rewards:
+            if self._config.checkpoint.keep_best or stage.offloader is not None:
                 await note()
 
         try:
-            return await stage.step(before_update), None if noted else note
+            return await loop.step(before_update), None if noted else note
         except BaseException:
             await evaluation.cancel()
             raise
 
-    async def _one_step(self, config: StageConfig, stage: TrainingLoop) -> None:
-        result, note = await self._interrupts.guard(self._step(config, stage))
+    async def _one_step(self, config: StageConfig, loop: TrainingLoop) -> None:
+        stage = loop.stage
+        result, note = await self._interrupts.guard(self._step(config, loop))
         if note is not None:
             await note()
         self.state.step = stage.version
@@ -232,19 +228,19 @@ class Orchestrator:
         """Whether the weights as they are have the best evaluation so far, and are to be kept for it."""
         return bool(self._config.checkpoint.keep_best) and self.state.best_step == self.state.step
 
-    async def _timed_checkpoint(self, stage: TrainingLoop) -> None:
+    async def _timed_checkpoint(self, stage: Stage) -> None:
         if self.state.step not in self._checkpoints.steps():
             began = time.perf_counter()
             await self._checkpoint(stage)
             self._checkpoint_seconds += time.perf_counter() - began
 
-    async def _evaluate(self, config: StageConfig, stage: TrainingLoop) -> dict[str, float]:
+    async def _evaluate(self, config: StageConfig, stage: Stage) -> dict[str, float]:
         """Evaluate alone, and wait for it; the metrics."""
         found = await stage.evaluate()
         self._note(config, stage, found)
         return found.metrics
 
-    def _note(self, config: StageConfig, stage: TrainingLoop, found: EvaluationResult) -> None:
+    def _note(self, config: StageConfig, stage: Stage, found: EvaluationResult) -> None:
         """Store an evaluation, note the best, decide on early stopping. A run that was stopped may do it again."""
         step, metrics, earlier = self.state.step, found.metrics, self.state.evaluations
         self._evaluations.write(step, found.experiences)
@@ -263,13 +259,13 @@ class Orchestrator:
         self.state.seconds[stage] = self.state.seconds.get(stage, 0.0) + now - since
         return now
 
-    async def _checkpoint(self, stage: TrainingLoop) -> None:
+    async def _checkpoint(self, stage: Stage) -> None:
         self.state.current = await stage.snapshot()
         self._write(stage.trainer_state(), stage)
 
-    def _write(self, trainer: dict[str, Any], stage: TrainingLoop) -> None:
+    def _write(self, trainer: dict[str, Any], stage: Stage) -> None:
         self._context.set_activity(f"write the checkpoint of step {self.state.step}")
-        stage.gather()
+        stage.load_for_export()
         model, tokenizer = self._policy.model, self._policy.tokenizer
         self._checkpoints.write(self.state.step, model, tokenizer, self.state.to_json(), trainer, stage.export)
         self._prune()

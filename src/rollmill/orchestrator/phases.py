@@ -24,7 +24,7 @@ class PhaseTrace(Trace):
     def __init__(self, says: Callable[[str, str], None]) -> None:
         super().__init__()
         self._says = says
-        self.residency: OffloadManager | None = None
+        self.offloader: OffloadManager | None = None
 
     @contextmanager
     def record_span(self, kind: str, waits_for: str = "") -> Iterator[None]:
@@ -38,5 +38,5 @@ class PhaseTrace(Trace):
     def enter(self, phase: Phase) -> None:
         """What the phase needs is on the device afterwards."""
         began = time.perf_counter()
-        if self.residency is not None and self.residency.enter(phase):
+        if self.offloader is not None and self.offloader.enter(phase):
             self.add(MOVE, began, began, time.perf_counter())

@@ -1,116 +1,336 @@
-"""What a stage is made of, as its configuration says: the judge, the trainer, the supply of experiences."""
+"""A running stage: its components, wired as the run file says, and its state between two steps.
+
+The stage's rollout backend says where rollouts are made: in this process (`LocalRollouts`), by Ray actors
+(`remote/explorers.py`), or by explorer processes that join the run (`remote/trainer_stage.py`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, Protocol
 
-from rollmill.buffer import ExperienceStore
-from rollmill.buffer.ratings import RatingOverrides
-from rollmill.config.rewards import RewardConfig
+from rollmill.buffer.sql import SQL
 from rollmill.config.run import StageConfig
-from rollmill.config.workflows import TrafficWorkflow
-from rollmill.data import Taskset, build_sampler
-from rollmill.models.load import PolicyModel, load_teacher
-from rollmill.models.run_tokenizer import compute_fingerprint
-from rollmill.orchestrator.batches import RolloutBatches
+from rollmill.engines.base import RolloutEngine
+from rollmill.models.load import PolicyModel
+from rollmill.offload import OffloadManager
+from rollmill.orchestrator.batches import BatchSource
+from rollmill.orchestrator.components import build_rollouts, build_stage_rewards
 from rollmill.orchestrator.context import RunContext
-from rollmill.orchestrator.producer import PipelineInputs, RolloutComponents
-from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
-from rollmill.pipelines.build import PipelineResources, build_pipeline
-from rollmill.recipes import Distill
-from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rollout.base import ExplorerProtocol
-from rollmill.serve.traffic import NoTasksSampler, TrafficBatches
-from rollmill.trackers.trace import Trace
-from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
-from rollmill.trainer.distributed.ranks import RankGroup
-from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
-from rollmill.trainer.distributed.spec import TrainerSpec
-from rollmill.trainer.verification import verify_checkpoint
-from rollmill.types import Task
+from rollmill.orchestrator.engine import build_engine, build_publisher
+from rollmill.orchestrator.evaluation import EvaluationResult, Evaluator
+from rollmill.orchestrator.experts import build_expert_pool
+from rollmill.orchestrator.explorers import StageExplorers
+from rollmill.orchestrator.learner import Learner
+from rollmill.orchestrator.offload import build_offloader
+from rollmill.orchestrator.phases import PhaseTrace
+from rollmill.orchestrator.state import StageState
+from rollmill.orchestrator.task_selection import StageTasks
+from rollmill.remote.evaluation import RemoteEvaluator
+from rollmill.remote.explorers import RemoteExplorers
+from rollmill.rollout.draft_cache import DraftCache
+from rollmill.seeds import derive_seed
+
+FROZEN, DRAFTS = "frozen", "drafts"
+"""Keys of a trainer's state: the policy at the start of the stage, where a workflow talks to it; and drafts."""
+_ACTIVITIES = {
+    "rollout": "roll out",
+    "reward": "reward",
+    "inference": "inference",
+    "train": "train",
+    "eval": "evaluate",
+}
 
 
-def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Sequence[RewardConfig]) -> RewardManager:
-    """A judge by these rewards, with the stage's limits."""
-    return build_reward_manager(rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+class RolloutBackend(Protocol):
+    """The components that roll out and judge, in this process or elsewhere."""
+
+    engine: RolloutEngine
+    """The engine of this process; it generates nothing where rollouts are made elsewhere."""
+    location: str
+    """Description of where rollouts are made; empty for this process."""
+    waits_for: str
+    """Who makes completions, as `rollmill status` names them."""
+    trains_beside: bool
+    """The event loop has to go on while the trainer works, since others send requests."""
+
+    @property
+    def tokens_generated(self) -> int:
+        """Tokens generated since the stage began."""
+        ...
+
+    def publish(self, version: int) -> None:
+        """Bring the trainer's weights, which are now those of `version`, to the engines."""
+
+    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | RemoteEvaluator | None]:
+        """Make the source of the stage's batches, and its evaluator, as far as it needs them."""
+        ...
+
+    def opened(self, stage: Stage) -> None:
+        """The stage is at a step boundary for the first time: it begins, or goes on from a checkpoint."""
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened in environments and tools since the last call."""
+        ...
+
+    def reward_counters(self) -> dict[str, float]:
+        """What rewards have counted so far."""
+        ...
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """What a checkpoint keeps of workflows: frozen weights."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken."""
+
+    async def close(self) -> None:
+        """Stop what is running and free what was allocated."""
 
 
-def build_trainer(
-    config: StageConfig,
-    policy: PolicyModel,
-    judge: RewardManager | None,
-    context: RunContext,
-    *,
-    seed: int,
-    kept_versions: int,
-) -> Trainer | RewardTrainer | DistributedTrainer:
-    """What learns: the policy, or a reward model that begins as the policy."""
-    algorithm = config.algorithm
-    plan = TrainerSpec(
-        algorithm,
-        config.trainer,
-        context.precision,
-        total_steps=config.steps,
-        max_new_tokens=config.rollout.max_new_tokens,
-        seed=seed,
-        reward_weights=None if judge is None else dict(judge.weights),
-        plugins=tuple(context.plugins),
-        kept_versions=kept_versions,
-    )
-    teacher = None
-    if isinstance(algorithm, Distill) and algorithm.teacher is not None:
-        teacher = load_teacher(algorithm.teacher, policy)
-        verify_checkpoint(teacher, algorithm.teacher)
-    if config.trainer.ranks > 1:
-        crew = RayRankLauncher(context.ranks) if context.ranks else None
-        return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)
-    return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
+class LocalRollouts:
+    """Rollouts in this process, with the trainer's parameters or with those that vLLM is sent."""
+
+    location, waits_for = "", "the engine"
+
+    def __init__(self, stage: Stage) -> None:
+        self.engine = build_engine(stage.policy, stage.config, stage.context.precision)
+        self._publisher = build_publisher(stage.policy, self.engine, stage.context.precision)
+        self.trains_beside = not stage.config.workflow.uses_tasks  # applications send requests
+        self._rewards, self._explorers = stage.rewards, None  # type: Any, StageExplorers | None
+
+    @property
+    def tokens_generated(self) -> int:
+        """See RolloutBackend."""
+        return self.engine.tokens_generated
+
+    def publish(self, version: int) -> None:
+        """See RolloutBackend."""
+        self._publisher.publish(version)
+
+    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | RemoteEvaluator | None]:
+        """See RolloutBackend."""
+        if stage.rewards is None:
+            return None, None
+        precision, tasks = stage.context.precision, stage.tasks.training.tasks
+        self._explorers = StageExplorers(
+            stage.config, stage.policy, self.engine, stage.rewards, precision=precision, tasks=tasks
+        )
+        return build_rollouts(stage, self._explorers, self.engine)
+
+    def opened(self, stage: Stage) -> None:
+        """Nobody else has to know."""
+
+    def metrics(self) -> dict[str, float]:
+        """See RolloutBackend."""
+        return {} if self._explorers is None else self._explorers.metrics()
+
+    def reward_counters(self) -> dict[str, float]:
+        """See RolloutBackend."""
+        return {} if self._rewards is None else self._rewards.counters()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        """See RolloutBackend."""
+        return None if self._explorers is None else self._explorers.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """See RolloutBackend."""
+        if self._explorers is not None:
+            self._explorers.load_state_dict(state)
+
+    async def close(self) -> None:
+        """See RolloutBackend."""
+        if self._explorers is not None:
+            await self._explorers.close()
+        await self.engine.close()
+        self._publisher.close()
 
 
-def build_batches(
-    config: StageConfig, line: RolloutComponents, ratings: RatingOverrides, *, first_version: int, seed: int
-) -> RolloutBatches:
-    """Where experiences come from: rollouts of the tasks, or an application's traffic."""
-    made = TrafficBatches if isinstance(config.workflow, TrafficWorkflow) else RolloutBatches
-    return made(config, line, ratings, first_version=first_version, seed=seed)
+class Stage:
+    """The components of one stage and its state. `version` counts training steps over the whole run.
 
+    Args:
+        index: of the stage in the run.
+        first_version: version of the weights when the stage began.
+        backend: makes the stage's rollout backend; default: Ray actors under `placement: ray`, else this process.
+        joined: explorers of other processes put groups into the buffer at any time.
+    """
 
-def build_rollout_components(
-    config: StageConfig,
-    policy: PolicyModel,
-    tasks: Taskset,
-    *,
-    explorer: ExplorerProtocol,
-    engine: TokenCounter,
-    store: ExperienceStore,
-    trace: Trace,
-    first_version: int,
-    seed: int,
-    prefix: str | None = None,
-) -> RolloutComponents:
-    """What groups pass through; `prefix` begins their names (default: the stage's)."""
-    advantage = getattr(config.algorithm, "advantage", None)
-    by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
-    batch = config.rollout.batch
-    online = isinstance(config.workflow, TrafficWorkflow)
-    sampler = NoTasksSampler() if online else build_sampler(tasks, config.required_taskset.order, seed, batch=batch)
-    rollouts = RolloutScheduler(
-        config,
-        sampler=sampler,
-        explorer=explorer,
-        engine=engine,
-        store=store,
-        task=by_id.__getitem__,
-        first_version=first_version,
-        seed=seed,
-        uses_greedy=advantage is not None and advantage.uses_greedy,
-        prefix=prefix,
-    )
+    def __init__(
+        self,
+        config: StageConfig,
+        policy: PolicyModel,
+        tasks: StageTasks,
+        context: RunContext,
+        *,
+        index: int,
+        first_version: int,
+        backend: Callable[[Stage], RolloutBackend] | None = None,
+        joined: bool = False,
+    ) -> None:
+        self.config, self.policy, self.tasks, self.context = config, policy, tasks, context
+        self.index, self.first_version, self.seed = index, first_version, derive_seed(context.seed, index)
+        self.state = StageState()
+        self.trace = PhaseTrace(self._report)
+        self.rewards = None
+        if config.rewards or config.algorithm.uses_rollouts or config.evaluation is not None:
+            self.rewards = build_stage_rewards(config, policy, config.rewards)
+        # completions that come after their version has ended are compared with weights that the trainer keeps
+        late = joined or context.placement.is_remote or not config.workflow.uses_tasks
+        self.learner = Learner(
+            config,
+            policy,
+            self.rewards,
+            context,
+            tasks.training.tasks,
+            seed=self.seed,
+            kept_versions=config.max_staleness if late else 0,
+        )
+        self.rollouts = (backend or self._choose_backend)(self)
+        self.rollouts.publish(first_version)
+        self.offloader: OffloadManager | None = None
+        if config.residency is not None:
+            self.offloader = build_offloader(self)
+        self.trace.offloader = self.offloader
+        self.store = context.buffers.of_stage(config)
+        self.experts = None
+        if config.algorithm.uses_examples:
+            self.experts = build_expert_pool(config, tasks.experts, policy, self.store, context.buffers, seed=self.seed)
+        self.drafts = None if config.rollout.reuse is None else DraftCache(config.rollout.reuse)
+        self.batches, self.evaluator = self.rollouts.start(self)
 
-    def make_judge(rewards: Sequence[RewardConfig]) -> RewardManager:
-        return build_stage_rewards(config, policy, rewards)
+    @staticmethod
+    def _choose_backend(stage: Stage) -> RolloutBackend:
+        if stage.context.placement.is_remote and stage.rewards is not None:
+            return RemoteExplorers(stage.config, stage.policy, stage.context, stage.tasks.training.tasks)
+        return LocalRollouts(stage)
 
-    facts = PipelineInputs(policy.tokenizer, compute_fingerprint(policy.tokenizer), policy.end_id, by_id.__getitem__)
-    return RolloutComponents(
-        sampler, rollouts, build_pipeline(config.pipeline, PipelineResources(make_judge, seed)), store, facts, trace
-    )
+    @property
+    def version(self) -> int:
+        """Version of the weights now."""
+        return self.first_version + self.state.step
+
+    @property
+    def engine(self) -> RolloutEngine:
+        """The engine of this process."""
+        return self.rollouts.engine
+
+    def describe(self) -> list[str]:
+        """Messages for the start of the stage: its size, where rollouts are made, what moves when, tasks left out."""
+        config, training = self.config, self.tasks.training
+        first = (
+            f"stage {config.name}: {config.algorithm.name}, {config.steps} steps, {len(training.tasks)} tasks loaded, "
+            f"{len(training.rejected)} rejected"
+        )
+        offload = [] if self.offloader is None else [self.offloader.plan.describe()]
+        return [first, *filter(None, [self.rollouts.location]), *offload, *self.tasks.notes]
+
+    # -- between two steps -------------------------------------------------------------------------------------
+
+    def begin(self, stores: dict[str, dict[str, Any]]) -> None:
+        """Start from the first step; `stores` says where buffers were at the end of the stage before."""
+        self.learner.start()
+        self.state.stores = stores
+        self._rewind()
+        if self.store.kind == SQL:
+            self.store.put_tasks(self.tasks.training.tasks)
+        self._mark_boundary()
+        self.rollouts.opened(self)
+
+    def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
+        """Go on from a checkpoint; the model's weights are loaded already."""
+        self.learner.start()
+        self.state = state
+        self._rewind()
+        if self.experts is not None and state.experts is not None:
+            self.experts.load_state_dict(state.experts)
+        if self.batches is not None:
+            self.batches.restore(state)
+        own = {key: value for key, value in trainer.items() if key not in (FROZEN, DRAFTS)}
+        self.learner.trainer.load_state_dict(own)
+        self.rollouts.load_state_dict(trainer.get(FROZEN))
+        if self.drafts is not None:
+            self.drafts.load_state_dict(trainer[DRAFTS])
+        self.rollouts.publish(self.version)
+        self._mark_boundary()
+        self.rollouts.opened(self)
+
+    def finish_step(self) -> None:
+        """Count a step whose update was made, and publish its weights."""
+        self.state.step += 1
+        self.rollouts.publish(self.version)
+        if self.batches is not None:
+            self.batches.learned(self.version)
+        self._mark_boundary()
+
+    def _rewind(self) -> None:
+        """Bring the buffer back to where it was when the stage was where it is now."""
+        self.store.rewind(self.state.stores.get(self.store.kind), step=self.version)
+
+    def _mark_boundary(self) -> None:
+        """Remember where the stage is between two steps: what a checkpoint stores even if the next step has begun."""
+        self.state.experts = None if self.experts is None else self.experts.state_dict()
+        if self.drafts is not None:
+            self.drafts.mark()
+        if self.batches is not None:
+            self.batches.mark(self.state)
+        mark = self.store.mark()
+        self.state.stores = {**self.state.stores, mark["store"]: mark}
+
+    async def snapshot(self) -> StageState:
+        """Return the state at the last step boundary; waits for rewards of rollouts that have finished."""
+        if self.batches is not None:
+            await self.batches.snapshot(self.state)
+        return self.state
+
+    def trainer_state(self) -> dict[str, Any]:
+        """Optimizer, schedule and random state; and what is too large for the stage's state: frozen weights, drafts."""
+        self.load_for_export()
+        frozen = self.rollouts.state_dict()
+        drafts = None if self.drafts is None else self.drafts.state_dict()
+        others = {key: value for key, value in ((FROZEN, frozen), (DRAFTS, drafts)) if value is not None}
+        trainer = self.learner.trainer.state_dict()
+        return (trainer if self.offloader is None else self.offloader.whole(trainer)) | others
+
+    def load_for_export(self) -> None:
+        """Bring the policy, and what is trained, to where they can be written."""
+        self.trace.enter("train")
+
+    def export(self, folder: Path) -> None:
+        """Write into a checkpoint's folder what the stage makes besides the policy."""
+        self.learner.export(folder)
+
+    # -- beside the steps --------------------------------------------------------------------------------------
+
+    async def evaluate(self) -> EvaluationResult:
+        """Evaluate alone, and wait for it. Raises like `Evaluation.result`."""
+        assert self.evaluator is not None, "the capability check asks for rewards where there is an evaluation"
+        self.trace.enter("rollout")
+        self._report("eval", "completions of held-out tasks, and their rewards")
+        return await self.evaluator.evaluate()
+
+    def during(self, phase: str, waits_for: str = "") -> AbstractContextManager[None]:
+        """Count what happens inside as seconds of a phase of the step."""
+        return self.trace.record_span(phase, waits_for)
+
+    def _report(self, kind: str, waits_for: str) -> None:
+        """Tell `rollmill status` what goes on."""
+        step = f"step {self.state.step + 1} of {self.config.steps}"
+        where = f"after step {self.state.step}" if kind == "eval" else step
+        activity = f"{_ACTIVITIES[kind]}, {where}, stage {self.config.name}"
+        self.context.set_activity(activity, waits_for, version=self.version)
+
+    async def close(self) -> None:
+        """Stop what is running."""
+        self.learner.close()
+        if self.batches is not None:
+            await self.batches.close()
+        if self.evaluator is not None:
+            await self.evaluator.close()
+        await self.rollouts.close()
+        if self.offloader is not None:
+            self.offloader.close()
+        if self.rewards is not None:
+            self.rewards.close()

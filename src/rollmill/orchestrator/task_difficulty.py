@@ -202,7 +202,7 @@ async def _roll_out(
     sync.publish(0)
     judge = build_reward_manager(stage.rewards, stage.judging, tokenizer=policy.tokenizer, device=str(policy.device))
     explorers = StageExplorers(stage, policy, engine, judge, tasks=[task for _, task in tasks])
-    explorer = explorers.training()
+    explorer = explorers.explorer()
     size = max(1, rollout.max_sequences // samples)
 
     async def rating(number: int, task: Task) -> Rating | None:

@@ -17,6 +17,7 @@ from rollmill.models.load import PolicyModel
 from rollmill.offload.peak_memory import PhasePeakMemory
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.loop import TrainingLoop
+from rollmill.orchestrator.stages import Stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.types import Experience, ExperienceSource, StopReason, first_per_rollout
 
@@ -59,27 +60,28 @@ async def measure_steps(
     stage: StageConfig, policy: PolicyModel, tasks: StageTasks, context: RunContext, index: int, groups: int
 ) -> list[StepMeasurement]:
     """Some steps with so many groups, with the stage's own components; the first is not counted."""
-    run = TrainingLoop(stage, policy, tasks, context, index=index, first_version=0)
+    running = Stage(stage, policy, tasks, context, index=index, first_version=0)
+    loop = TrainingLoop(running)
     samples: list[StepMeasurement] = []
     try:
-        run.begin({})
+        running.begin({})
         began = time.perf_counter()
-        await _measure_step(run, groups)
+        await _measure_step(loop, groups)
         while len(samples) < MIN_STEPS or (len(samples) < _MAX_STEPS and time.perf_counter() - began < _STEPS_S):
-            samples.append(await _measure_step(run, groups))
+            samples.append(await _measure_step(loop, groups))
     finally:
-        await run.close()
+        await running.close()
     return samples
 
 
-async def _measure_step(run: TrainingLoop, groups: int) -> StepMeasurement:
-    peaks, idle = PhasePeakMemory(run.policy.device), _taken(run.policy.device)
+async def _measure_step(loop: TrainingLoop, groups: int) -> StepMeasurement:
+    peaks, idle = PhasePeakMemory(loop.stage.policy.device), _taken(loop.stage.policy.device)
     peaks.begin("train")
-    with record_engine_steps(run.engine) as passes:
-        result = await run.step()
+    with record_engine_steps(loop.stage.engine) as passes:
+        result = await loop.step()
     memory = {phase: 1e9 * result.metrics.get(f"memory/{phase}", 0.0) for phase in ("rollout", "inference", "train")}
     memory = {phase: peak for phase, peak in memory.items() if peak} or dict(peaks.take())
-    engine, found = run.engine, result.experiences
+    engine, found = loop.stage.engine, result.experiences
     cache = engine.cache_bytes() if isinstance(engine, NativeEngine) else 0
     usual = [each for each in found if each.source is ExperienceSource.ROLLOUT]
     by_group = _by_group(usual)
@@ -100,7 +102,7 @@ async def _measure_step(run: TrainingLoop, groups: int) -> StepMeasurement:
         sum(each.action_tokens for each in found),
         max(tokens, default=0),
         learned,
-        _time_train_step(run, found),
+        _time_train_step(loop, found),
     )
 
 
@@ -157,13 +159,13 @@ def _share_learned(experiences: Sequence[Experience]) -> float:
     return 1 - silent / max(len(usual), 1)
 
 
-def _time_train_step(run: TrainingLoop, experiences: Sequence[Experience]) -> float:
+def _time_train_step(loop: TrainingLoop, experiences: Sequence[Experience]) -> float:
     """Seconds of a training step on these experiences, with rewards that differ within each group."""
     for number, each in enumerate(experiences):
-        each.versions[each.versions >= 0] = run.version
+        each.versions[each.versions >= 0] = loop.stage.version
         if each.reward is not None:
             each.reward = float(number % 2)
             each.reward_parts = dict.fromkeys(each.reward_parts, each.reward)
     began = time.perf_counter()
-    run.learn(list(experiences))
+    loop.learn(list(experiences))
     return time.perf_counter() - began

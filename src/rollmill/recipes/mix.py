@@ -8,6 +8,7 @@ the whole GRPO loss (surrogate, KL penalty, entropy bonus); L_sft is a token mea
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar, Literal
 
 from pydantic import Field
@@ -22,6 +23,10 @@ class MixedOptions(GRPO):
 
     expert_ratio: float = Field(0.25, gt=0, lt=1)
     """Expert share: ceil(expert_ratio x rollout.batch x rollout.group_size) demonstrations join each step."""
+
+    def demonstrations_per_step(self, rollouts: int) -> int:
+        """See AlgorithmOptions."""
+        return math.ceil(self.expert_ratio * rollouts)
 
 
 class MIX(MixedOptions):

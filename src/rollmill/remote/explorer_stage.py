@@ -14,13 +14,13 @@ from rollmill.config.run import StageConfig
 from rollmill.errors import DeadlineError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.batch_reader import oldest_allowed
+from rollmill.orchestrator.batches import RolloutComponents, RolloutProducer
+from rollmill.orchestrator.components import build_rollout_components, build_stage_rewards
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.evaluation import Evaluation, Evaluator
 from rollmill.orchestrator.explorers import StageExplorers
 from rollmill.orchestrator.metrics import judging_metrics, sum_metrics
-from rollmill.orchestrator.producer import RolloutComponents, RolloutProducer
-from rollmill.orchestrator.stages import build_rollout_components, build_stage_rewards
 from rollmill.orchestrator.state import StageState
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.remote.evaluation import POLL_S, EvaluationRequest, next_request
@@ -149,7 +149,7 @@ class ExplorerStage:
                 config,
                 policy,
                 tasks.training,
-                explorer=self._explorers.training(self._trace),
+                explorer=self._explorers.explorer(self._trace),
                 engine=self._engine,
                 store=context.buffers.of_stage(config),
                 trace=self._trace,

@@ -19,10 +19,10 @@ from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import has_lora
+from rollmill.orchestrator.components import build_stage_rewards
 from rollmill.orchestrator.engine import build_engine, build_publisher
 from rollmill.orchestrator.explorers import StageExplorers
 from rollmill.orchestrator.metrics import sum_metrics
-from rollmill.orchestrator.stages import build_stage_rewards
 from rollmill.registry import import_file
 from rollmill.rollout import Explorer
 from rollmill.trackers.trace import Span, Trace
@@ -168,12 +168,12 @@ class ExplorerWorker:
         judge = build_stage_rewards(stage, self._policy, stage.rewards)
         self._judges.append(judge)
         if self._explorers:
-            explorers = self._explorers[0].otherwise(stage, judge)
+            explorers = self._explorers[0].variant(stage, judge)
         else:
             precision, tasks = self._setup.precision, self._setup.tasks
             explorers = StageExplorers(stage, self._policy, self._engine, judge, precision=precision, tasks=tasks)
         self._explorers.append(explorers)
-        return explorers.training(self._trace)
+        return explorers.explorer(self._trace)
 
     def _stage_of(self, text: str) -> StageConfig:
         return StageConfig.model_validate_json(text).with_engine(self._kind.engine)

@@ -9,16 +9,18 @@ import uuid
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rollmill.config.placement import RayPlacement
 from rollmill.config.rollout import SamplingConfig
 from rollmill.config.run import StageConfig
+from rollmill.engines.base import RolloutEngine
 from rollmill.models.load import PolicyModel
+from rollmill.orchestrator.components import build_rollouts
 from rollmill.orchestrator.context import RunContext
-from rollmill.orchestrator.engine import shared_checksum
+from rollmill.orchestrator.engine import build_native_engine, shared_checksum
 from rollmill.orchestrator.metrics import sum_metrics
 from rollmill.remote.actor_pool import ActorPool
 from rollmill.remote.explorer_actor import start_explorer
@@ -32,6 +34,11 @@ from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task
 from rollmill.weights import BroadcastSender, FolderSender, SharedMemorySender, WeightSender, shared_memory_folder
 
+if TYPE_CHECKING:
+    from rollmill.orchestrator.batches import BatchSource
+    from rollmill.orchestrator.evaluation import Evaluator
+    from rollmill.orchestrator.stages import Stage
+
 START_S = 300.0
 """How long explorers may take to start, models and all."""
 
@@ -44,8 +51,11 @@ class RemoteExplorers:
         tasks: what worked examples are chosen from.
     """
 
+    trains_beside = True
+
     def __init__(self, config: StageConfig, policy: PolicyModel, context: RunContext, tasks: Sequence[Task]) -> None:
         assert isinstance(context.placement, RayPlacement)
+        self.engine: RolloutEngine = build_native_engine(policy, config.rollout, context.precision)  # generates nothing
         self._policy, placement = policy, context.placement
         self.version, self.tokens_generated = -1, 0
         self._metrics: list[dict[str, float]] = []
@@ -54,7 +64,7 @@ class RemoteExplorers:
         self._room: PlacementGroup | None = None  # where the explorers are this stage's own
         self._pool = context.explorers or self._own(placement, context)
         count = len(self._pool.workers)
-        self.where = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
+        self.location = self.waits_for = f"{count} explorer{'s' * (count > 1)} on Ray at {address}"
         self._name = uuid.uuid4().hex  # of this use of the explorers: what others have asked them for is dropped
         place, self._sender = _transport(config, context, policy, self._name)
         self._setup = ray_module().put(
@@ -84,11 +94,18 @@ class RemoteExplorers:
         if self._started is not None:
             self._pool.tell("update", self._name, version)
 
-    def training(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
+    def start(self, stage: Stage) -> tuple[BatchSource | None, Evaluator | None]:
+        """See RolloutBackend."""
+        return build_rollouts(stage, self, self)
+
+    def opened(self, stage: Stage) -> None:
+        """Explorers are told with the first group that they roll out."""
+
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
         """One that rolls out as the stage's `workflow` says."""
         return RemoteExplorer(self, "", trace)
 
-    def otherwise(self, config: StageConfig, judge: RewardManager) -> RemoteExplorersVariant:
+    def variant(self, config: StageConfig, judge: RewardManager) -> RemoteExplorersVariant:
         """For tasks that are rolled out or judged otherwise; explorers have judges of their own."""
         return RemoteExplorersVariant(self, config.model_dump_json())
 
@@ -110,14 +127,14 @@ class RemoteExplorers:
         replaced, self._pool.replaced = self._pool.replaced, 0
         return sum_metrics(happened) | ({"explorer/replaced": float(replaced)} if replaced else {})
 
-    def counters(self) -> dict[str, float]:
-        """What rewards count so far."""
+    def reward_counters(self) -> dict[str, float]:
+        """See RolloutBackend."""
         return sum_metrics(list(self._counters.values()))
 
     def state_dict(self) -> None:
         """Explorers keep nothing that a checkpoint needs."""
 
-    def load_state_dict(self, state: None) -> None:
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
         """Continue where `state_dict` was taken."""
 
     async def close(self) -> None:
@@ -128,6 +145,7 @@ class RemoteExplorers:
         if self._room is not None:
             self._pool.kill()
             self._room.close()
+        await self.engine.close()
         self._sender.close()
 
 
@@ -137,9 +155,13 @@ class RemoteExplorersVariant:
     def __init__(self, explorers: RemoteExplorers, stage: str) -> None:
         self._explorers, self._stage = explorers, stage
 
-    def training(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RemoteExplorer:
         """One that rolls out as these sections say."""
         return RemoteExplorer(self._explorers, self._stage, trace)
+
+    def variant(self, config: StageConfig, judge: RewardManager) -> RemoteExplorersVariant:
+        """See ExplorerSource."""
+        return RemoteExplorersVariant(self._explorers, config.model_dump_json())
 
     def metrics(self) -> dict[str, float]:
         """Those of the stage tell it all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -20,8 +20,9 @@ from rollmill.engines.base import RolloutEngine
 from rollmill.errors import DeadlineError
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.batch_reader import BatchReader, oldest_allowed
+from rollmill.orchestrator.batches import BatchSource
 from rollmill.orchestrator.engine import build_native_engine
-from rollmill.orchestrator.loop import MakeLoop, TrainingLoop
+from rollmill.orchestrator.stages import RolloutBackend, Stage
 from rollmill.orchestrator.state import StageState
 from rollmill.remote.evaluation import POLL_S, RemoteEvaluator
 from rollmill.remote.explorer_worker import trainable_parameters
@@ -33,11 +34,10 @@ from rollmill.remote.run_state import (
     remove_run_state,
     weights_folder,
 )
-from rollmill.rewards import RewardManager
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.trackers.trace import Trace
 from rollmill.types import Experience
-from rollmill.weights import FolderSender, WeightPublisher
+from rollmill.weights import FolderSender
 
 
 class RemoteBatches:
@@ -47,21 +47,21 @@ class RemoteBatches:
         self,
         config: StageConfig,
         store: SqlStore,
-        consumption: BatchReader,
+        reader: BatchReader,
         trace: Trace,
         run_dir: Path,
         heart: HeartbeatWriter,
     ) -> None:
-        self._config, self._store, self._consumption = config, store, consumption
+        self._config, self._store, self._reader = config, store, reader
         self._trace, self._run_dir, self._heart = trace, run_dir, heart
         self._expired: int | None = None  # groups that were too stale, before the last step
 
     async def roll_out(self, version: int, deadlines: int = 1) -> None:
         """Explorers do, whatever happens here."""
 
-    def again(self, version: int) -> list[Experience]:
+    def replay(self, version: int) -> list[Experience]:
         """See BatchReader."""
-        return self._consumption.again(version)
+        return self._reader.replay(version)
 
     def known(self) -> list[Experience] | None:
         """Nothing is known of groups before they are judged."""
@@ -71,7 +71,7 @@ class RemoteBatches:
         """See Supplies. Raises DeadlineError where too few come; names the explorers."""
         with self._trace.record_span("rollout"):
             await self._wait(version)
-        return self._consumption.take(version, oldest_allowed(self._config, version))
+        return self._reader.take(version, oldest_allowed(self._config, version))
 
     def upcoming(self) -> list[list[Experience]]:
         """None: what has been put for later steps is compared when it is learned from."""
@@ -93,13 +93,13 @@ class RemoteBatches:
 
     def learned(self, version: int) -> None:
         """See BatchReader."""
-        self._consumption.learned(version)
+        self._reader.learned(version)
 
     def metrics(self) -> dict[str, float]:
         """What joined again, and how many groups had become too stale."""
         before, self._expired = self._expired or 0, self._store.expired()
         late = {"raw/late": float(self._expired - before)} if self._expired > before else {}
-        return self._consumption.metrics() | late
+        return self._reader.metrics() | late
 
     def mark(self, state: StageState) -> None:
         """Explorers remember where they are."""
@@ -137,74 +137,82 @@ class FolderPublisher:
         self._sender.close()
 
 
-class TrainerProcessLoop(TrainingLoop):
-    """A TrainingLoop that rolls nothing out."""
+class JoinedRollouts:
+    """The rollout backend of a trainer whose explorers are processes that join the run; see RolloutBackend."""
 
-    @property
-    def _heart(self) -> HeartbeatWriter:
-        assert self._context.heartbeat is not None
-        return self._context.heartbeat
+    waits_for, trains_beside, tokens_generated = "explorers", False, 0
 
-    @property
-    def _kept_versions(self) -> int:
-        """See TrainingLoop: explorers put groups into the store at any time."""
-        return self.config.max_staleness
+    def __init__(self, stage: Stage) -> None:
+        context = stage.context
+        assert context.heartbeat is not None
+        self._heartbeat, self._rewards = context.heartbeat, stage.rewards
+        self.engine: RolloutEngine = build_native_engine(
+            stage.policy, stage.config.rollout, context.precision
+        )  # generates nothing
+        folder = weights_folder(context.run_dir, stage.index)
+        self._publisher = FolderPublisher(folder, stage.policy, context.precision)
+        join = f"rollmill run {context.run_dir}/config.yaml --set mode=explore --out {context.run_dir}"
+        self.location = f"explorers join by: {join}"
 
-    def _connect(self) -> tuple[RolloutEngine, WeightPublisher]:
-        """An engine that never generates, and a way for the weights."""
-        folder = weights_folder(self._context.run_dir, self._index)
-        self._posted = FolderPublisher(folder, self._policy, self._context.precision)
-        return build_native_engine(self._policy, self.config.rollout, self._context.precision), self._posted
+    def publish(self, version: int) -> None:
+        """See RolloutBackend."""
+        self._publisher.publish(version)
 
-    def _explore(self, judge: RewardManager) -> None:
-        """Wait for others to roll out."""
-        config, context = self.config, self._context
-        assert isinstance(self._store, SqlStore)
+    def start(self, stage: Stage) -> tuple[BatchSource | None, RemoteEvaluator | None]:
+        """See RolloutBackend."""
+        config, context, store, batches, evaluator = stage.config, stage.context, stage.store, None, None
+        if stage.rewards is None:
+            return None, None
         if config.algorithm.uses_rollouts:
-            ratings = RatingOverrides(context.buffers.of_run(self._store))
-            version, seed = self._first_version, self._seed
-            consumption = BatchReader(config, self._store, ratings, first_version=version, seed=seed)
-            self._supply = RemoteBatches(config, self._store, consumption, self._trace, context.run_dir, self._heart)
+            assert isinstance(store, SqlStore)
+            ratings, first = RatingOverrides(context.buffers.of_run(store)), stage.first_version
+            reader = BatchReader(config, store, ratings, first_version=first, seed=stage.seed)
+            batches = RemoteBatches(config, store, reader, stage.trace, context.run_dir, self._heartbeat)
         if config.evaluation is not None:
-            self.evaluator = RemoteEvaluator(config, context.run_dir, self._index, lambda: self.version, self._heart)
+            run_dir, heartbeat = context.run_dir, self._heartbeat
+            evaluator = RemoteEvaluator(config, run_dir, stage.index, lambda: stage.version, heartbeat)
+        return batches, evaluator
 
-    @property
-    def elsewhere(self) -> str:
-        """How explorers join."""
-        return f"explorers join by: rollmill run {self._context.run_dir}/config.yaml --set mode=explore --out " + str(
-            self._context.run_dir
-        )
-
-    def begin(self, stores: dict[str, dict[str, Any]]) -> None:
-        """See TrainingLoop; explorers are told afterwards."""
-        super().begin(stores)
-        self._open()
-
-    def restore(self, state: StageState, trainer: dict[str, Any]) -> None:
-        """See TrainingLoop; explorers are told afterwards."""
-        super().restore(state, trainer)
-        self._open()
-
-    def _open(self) -> None:
+    def opened(self, stage: Stage) -> None:
         """Let explorers in; what they have put for an earlier stage is not learned from any more."""
-        self._heart.set_activity(f"stage {self.config.name}", version=self.version)
-        remove_finished_stages(self._context.run_dir, self._index)
-        TrainerStatus(self._context.run_id, self._index, self._first_version).write(self._context.run_dir)
-        assert isinstance(self._store, SqlStore)
-        self._store.expire_remote(REMOTE_EXPLORER + self.config.name, step=self._first_version)
-        if self._supply is not None or self.evaluator is not None:
-            self._posted.open(self.version)
+        context = stage.context
+        self._heartbeat.set_activity(f"stage {stage.config.name}", version=stage.version)
+        remove_finished_stages(context.run_dir, stage.index)
+        TrainerStatus(context.run_id, stage.index, stage.first_version).write(context.run_dir)
+        assert isinstance(stage.store, SqlStore)
+        stage.store.expire_remote(REMOTE_EXPLORER + stage.config.name, step=stage.first_version)
+        if stage.batches is not None or stage.evaluator is not None:
+            self._publisher.open(stage.version)
+
+    def metrics(self) -> dict[str, float]:
+        """Explorers write down what happens in their environments."""
+        return {}
+
+    def reward_counters(self) -> dict[str, float]:
+        """See RolloutBackend."""
+        return {} if self._rewards is None else self._rewards.counters()
+
+    def state_dict(self) -> None:
+        """Explorers keep nothing that a checkpoint needs."""
+
+    def load_state_dict(self, state: dict[str, Any] | None) -> None:
+        """Continue where `state_dict` was taken."""
+
+    async def close(self) -> None:
+        """See RolloutBackend."""
+        await self.engine.close()
+        self._publisher.close()
 
 
 @contextmanager
-def choose_loop(config: RunConfig, run_dir: Path, *, resumed: bool) -> Iterator[MakeLoop]:
-    """What makes the stages of a run in its mode; what others have to know of its end is told when the block ends."""
+def run_mode(config: RunConfig, run_dir: Path, *, resumed: bool) -> Iterator[Callable[[Stage], RolloutBackend] | None]:
+    """The rollout backend of the run's mode (None: as `placement` says); explorers hear of the run's end afterwards."""
     if config.mode != "train":
-        yield TrainingLoop
+        yield None
         return
     if not resumed:
         remove_run_state(run_dir)
-    yield TrainerProcessLoop
-    notice = read_trainer_status(run_dir)
-    assert notice is not None
-    replace(notice, done=True).write(run_dir)
+    yield JoinedRollouts
+    status = read_trainer_status(run_dir)
+    assert status is not None
+    replace(status, done=True).write(run_dir)

@@ -6,6 +6,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollmill.config.rollout import SamplingConfig
+from rollmill.config.run import StageConfig
+from rollmill.rewards import RewardManager
+from rollmill.rollout.draft_cache import DraftCache
+from rollmill.trackers.trace import Trace
 from rollmill.types import Experience, Task
 
 OnGenerated = Callable[[list[Experience]], None]
@@ -27,6 +31,25 @@ class RolloutGenerator(Protocol):
     ) -> list[Experience]:
         """The judged experiences of n rollouts of one task."""
         ...
+
+
+class ExplorerSource(Protocol):
+    """Makes explorers that share an engine, rewards and what workflows need."""
+
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> RolloutGenerator:
+        """One that rolls out as the section `workflow` says."""
+        ...
+
+    def variant(self, config: StageConfig, rewards: RewardManager, /) -> ExplorerSource:
+        """Another source for the same policy, whose tasks are rolled out or judged as `config` says."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """What has happened in environments and tools since the last call."""
+        ...
+
+    async def close(self) -> None:
+        """End what the explorers have opened."""
 
 
 class ExplorerProtocol(RolloutGenerator, Protocol):

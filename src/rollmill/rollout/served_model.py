@@ -125,11 +125,11 @@ class ServedExplorers:
     def __init__(self, model: ServedModel, judge: RewardManager) -> None:
         self._model, self._judge = model, judge
 
-    def training(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
+    def explorer(self, trace: Trace | None = None, drafts: DraftCache | None = None) -> ServedExplorer:
         """One explorer."""
         return ServedExplorer(self._model, self._judge)
 
-    def otherwise(self, config: StageConfig, judge: RewardManager) -> ServedExplorers:
+    def variant(self, config: StageConfig, judge: RewardManager) -> ServedExplorers:
         """For tasks that are judged otherwise."""
         return ServedExplorers(self._model, judge)
 

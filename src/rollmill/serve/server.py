@@ -23,15 +23,15 @@ from rollmill.launch import CONFIG, resume, start
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.engine import build_native_engine
-from rollmill.orchestrator.loop import TrainingLoop
 from rollmill.orchestrator.setup import choose_device
+from rollmill.orchestrator.stages import Stage
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.endpoint.application import ServiceLimits, build_application_service
 from rollmill.rollout.endpoint.middleware import AccessRules
 from rollmill.rollout.endpoint.server import EndpointServer
 from rollmill.rollout.endpoint.session_files import SessionFileSink
 from rollmill.rollout.endpoint.session_store import SessionSink
-from rollmill.serve.traffic import SessionGrouper
+from rollmill.serve.traffic import SessionGrouper, TrafficBatches
 from rollmill.trackers.console import RunView
 from rollmill.trainer import choose_precision
 from rollmill.trainer.verification import load_verified_policy
@@ -154,10 +154,11 @@ def serve_training(
         )
 
     @asynccontextmanager
-    async def serving(stage: TrainingLoop) -> AsyncIterator[None]:
+    async def serving(stage: Stage) -> AsyncIterator[None]:
         workflow, rollout = stage.config.workflow, stage.config.rollout
         assert isinstance(workflow, TrafficWorkflow)
-        groups = SessionGrouper(workflow, rollout.group_size, stage.online)
+        assert isinstance(stage.batches, TrafficBatches)
+        groups = SessionGrouper(workflow, rollout.group_size, stage.batches)
         async with _served(stage.policy, stage.engine, rollout, place, groups):
             yield
 

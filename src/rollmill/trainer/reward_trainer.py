@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,8 @@ from torch import Tensor, nn
 from rollmill.algorithms.preference import bradley_terry
 from rollmill.config.trainer import TrainerConfig
 from rollmill.models.attention import use_attention_context
+from rollmill.models.classifier import REWARD_MODEL_FOLDER, save_classifier
+from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.recipes.reward_model import RewardModel
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
@@ -85,8 +88,23 @@ class RewardTrainer:
         self._norms: NormReplacements = find_norms(self.model) if self.device.type == "cpu" else []
         set_gradient_checkpointing(self.model.network, config.gradient_checkpointing)
 
-    def step(self, experiences: Sequence[Experience], version: int) -> dict[str, float]:
-        """Learn from one batch of pairs; `version` is not looked at.
+    def start(self) -> None:
+        """Do nothing: one process needs no others."""
+
+    def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
+        """Make no passes: pairs need none before they are learned from."""
+        return iter(())
+
+    def probes(
+        self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
+    ) -> list[Experience]:
+        """Choose nothing to compare: no engine samples from a reward model."""
+        return []
+
+    def step(
+        self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
+    ) -> dict[str, float]:
+        """Learn from one batch of pairs; `version` and `probes` are not looked at.
 
         Returns the metrics: loss and grad_norm (means over the updates), lr, tokens (of the completions), updates, and
         of the pairs, each before it is learned from in this step: pairs/accuracy (share whose chosen completion has the
@@ -135,6 +153,15 @@ class RewardTrainer:
         self._optimizer.load_state_dict(state["optimizer"])
         self.steps, self.precision = state["steps"], state["precision"]
         self._generator.set_state(state["generator"])
+
+    def export(self, folder: Path, policy: PolicyModel) -> None:
+        """Write the reward model into a folder of this checkpoint folder."""
+        directory = folder / REWARD_MODEL_FOLDER
+        network, head = self.model.network, self.model.head
+        save_classifier(policy.model, network, head, policy.tokenizer, directory, end_id=policy.end_id)
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
 
     def _update(self, experiences: Sequence[Experience], table: TokenTable, part: list[int]) -> dict[str, float]:
         """One optimizer step: loss and grad_norm, and sums over the pairs of the part."""

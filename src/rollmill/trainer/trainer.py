@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from rollmill.algorithms.entropy import AdaptiveEntropy
 from rollmill.algorithms.kl import AdaptiveKL
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.trainer import TrainerConfig
+from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
 from rollmill.trainer.calibrate import choose_precision
@@ -136,6 +138,9 @@ class Trainer:
         recipe = self.recipe
         compares = self._reference is not None or self._critic is not None
         return compares or recipe.kl_in_reward or recipe.uses_probabilities or recipe.proximal == "recompute"
+
+    def start(self) -> None:
+        """Do nothing: one process needs no others."""
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> Iterator[None]:
         """The forward passes of `step` that need no rewards, one by one; `step` on the same batch goes on from there.
@@ -322,6 +327,12 @@ class Trainer:
         micros = self._passes.rows(batch.experiences, batch.table, chosen)
         tasks = [batch.experiences[i].task_id for i in chosen]
         return self._critic.update(micros, batch.table, counted, judgement.returns, scores.values, self.steps, tasks)
+
+    def export(self, folder: Path, policy: PolicyModel) -> None:
+        """Write nothing: the policy is all that is trained."""
+
+    def close(self) -> None:
+        """Do nothing: there are no other processes."""
 
 
 class _Totals:

@@ -125,6 +125,9 @@ class NativeEngine:
         while self._driver is not None and not self._driver.done():
             await asyncio.wait([self._driver])
 
+    async def sleep(self) -> None:
+        """See RolloutEngine: what it holds leaves and comes by the stage's offload plan."""
+
     def counters(self) -> dict[str, float]:
         """See RolloutEngine: what became of drafts and guesses."""
         return asdict(self.drafting.counts)

@@ -116,8 +116,8 @@ class VLLMEngine:
             self._begin(self._update(self._process, self._process.ask("load"), version))
 
     async def sleep(self) -> None:
-        """Hand back the memory of its device until new weights, or requests, come. Nothing may be under way."""
-        if self._process is not None:
+        """See RolloutEngine: vLLM's sleep mode, where it was started with it."""
+        if self._process is not None and self.sleeps:
             self._counts["sleeps"] += 1
             await self._answer(self._process, self._process.ask("sleep"))
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rollmill.errors import ConfigError, RollmillError
+from rollmill.models.load import PolicyModel
 from rollmill.trainer.distributed.fsdp import gather_weights
 from rollmill.trainer.distributed.process_group import GroupRendezvous, is_process_group_error, join_group, leave_group
 from rollmill.trainer.distributed.process_ranks import ProcessRankLauncher
@@ -112,8 +113,7 @@ class DistributedTrainer:
         self, upcoming: Sequence[Sequence[Experience]], experiences: Sequence[Experience], version: int
     ) -> list[Experience]:
         """See Trainer; a reward model's compares nothing."""
-        own = self.own
-        return own.probes(upcoming, experiences, version) if isinstance(own, Trainer) else []
+        return self.own.probes(upcoming, experiences, version)
 
     def step(
         self, experiences: Sequence[Experience], version: int, probes: Sequence[Experience] = ()
@@ -124,8 +124,7 @@ class DistributedTrainer:
             self._crew.handed("batch", (list(experiences), list(probes))) as batch,
             self._together("step", batch, version),
         ):
-            compared = (probes,) if isinstance(own, Trainer) else ()
-            metrics = own.step(experiences, version, *compared)
+            metrics = own.step(experiences, version, probes)
             if self._sharded and isinstance(own, Trainer):
                 gather_weights(own.model, self._model)
         return metrics
@@ -143,6 +142,10 @@ class DistributedTrainer:
         own = self.own
         with self._crew.handed("state", state) as handed, self._together("load_state_dict", handed):
             own.load_state_dict(state)
+
+    def export(self, folder: Path, policy: PolicyModel) -> None:
+        """See RewardTrainer."""
+        self.own.export(folder, policy)
 
     def close(self) -> None:
         """End the other ranks."""

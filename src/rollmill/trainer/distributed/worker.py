@@ -79,18 +79,15 @@ class RankWorker:
 
     def ahead(self, experiences: Sequence[Experience], version: int) -> None:
         """Make the passes over a batch that need no rewards."""
-        assert isinstance(self._learner, Trainer)
         for _ in self._learner.ahead(experiences, version):
             pass
 
     def step(self, batch: tuple[list[Experience], list[Experience]], version: int) -> None:
         """Learn from a batch, which comes with its probes, and give rank 0 its part of the weights."""
         experiences, probes = batch
+        self._learner.step(experiences, version, probes)
         if isinstance(self._learner, Trainer):
-            self._learner.step(experiences, version, probes)
             gather_weights(self._learner.model, None)
-        else:
-            self._learner.step(experiences, version)
 
     def state_dict(self) -> None:
         """Give rank 0 its part of the trainer's state."""

@@ -1,0 +1,159 @@
+"""Components of a stage, built as its configuration says: rewards, trainer, rollouts, evaluator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from rollmill.buffer import ExperienceStore
+from rollmill.buffer.ratings import RatingOverrides
+from rollmill.config.rewards import RewardConfig
+from rollmill.config.run import StageConfig
+from rollmill.data import Sampler, Taskset, build_sampler
+from rollmill.models.load import PolicyModel, load_teacher
+from rollmill.models.run_tokenizer import compute_fingerprint
+from rollmill.orchestrator.batches import BatchSource, RolloutBatches, RolloutComponents
+from rollmill.orchestrator.context import RunContext
+from rollmill.orchestrator.evaluation import Evaluator
+from rollmill.orchestrator.scheduler import RolloutScheduler, TokenCounter
+from rollmill.pipelines.build import PipelineResources, build_pipeline
+from rollmill.recipes import Distill
+from rollmill.rewards import RewardManager, build_reward_manager
+from rollmill.rollout.base import ExplorerProtocol
+from rollmill.serve.traffic import NoTasksSampler, TrafficBatches
+from rollmill.trackers.trace import Trace
+from rollmill.trainer import DistributedTrainer, RewardTrainer, Trainer
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
+from rollmill.trainer.distributed.spec import TrainerSpec
+from rollmill.trainer.verification import verify_checkpoint
+from rollmill.types import Task
+
+if TYPE_CHECKING:
+    from rollmill.orchestrator.explorers import StageExplorers
+    from rollmill.orchestrator.stages import Stage
+    from rollmill.remote.explorers import RemoteExplorers
+
+
+def build_stage_rewards(config: StageConfig, policy: PolicyModel, rewards: Sequence[RewardConfig]) -> RewardManager:
+    """Build a reward manager of these rewards, with the stage's limits."""
+    return build_reward_manager(rewards, config.judging, tokenizer=policy.tokenizer, device=str(policy.device))
+
+
+def build_trainer(
+    config: StageConfig,
+    policy: PolicyModel,
+    judge: RewardManager | None,
+    context: RunContext,
+    *,
+    seed: int,
+    kept_versions: int,
+) -> Trainer | RewardTrainer | DistributedTrainer:
+    """Build what learns: the policy, or a reward model that begins as the policy."""
+    algorithm = config.algorithm
+    plan = TrainerSpec(
+        algorithm,
+        config.trainer,
+        context.precision,
+        total_steps=config.steps,
+        max_new_tokens=config.rollout.max_new_tokens,
+        seed=seed,
+        reward_weights=None if judge is None else dict(judge.weights),
+        plugins=tuple(context.plugins),
+        kept_versions=kept_versions,
+    )
+    teacher = None
+    if isinstance(algorithm, Distill) and algorithm.teacher is not None:
+        teacher = load_teacher(algorithm.teacher, policy)
+        verify_checkpoint(teacher, algorithm.teacher)
+    if config.trainer.ranks > 1:
+        crew = RayRankLauncher(context.ranks) if context.ranks else None
+        return DistributedTrainer(plan, policy.model, teacher, policy.device, context.run_dir, crew)
+    return plan.trainer(policy.model, teacher, policy.device, RankGroup.current())
+
+
+def build_rollouts(
+    stage: Stage, explorers: StageExplorers | RemoteExplorers, counter: TokenCounter
+) -> tuple[BatchSource | None, Evaluator | None]:
+    """Build the source of a stage's batches, as far as its algorithm rolls out, and its evaluator, if it has one.
+
+    Args:
+        counter: counts the tokens that are generated.
+    """
+    config, policy, batches, evaluator = stage.config, stage.policy, None, None
+    assert stage.rewards is not None
+    if config.algorithm.uses_rollouts:
+        components = build_rollout_components(
+            config,
+            policy,
+            stage.tasks.training,
+            explorer=explorers.explorer(stage.trace, stage.drafts),
+            engine=counter,
+            store=stage.store,
+            trace=stage.trace,
+            first_version=stage.first_version,
+            seed=stage.seed,
+        )
+        ratings = RatingOverrides(stage.context.buffers.of_run(stage.store))
+        kind = RolloutBatches if config.workflow.uses_tasks else TrafficBatches
+        batches = kind(config, components, ratings, first_version=stage.first_version, seed=stage.seed)
+    if config.evaluation is not None:
+        evaluator = Evaluator(
+            config,
+            stage.tasks.held_out,
+            judge=stage.rewards,
+            explorers=explorers,
+            make_judge=partial(build_stage_rewards, config, policy),
+            seed=stage.context.seed,
+        )
+    return batches, evaluator
+
+
+def build_rollout_components(
+    config: StageConfig,
+    policy: PolicyModel,
+    tasks: Taskset,
+    *,
+    explorer: ExplorerProtocol,
+    engine: TokenCounter,
+    store: ExperienceStore,
+    trace: Trace,
+    first_version: int,
+    seed: int,
+    prefix: str | None = None,
+) -> RolloutComponents:
+    """Build what groups pass through; `prefix` begins their names (default: the stage's)."""
+    advantage = getattr(config.algorithm, "advantage", None)
+    by_id: dict[str, Task] = {task.id: task for task in tasks.tasks}
+    batch = config.rollout.batch
+    sampler: Sampler = NoTasksSampler()
+    if config.workflow.uses_tasks:
+        sampler = build_sampler(tasks, config.required_taskset.order, seed, batch=batch)
+    rollouts = RolloutScheduler(
+        config,
+        sampler=sampler,
+        explorer=explorer,
+        engine=engine,
+        store=store,
+        task=by_id.__getitem__,
+        first_version=first_version,
+        seed=seed,
+        uses_greedy=advantage is not None and advantage.uses_greedy,
+        prefix=prefix,
+    )
+
+    def make_judge(rewards: Sequence[RewardConfig]) -> RewardManager:
+        return build_stage_rewards(config, policy, rewards)
+
+    return RolloutComponents(
+        sampler,
+        rollouts,
+        build_pipeline(config.pipeline, PipelineResources(make_judge, seed)),
+        store,
+        trace,
+        policy.tokenizer,
+        compute_fingerprint(policy.tokenizer),
+        policy.end_id,
+        by_id.__getitem__,
+    )
