@@ -100,7 +100,10 @@ def simulated(
         pass_s=passes["step"],
         row_s=passes["token"] + passes["attended"] * (PROMPT + tokens / 2),
         group_s=costs["group_s"] + passes["prompt"] * PROMPT,
-        **{name: costs[name] for name in ("judge_s", "publish_s", "take_s", "again_s")},
+        judge_s=costs["judge_s"],
+        publish_s=costs["publish_s"],
+        receive_s=costs["take_s"],
+        recompute_s=costs["again_s"],
     )
     return 1 / simulate_stage(step, Pacing(batch, bound, 10**6), explorers, steps=steps).step_s()
 

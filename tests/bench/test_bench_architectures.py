@@ -56,7 +56,7 @@ def test_a_trainer_that_ignores_windows_is_found_wrong(tmp_path: Path, monkeypat
     monkeypatch.setenv("ROLLMILL_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(PackedAttention, "attend", without_window)
     assert judge("qwen3", tmp_path / "checked").verdict == "refused"
-    monkeypatch.setattr("bench.ours.architectures.load_checked", load_policy)
+    monkeypatch.setattr("bench.ours.architectures.load_verified_policy", load_policy)
     finding = judge("qwen3", tmp_path / "unchecked")
     assert finding.verdict == "wrong"
     assert finding.rollout_gap is not None
@@ -71,7 +71,7 @@ def test_an_error_in_the_trainer_is_a_traceback(tmp_path: Path, monkeypatch: pyt
         raise KeyError("broken")
 
     monkeypatch.setattr(PackedAttention, "attend", broken)
-    monkeypatch.setattr("bench.ours.architectures.load_checked", load_policy)
+    monkeypatch.setattr("bench.ours.architectures.load_verified_policy", load_policy)
     finding = judge("llama", tmp_path)
     assert (finding.verdict, finding.stage) == ("traceback", "training")
     assert "KeyError: 'broken'" in finding.why

@@ -26,10 +26,10 @@ def test_what_is_counted(tmp_path: Path) -> None:
     measures, details = structure.static_measures(tmp_path)
     assert measures["files"] == len(FILES)
     assert measures["lines"] == sum(text.count("\n") for text in FILES.values())
-    assert details["class_names_used_twice"] == ["Group: types.py, trainer/loss.py"]
+    assert details["class_names_used_twice"] == ["Group: trainer/loss.py, types.py"]
     assert sorted(details["docstrings_that_open_with_a_question"]) == [
-        "types.py: What it is.",
         "trainer/loss.py: How many there are.",
+        "types.py: What it is.",
     ]
     assert details["isinstance_in_the_loop"] == ["orchestrator/loop.py: 2"]
     assert measures["isinstance_in_the_loop"] == 2

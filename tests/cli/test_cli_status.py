@@ -31,7 +31,7 @@ def test_a_run_says_what_it_does(
         said.append((doing, waits_for))
         says(self, doing, waits_for, version=version)
 
-    monkeypatch.setattr(heartbeat.HeartbeatWriter, "says", noted)
+    monkeypatch.setattr(heartbeat.HeartbeatWriter, "set_activity", noted)
     out = tmp_path / "out"
     run(tiny_run(tmp_path, **SHORT), out=out, view=PlainView(io.StringIO()))
     assert ("roll out, step 1 of 2, stage train", "the engine to finish its completions") in said

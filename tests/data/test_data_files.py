@@ -293,7 +293,7 @@ def test_what_may_never_end_is_not_read(tmp_path: Path) -> None:
 
 
 def test_a_line_without_end_is_one_bad_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.data.readers.LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("rollmill.data.readers.MAX_JSONL_LINE_BYTES", 1 << 20)
     long = '{"prompt": "' + "x" * (5 << 20) + '"}'
     path = write_jsonl(tmp_path / "a.jsonl", [long, {"prompt": "y"}, long])
     taskset = load(path, on_bad_row="skip")

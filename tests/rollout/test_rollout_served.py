@@ -14,7 +14,7 @@ from rollmill.rollout.auxiliary_models import EndpointModel, connect_endpoint
 
 def test_an_endpoint_completes_texts_where_it_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THE_KEY", KEY)
-    with running(set_activity=["abc", "xyz"]) as server:
+    with running(says=["abc", "xyz"]) as server:
         keys = {"endpoint": server.base_url, "model": "toy", "api_key_env": "THE_KEY"}
         section = AuxiliaryModelConfig.model_validate({**keys, "completes": True})
         model = EndpointModel("other", connect_endpoint("models.other", section), section)

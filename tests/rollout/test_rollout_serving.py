@@ -155,7 +155,7 @@ def test_tool_calls_go_out_and_come_back_as_the_tokens_they_were(stream: bool) -
 
 
 def test_stop_strings_end_answers_and_never_show(site: Running) -> None:
-    with running(set_activity=["one two STOP three", "one two STOP three", "one two STO"], max_new_tokens=30) as said:
+    with running(says=["one two STOP three", "one two STOP three", "one two STO"], max_new_tokens=30) as said:
         ask = client(said).chat.completions.create
         whole = ask(model="", messages=HI, stop="STOP").choices[0]
         assert (whole.message.content, whole.finish_reason) == ("one two ", "stop")

@@ -386,7 +386,7 @@ def test_a_machine_that_contains_nothing_is_refused(sandbox: Sandbox) -> None:
 
 
 def test_a_server_that_cannot_start_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.sandbox.client.interpreter", lambda: "/bin/false")
+    monkeypatch.setattr("rollmill.sandbox.client.find_interpreter", lambda: "/bin/false")
     with Sandbox() as sandbox, pytest.raises(SandboxError, match=r"cannot start: .*needs Linux 5.12"):
         sandbox.run_sync("")
 

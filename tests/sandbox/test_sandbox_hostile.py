@@ -66,9 +66,9 @@ def test_every_architecture_has_the_calls_of_the_programs(machine: str, monkeypa
     module = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, spec.name, module)
     spec.loader.exec_module(module)
-    assert [hostile.name for hostile in module.HOSTILE] == [hostile.name for hostile in ATTACKS]
-    assert not any("syscall(-1" in hostile.program for hostile in module.HOSTILE)
-    assert any(f"syscall({DENIED['bpf'][machine == 'aarch64']}," in hostile.program for hostile in module.HOSTILE)
+    assert [hostile.name for hostile in module.ATTACKS] == [hostile.name for hostile in ATTACKS]
+    assert not any("syscall(-1" in hostile.program for hostile in module.ATTACKS)
+    assert any(f"syscall({DENIED['bpf'][machine == 'aarch64']}," in hostile.program for hostile in module.ATTACKS)
 
 
 def test_the_attempts_are_not_refused_by_mistake() -> None:

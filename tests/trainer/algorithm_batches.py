@@ -208,13 +208,13 @@ def watch_gradients(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
     seen: dict[str, list[Tensor]] = {"policy": [], "critic": [], "score": []}
 
     def spy(where: Any, name: str) -> None:
-        original = where.clip
+        original = where.clip_gradients
 
         def clip(grads: list[Tensor], norm: float, max_norm: float) -> None:
             seen[name].append(torch.cat([g.flatten() for g in grads]).clone())
             original(grads, norm, max_norm)
 
-        monkeypatch.setattr(where, "clip", clip)
+        monkeypatch.setattr(where, "clip_gradients", clip)
 
     spy(update_module, "policy")
     spy(critic_module, "critic")

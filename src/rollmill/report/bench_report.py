@@ -47,7 +47,7 @@ class IntervalPlot:
 def render_bench_report(results: Sequence[BenchResult], comparisons: Sequence[Mapping[str, Any]]) -> str:
     """The page: plots with intervals, curves of runs with several checkpoints, and tables."""
     environment = Environment(
-        loader=PackageLoader("rollmill.trackers"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("rollmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters["number"] = format_metric
     script = environment.get_template("report.js.j2").render()

@@ -41,7 +41,7 @@ def write_report(run_dir: Path | str) -> Path:
     """
     run = check_run_dir(run_dir)
     environment = Environment(
-        loader=PackageLoader("rollmill.trackers"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+        loader=PackageLoader("rollmill.report"), autoescape=True, undefined=StrictUndefined, trim_blocks=True
     )
     environment.filters |= {"number": format_metric, "seconds": format_duration, "axis": charts.format_tick}
     script = environment.get_template("report.js.j2").render()

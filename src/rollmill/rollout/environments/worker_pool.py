@@ -24,7 +24,7 @@ from rollmill.rewards.worker_process import WorkerDiedError, WorkerProcess
 from rollmill.rollout.environments.base import EnvironmentCrashError, EnvironmentTimeoutError
 from rollmill.rollout.environments.spec import EnvironmentSpec, build_environment_spec
 
-_PROGRAM = Path(__file__).with_name("worker.py")
+_PROGRAM = Path(__file__).with_name("worker_main.py")
 _START_S = 120.0
 """Longest wait for a fresh process to import what makes its first environment, on top of the time limit."""
 
