@@ -111,7 +111,7 @@ def simulated(
 def training(costs: dict[str, Any], batch: int, ranks: int) -> list[float]:
     """Training times of a batch: the measured ones, moved along a line through both measured batches. Ranks share what
     grows with the batch, and move gradients twice, at the rate of the weights' transfer."""
-    from rollmill.planning.fits import fit_line
+    from rollmill.planning.rollouts import fit_line
 
     times = {int(size): values for size, values in costs["train_s"].items()}
     largest = max(times)

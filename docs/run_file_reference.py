@@ -15,7 +15,6 @@ from pydantic.fields import FieldInfo
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.config.environments import EnvironmentSection
-from rollmill.config.hints import SectionLocation, join_quoted, section_classes, section_locations, unwrap_annotation
 from rollmill.config.order import OrderSection, SuccessRateOrder
 from rollmill.config.resolve import RUN_KEYS
 from rollmill.config.rewards import JudgeSection, RewardSection, TextReward
@@ -23,6 +22,13 @@ from rollmill.config.run import RunConfig
 from rollmill.config.section import Section
 from rollmill.config.taskset import RowsSection, TasksetSection
 from rollmill.config.tools import ToolSection
+from rollmill.config.validation_errors import (
+    SectionLocation,
+    join_quoted,
+    section_classes,
+    section_locations,
+    unwrap_annotation,
+)
 from rollmill.config.workflows.agents import ToolWorkflowSection
 
 HEAD = """\

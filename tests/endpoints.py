@@ -14,12 +14,11 @@ from toys import CONTEXT, toy_model, toy_tokenizer
 from rollmill.config.rollout import RepetitionConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.application import ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
-from rollmill.rollout.endpoint.server import EndpointServer
-from rollmill.rollout.endpoint.service import EndpointService
-from rollmill.rollout.endpoint.session_store import FinishedSession
-from rollmill.web.hosts import open_listener
+from rollmill.rollout.endpoint.service import EndpointService, ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.session import FinishedSession
+from rollmill.web import open_listener
 
 KEY = "sk-test"
 

@@ -15,13 +15,13 @@ import numpy as np
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.config.model import TokenizerConfig
 from rollmill.feedback import FeedbackService, open_feedback
+from rollmill.feedback.app import build_server
 from rollmill.feedback.guard import RequestGuard
-from rollmill.feedback.serve import build_server
+from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import save_run_tokenizer
-from rollmill.models.tokenizer import train_tokenizer
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, StopReason, Turn
-from rollmill.web.hosts import open_listener
+from rollmill.web import open_listener
 
 TEXTS = ["".join(map(chr, range(32, 127))), "How many apples are 12 and 3? The answer is 15.\n" * 4]
 TOKENIZER = train_tokenizer(TokenizerConfig(kind="bpe", vocab_size=300), TEXTS)

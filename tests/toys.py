@@ -26,8 +26,7 @@ from transformers import (
 )
 
 from rollmill.config.model import TokenizerConfig
-from rollmill.models.from_scratch import save_policy
-from rollmill.models.tokenizer import train_tokenizer
+from rollmill.models.from_scratch import save_policy, train_tokenizer
 
 CONTEXT = 256
 MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}

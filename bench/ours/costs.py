@@ -35,9 +35,9 @@ TRAINER = ("train_s", "publish_s")
 
 async def measure(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """The costs of a simulation, as JSON; training by the number of groups."""
+    from rollmill.planning.calibration import measure_weight_transfer
     from rollmill.planning.measurement import record_engine_steps
     from rollmill.planning.rollouts import EngineStepCosts
-    from rollmill.planning.transfer import measure_weight_transfer
 
     train: dict[int, list[float]] = {}
     around, judge, passes = [], [], []

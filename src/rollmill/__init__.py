@@ -6,33 +6,33 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollmill.data.operators.custom import task_operator as task_operator
+    from rollmill.data.operators.pipeline import task_operator as task_operator
     from rollmill.data.samplers.custom import order as order
     from rollmill.launch import run as run
-    from rollmill.pipelines.custom import operator as operator
+    from rollmill.pipelines.pipeline import operator as operator
     from rollmill.recipes.decorators import advantage as advantage
     from rollmill.recipes.decorators import algorithm as algorithm
     from rollmill.recipes.decorators import loss as loss
+    from rollmill.registry import environment as environment
     from rollmill.registry import reward as reward
-    from rollmill.rollout.decorators import environment as environment
-    from rollmill.rollout.decorators import tool as tool
-    from rollmill.rollout.decorators import workflow as workflow
+    from rollmill.registry import tool as tool
+    from rollmill.registry import workflow as workflow
     from rollmill.trackers.rollout_log import load_experiences as load_experiences
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "advantage": "rollmill.recipes.decorators",
-    "environment": "rollmill.rollout.decorators",
-    "tool": "rollmill.rollout.decorators",
-    "workflow": "rollmill.rollout.decorators",
+    "environment": "rollmill.registry",
+    "tool": "rollmill.registry",
+    "workflow": "rollmill.registry",
     "algorithm": "rollmill.recipes.decorators",
     "loss": "rollmill.recipes.decorators",
-    "operator": "rollmill.pipelines.custom",
+    "operator": "rollmill.pipelines.pipeline",
     "order": "rollmill.data.samplers.custom",
     "reward": "rollmill.registry",
     "run": "rollmill.launch",
-    "task_operator": "rollmill.data.operators.custom",
+    "task_operator": "rollmill.data.operators.pipeline",
     "load_experiences": "rollmill.trackers.rollout_log",
 }
 

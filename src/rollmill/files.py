@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
-from collections.abc import Iterator
+import stat
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from rollmill.errors import RollmillError
+from rollmill.errors import ConfigError, CorruptFileError, RollmillError
 
 
 @contextmanager
@@ -58,3 +60,141 @@ def to_jsonable(value: Any, *, non_finite: str | None = None) -> Any:
     if isinstance(value, list | tuple | set | frozenset):
         return [to_jsonable(item, non_finite=non_finite) for item in value]
     return repr(value)
+
+
+# Strict, bounded reading of what users name: text files of a limited size, and JSON that has one meaning only.
+
+MAX_YAML_BYTES = 2**20
+"""Largest YAML file; a resolved run file has about 20 kB."""
+MAX_TEXT_BYTES = 2**30
+"""Largest file that is read whole."""
+MAX_JSONL_LINE_BYTES = 2**26
+"""Longest line of a JSONL file."""
+MAX_JSON_DEPTH = 64
+"""Most brackets of JSON inside each other."""
+
+_BOM = b"\xef\xbb\xbf"
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+
+
+def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
+    """The text of a UTF-8 file, without a byte order mark.
+
+    Devices and pipes are refused, because they may never end.
+    Raises ConfigError where there is no such file, or it is longer than `limit` bytes, not UTF-8, or cannot be read.
+    """
+    if what := describe_non_file(path):
+        raise ConfigError(f"{path}: {what}")
+    try:
+        with path.open("rb") as file:
+            content = file.read(limit + 1)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+    if len(content) > limit:
+        raise ConfigError(f"{path}: is longer than {format_size(limit)}, so it is not read; give a shorter file")
+    try:
+        return content.removeprefix(_BOM).decode("utf-8")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        text = f"{path}:{line}: cannot be read as UTF-8 text (byte {error.start + 1})"
+        raise ConfigError(f"{text}; {encoding_advice(content)}") from error
+
+
+def describe_non_file(path: Path) -> str | None:
+    """Why a path is no regular file, such as `no such file` or `is a folder`; None where it is one."""
+    try:
+        mode = path.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return "no such file"
+    except (OSError, ValueError) as error:  # a loop of links, a name that is too long, a closed folder; a null byte
+        return f"cannot be read: {getattr(error, 'strerror', None) or error}"
+    if stat.S_ISDIR(mode):
+        return "cannot be read: is a folder; give a file"
+    if not stat.S_ISREG(mode):
+        return "cannot be read: is a device or a pipe, which may have no end; write its content to a file first"
+    return None
+
+
+def encoding_advice(content: bytes) -> str:
+    """Advice for a file that is not UTF-8."""
+    if content.startswith(_UTF16):
+        return "it looks like UTF-16; save it as UTF-8"
+    return "it looks like a binary file" if b"\0" in content[:1000] else "save it as UTF-8"
+
+
+def format_size(count: int) -> str:
+    """Bytes in words: `64 MiB`."""
+    return f"{count >> 30} GiB" if count >= 2**30 else f"{count >> 20} MiB"
+
+
+def parse_strict_json(text: str, *, unique_keys: bool = False) -> Any:
+    """The value of a JSON text without NaN, infinities and numbers beyond floats.
+
+    Raises ValueError, also where more than `MAX_JSON_DEPTH` brackets are inside each other, and, with `unique_keys`,
+    where an object has a key twice (JSON does not say which of the two counts).
+    """
+    pairs = _no_key_twice if unique_keys else None
+    try:
+        value = json.loads(text, parse_constant=_refuse, parse_float=_finite, object_pairs_hook=pairs)
+    except RecursionError:
+        raise ValueError("brackets too deep inside each other") from None
+    if is_too_deep(value):
+        raise ValueError("brackets too deep inside each other")
+    return value
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file that rollmill wrote.
+
+    Raises CorruptFileError, which says that the file is damaged, for anything else, and OSError where there is none.
+    """
+    try:
+        value = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CorruptFileError(f"{path} is damaged: no JSON ({error}); put the file back") from error
+    if not isinstance(value, dict):
+        raise CorruptFileError(f"{path} is damaged: {type(value).__name__}, not an object; put the file back")
+    return value
+
+
+def describe_json_error(error: ValueError) -> str:
+    """A sentence for what `parse_strict_json` raised."""
+    if isinstance(error, json.JSONDecodeError):
+        return f"not valid JSON: {error.msg} at column {error.colno}"
+    if "integer string conversion" in str(error):
+        return "not readable JSON: a number of thousands of digits; write it as text"
+    return f"not readable JSON: {error}"
+
+
+def is_too_deep(value: Any) -> bool:
+    """Whether more than `MAX_JSON_DEPTH` lists and mappings are inside each other."""
+    level = [value]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [part for each in level if isinstance(each, dict | list) for part in _parts(each)]
+        if not level:
+            return False
+    return True
+
+
+def _parts(value: dict[str, Any] | list[Any]) -> list[Any]:
+    return list(value.values()) if isinstance(value, dict) else value
+
+
+def _no_key_twice(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for number, key in enumerate(keys) if key in keys[:number])
+        raise ValueError(f"the key {twice!r:.80} is given twice; keep one")
+    return found
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON; write null, or text")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError(f"{text:.80} is too large a number; write it as text")
+    return value

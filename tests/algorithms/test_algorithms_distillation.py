@@ -9,15 +9,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributions import Categorical, kl_divergence
 
-from rollmill.algorithms.distillation import (
+from rollmill.algorithms.kl import (
     distillation_advantage,
     forward_kl,
     generalised_jsd,
     jsd_advantage,
     reverse_kl,
 )
-from rollmill.algorithms.losses import policy_gradient
-from rollmill.algorithms.value import value_loss
+from rollmill.algorithms.losses import policy_gradient, value_loss
 
 STUDENT = torch.tensor([[0.3, -0.2, 0.5, 0.0, 1.0], [0.1, 0.1, -2.0, 0.4, 0.2]], dtype=torch.float64)
 TEACHER = torch.tensor([[0.7, 0.2, -0.1, 0.9, -1.0], [0.0, 1.5, 0.3, -0.4, 0.2]], dtype=torch.float64)

@@ -12,11 +12,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.algorithms.aggregation import sequence_mean, sequence_sum_mean
-from rollmill.algorithms.losses import cispo, clipped, opmd, policy_gradient, ppo_clip, raft, sapo, softmax_ppo
+from rollmill.algorithms.aggregation import sequence_mean, sequence_sum_mean, sum_by_sequence
+from rollmill.algorithms.losses import (
+    chord_mu,
+    chord_sft,
+    cispo,
+    clipped,
+    importance_sft,
+    opmd,
+    policy_gradient,
+    ppo_clip,
+    raft,
+    sapo,
+    softmax_ppo,
+)
 from rollmill.algorithms.sequence_losses import gspo, gspo_clipped, gspo_token, kimi_mirror, sppo, topr
-from rollmill.algorithms.sequences import sum_by_sequence
-from rollmill.algorithms.supervised import chord_mu, chord_sft, importance_sft
 from rollmill.algorithms.trust_region import dppo_masked, dppo_tv, rec, rec_clipped
 
 Loss = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -35,7 +35,7 @@ from rollmill.algorithms.binding import (
 )
 from rollmill.algorithms.recipe import Recipe
 from rollmill.config.loss import LossSection
-from rollmill.config.parts import section_from_signature
+from rollmill.config.section import section_from_signature
 from rollmill.errors import ConfigError
 from rollmill.recipes import AlgorithmConfig
 

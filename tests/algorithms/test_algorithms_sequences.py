@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollmill.algorithms.sequences import (
+from rollmill.algorithms.aggregation import (
     expand_to_tokens,
     mean_by_sequence,
     sum_by_sequence,

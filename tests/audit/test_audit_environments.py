@@ -10,7 +10,7 @@ import pytest
 
 from rollmill.audit.findings import Finding, Severity
 from rollmill.audit.runner import AuditOptions, run_audit
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.config.loader import load_taskset_run
 from rollmill.registry import import_object
 

@@ -25,7 +25,7 @@ from bench.peers.trl_learn import right
 from bench.prefix import token_ratio
 from bench.report import Case, finish
 from rollmill.config.rewards import ExactReward
-from rollmill.rewards.text.exact import ExactScorer
+from rollmill.rewards.text.format import ExactScorer
 from rollmill.types import Completion, StopReason, Task
 
 WORKER = """

@@ -18,8 +18,8 @@ from sqlalchemy import text
 from rollmill.buffer import open_run_store, open_store
 from rollmill.buffer.base import FEEDBACK, PIPELINE, ExperienceKind
 from rollmill.buffer.database import Database, sqlite_url
+from rollmill.buffer.experts import StoreReader
 from rollmill.buffer.memory import MemoryStore
-from rollmill.buffer.reader import StoreReader
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.buffer import BufferConfig, ReplayConfig
 from rollmill.errors import ConfigError, StoreError

@@ -14,10 +14,8 @@ from hypothesis import strategies as st
 from rollmill.buffer import DemonstrationPool, ExperienceKind, ExperienceStore, Group
 from rollmill.buffer.base import FEEDBACK
 from rollmill.buffer.database import Database, sqlite_url
-from rollmill.buffer.experts import TasksetDemonstrations
+from rollmill.buffer.experts import RatingOverrides, StoreReader, TasksetDemonstrations
 from rollmill.buffer.memory import MemoryStore
-from rollmill.buffer.ratings import RatingOverrides
-from rollmill.buffer.reader import StoreReader
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.order import CurriculumOrder, ShuffledOrder
 from rollmill.data import Taskset, build_sampler

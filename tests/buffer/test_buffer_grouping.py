@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.buffer import ExperienceKind
-from rollmill.buffer.kinds import split_by_kind
+from rollmill.buffer.base import split_by_kind
 from rollmill.types import Experience, ExperienceSource
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from buffer_groups import experience, ids
 
-from rollmill.buffer import wal
+from rollmill.buffer import database as wal
 from rollmill.buffer.base import ExperienceKind, Group
 from rollmill.buffer.database import Database, sqlite_url
 from rollmill.buffer.sql import SqlStore

@@ -12,9 +12,8 @@ from buffer_groups import experience, group
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.buffer.base import Group
+from rollmill.buffer.base import Group, VersionSegment, version_segments
 from rollmill.buffer.replay import ReplayCandidates, choose_replayed, mean_abs_advantage
-from rollmill.buffer.version_segments import VersionSegment, version_segments
 from rollmill.config.buffer import ReplayConfig
 
 DRAWS = 12_000

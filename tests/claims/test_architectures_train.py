@@ -11,8 +11,7 @@ from tiny import metrics, tiny_run
 import rollmill
 from bench.tiny_architectures import VOCABULARY, tiny_model
 from rollmill.config.model import TokenizerConfig
-from rollmill.models.from_scratch import save_policy
-from rollmill.models.tokenizer import train_tokenizer
+from rollmill.models.from_scratch import save_policy, train_tokenizer
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", "qwen3_next", "lfm2", "phimoe"])

@@ -11,7 +11,7 @@ from toys import toy_checkpoint
 from rollmill.config.loader import load_run
 from rollmill.data import encode_demonstration, load_taskset
 from rollmill.launch import run
-from rollmill.models.tokenizer import train_tokenizer
+from rollmill.models.from_scratch import train_tokenizer
 from rollmill.orchestrator.setup import _texts
 from rollmill.trackers.console import PlainView
 from rollmill.trackers.metrics_log import read_metrics

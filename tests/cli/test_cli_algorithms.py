@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from rollmill.cli import main
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.recipes import known_algorithms
 
 PLUGIN = '''\

@@ -17,9 +17,9 @@ from tiny import tiny_run
 from toys import toy_checkpoint
 
 import rollmill
+from rollmill import web as hosts
 from rollmill.cli import main, serve
 from rollmill.errors import ConfigError
-from rollmill.web import hosts
 
 SRC = Path(__file__).resolve().parents[2] / "src"
 RL = {"stages": None, "steps": 1, "algorithm": {"name": "grpo"}}

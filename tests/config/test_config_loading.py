@@ -10,8 +10,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.config.loader import LoadedRun, load_run
-from rollmill.config.overrides import apply_override
+from rollmill.config.loader import LoadedRun, apply_override, load_run
 from rollmill.config.tree import ConfigProblem, merge_trees, to_plain_data
 from rollmill.config.yaml_file import read_yaml, write_yaml
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollmill.config.taskset import TasksetConfig
-from rollmill.data.records import BadRowError, SourceRow
+from rollmill.data.readers import BadRowError, SourceRow
 from rollmill.data.task_builder import TaskBuilder
 from rollmill.types import Task
 

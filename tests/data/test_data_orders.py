@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 import rollmill
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Sampler, Taskset, build_sampler
 from rollmill.data.samplers import TaskView

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollmill.config.taskset import TasksetConfig
-from rollmill.data.records import BadRowError, SourceRow
+from rollmill.data.readers import BadRowError, SourceRow
 from rollmill.data.task_builder import TaskBuilder
 from rollmill.data.template import PromptTemplate
 from rollmill.errors import TasksetError

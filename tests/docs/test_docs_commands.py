@@ -17,7 +17,7 @@ from doc_blocks import DOCUMENTS, ROOT, Command, blocks, commands, files
 
 from rollmill import registry
 from rollmill.cli import main
-from rollmill.config import parts
+from rollmill.config import section as parts
 
 NAMES = [str(document.relative_to(ROOT)) for document in DOCUMENTS]
 

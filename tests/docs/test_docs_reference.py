@@ -12,8 +12,8 @@ import pytest
 from doc_blocks import DOCUMENTS, ROOT
 
 from rollmill.cli import COMMANDS, main
-from rollmill.config.hints import section_locations
 from rollmill.config.section import Section
+from rollmill.config.validation_errors import section_locations
 
 RUN = """\
 name: documented

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.engines.native.rejection_sampling import DraftBatch, acceptance_probability, residual_weights
+from rollmill.engines.native.draft_verifier import DraftBatch, acceptance_probability, residual_weights
 from rollmill.engines.native.sampler import SamplingTensors, normalized_probs, select_top_tokens, truncated_probs
 
 CPU = torch.device("cpu")

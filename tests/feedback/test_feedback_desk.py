@@ -18,16 +18,16 @@ from hypothesis import strategies as st
 
 from rollmill.buffer import ExperienceKind
 from rollmill.buffer.base import FEEDBACK
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.memory import MemoryStore
-from rollmill.buffer.ratings import RatingOverrides
 from rollmill.config.model import TokenizerConfig
 from rollmill.data import expert_experience, preference_pair
 from rollmill.errors import ConfigError, ModelError, RollmillError, StoreError
 from rollmill.feedback import FeedbackError, FeedbackService, open_feedback, parse_request
-from rollmill.feedback.browse import find_neighbours
+from rollmill.feedback.pages import find_neighbours
 from rollmill.feedback.rendering import MAX_SHOWN_CHARS, escape_text
+from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import compute_fingerprint, save_run_tokenizer
-from rollmill.models.tokenizer import train_tokenizer
 from rollmill.orchestrator.buffers import Buffers
 from rollmill.trackers.rollout_log import RolloutLog
 from rollmill.types import Experience, ExperienceSource, StopReason, Task

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.config.model import ModelConfig, NewModelConfig, TokenizerConfig
+from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.load import PolicyModel, load_policy
-from rollmill.models.tokenizer import train_tokenizer
 
 TEXTS = ["12+34=46\n", "Fünf Äpfel, 七个 🍎🍎!", "  spaces  and\ttabs , not . cleaned 's"] * 2
 CHARACTERS = sorted(set("".join(TEXTS)))
@@ -66,7 +66,7 @@ def test_an_assistants_turn_of_a_chat_ends_with_the_end_token() -> None:
 
 def test_the_same_texts_give_the_same_tokenizer_in_another_process() -> None:
     code = (
-        "import hashlib; from rollmill.models.tokenizer import train_tokenizer; "
+        "import hashlib; from rollmill.models.from_scratch import train_tokenizer; "
         "from rollmill.config.model import TokenizerConfig as C; import random; r = random.Random(0); "
         "t = [''.join(r.choices('abcdef ', k=50)) for _ in range(200)]; "
         "print([hashlib.sha256(train_tokenizer(C(kind=k, vocab_size=600), t).backend_tokenizer.to_str().encode())"

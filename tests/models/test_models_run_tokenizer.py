@@ -13,13 +13,13 @@ from transformers import LlamaTokenizerFast
 
 from rollmill.config.model import TokenizerConfig
 from rollmill.errors import ModelError
+from rollmill.models.from_scratch import train_tokenizer
 from rollmill.models.run_tokenizer import (
     compute_fingerprint,
     load_run_fingerprint,
     load_run_tokenizer,
     save_run_tokenizer,
 )
-from rollmill.models.tokenizer import train_tokenizer
 
 TEXTS = ["how many?\n", "  12 + 3 = 15 ", "é 你好 🙂", "<eos>", ""]
 

@@ -9,7 +9,7 @@ import torch
 from toys import toy_model
 
 from rollmill.offload import OffloadableTensors
-from rollmill.offload.peak_memory import PhasePeakMemory
+from rollmill.offload.manager import PhasePeakMemory
 from rollmill.offload.plan import StorageTier
 from rollmill.offload.stores import OffloadStore, PinnedMemoryStore, TempFileStore
 

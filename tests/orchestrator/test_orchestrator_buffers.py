@@ -13,9 +13,8 @@ import pytest
 import yaml
 from tiny import GRPO, SFT, tiny_run
 
-from rollmill.buffer import ExperienceKind, open_run_store
+from rollmill.buffer import DATABASE_FILE, ExperienceKind, open_run_store
 from rollmill.buffer.base import IMPORTED
-from rollmill.buffer.build import DATABASE_FILE
 from rollmill.cli import main
 from rollmill.errors import ConfigError, PipelineError
 from rollmill.feedback import open_feedback

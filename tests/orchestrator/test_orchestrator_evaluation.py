@@ -20,9 +20,9 @@ from rollmill.errors import ConfigError
 from rollmill.launch import evaluate, resume
 from rollmill.orchestrator.evaluation import Evaluation
 from rollmill.rollout import Explorer
-from rollmill.serialization import decode_experience
 from rollmill.trackers import read_metrics
 from rollmill.trackers.estimators import pass_at_k
+from rollmill.trackers.rollout_log import decode_experience
 from rollmill.trainer import Trainer
 from rollmill.types import Experience
 

@@ -16,10 +16,10 @@ from buffer_groups import experience, group
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollmill.buffer import DATABASE_FILE
 from rollmill.buffer.base import EXPLORER, REMOTE_EXPLORER
-from rollmill.buffer.build import DATABASE_FILE
 from rollmill.buffer.database import Database, sqlite_url
-from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.order import ShuffledOrder
 from rollmill.config.run import StageConfig

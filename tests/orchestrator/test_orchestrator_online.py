@@ -23,12 +23,12 @@ from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError
 from rollmill.launch import resume, run
 from rollmill.orchestrator.batches import RolloutBatches
-from rollmill.rollout.endpoint.application import ServiceLimits
 from rollmill.rollout.endpoint.middleware import AccessRules
+from rollmill.rollout.endpoint.service import ServiceLimits
 from rollmill.serve.server import ServerAddress, serve_training
 from rollmill.serve.traffic import TrafficBatches
 from rollmill.trainer import Trainer
-from rollmill.web.hosts import open_listener
+from rollmill.web import open_listener
 
 KEY = "sk-online"
 RUN: dict[str, Any] = {

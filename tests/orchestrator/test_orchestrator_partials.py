@@ -14,7 +14,7 @@ import torch
 from tiny import merged, outcome, tiny_run
 from transformers import AutoModelForCausalLM
 
-from rollmill.buffer.version_segments import version_segments
+from rollmill.buffer.base import version_segments
 from rollmill.launch import resume, run
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView

@@ -20,7 +20,7 @@ from rollmill.launch import resume, run
 from rollmill.trackers.console import PlainView
 from rollmill.trackers.metrics_log import read_metrics
 from rollmill.trainer import DistributedTrainer
-from rollmill.trainer.distributed.process_ranks import ProcessRankHandle
+from rollmill.trainer.distributed.rank_handle import ProcessRankHandle
 from rollmill.types import Experience
 
 RL: dict[str, Any] = {

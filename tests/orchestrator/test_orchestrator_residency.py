@@ -16,7 +16,7 @@ from toys import toy_checkpoint
 from rollmill.errors import ConfigError
 from rollmill.launch import evaluate, resume, run
 from rollmill.offload import OffloadManager
-from rollmill.offload.sizes import estimate_component_sizes
+from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.stages import Stage
 from rollmill.trackers import read_metrics
 from rollmill.trackers.console import PlainView

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toys import toy_tokenizer
 
 from rollmill.buffer.memory import MemoryStore
-from rollmill.config.judging import RewardManagerConfig
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.run import StageConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.orchestrator.oversampling import MAX_STOPS

@@ -16,7 +16,7 @@ from rollmill.config.operators import OperatorConfig, OperatorSection
 from rollmill.pipelines import OperatorReport, Pipeline, PipelineContext
 from rollmill.pipelines.build import PipelineResources, build_pipeline
 from rollmill.rewards import build_reward_manager
-from rollmill.serialization import encode_experience
+from rollmill.trackers.rollout_log import encode_experience
 from rollmill.types import Experience, StopReason, Task, Turn
 
 PROMPT = "what is 6 x 2?"

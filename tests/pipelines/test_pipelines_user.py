@@ -12,7 +12,7 @@ from made_up import context, group, ids, rewards
 
 import rollmill
 from rollmill.cli import main
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.config.loader import LoadedRun, load_run
 from rollmill.errors import ConfigError, PipelineError
 from rollmill.pipelines.build import PipelineResources, build_pipeline

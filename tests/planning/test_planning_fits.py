@@ -14,9 +14,15 @@ from toys import toy_model
 from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest
 from rollmill.engines.native import NativeEngine
-from rollmill.planning.fits import fit_line, fit_nonnegative
 from rollmill.planning.measurement import EngineStep, record_engine_steps
-from rollmill.planning.rollouts import EngineStepCosts, GroupLengths, count_decode_steps, reserved_cache_tokens
+from rollmill.planning.rollouts import (
+    EngineStepCosts,
+    GroupLengths,
+    count_decode_steps,
+    fit_line,
+    fit_nonnegative,
+    reserved_cache_tokens,
+)
 
 POSITIVE = st.floats(0.1, 10.0)
 

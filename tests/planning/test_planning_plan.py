@@ -18,14 +18,13 @@ from tiny import tiny_run
 from rollmill.cli import main
 from rollmill.cli.plan import print_plan
 from rollmill.config.loader import load_run
-from rollmill.planning.advice import too_large
 from rollmill.planning.calibration import Calibration, calibrate
 from rollmill.planning.measurement import MIN_STEPS
-from rollmill.planning.memory import PhaseMemory
+from rollmill.planning.memory import PhaseMemory, too_large
 from rollmill.planning.planner import MachineSpec, plan_stage
 from rollmill.planning.prediction import StepTimeModel, predict_step
 from rollmill.planning.rollouts import draw_groups
-from rollmill.planning.splits import choose_split, simulation_costs
+from rollmill.planning.simulation import choose_split, simulation_costs
 from rollmill.trackers import read_metrics
 
 GRPO: dict[str, Any] = {

@@ -17,7 +17,7 @@ from torch import Tensor
 import rollmill
 from rollmill.algorithms import AdvantageInputs, LossInputs, build_recipe
 from rollmill.cli import main
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.config.algorithm import AlgorithmOptions
 from rollmill.errors import ConfigError
 from rollmill.recipes import DAPO, AlgorithmConfig, known_algorithms

@@ -17,7 +17,7 @@ from rollmill.config.run import StageConfig
 from rollmill.errors import ConfigError
 from rollmill.orchestrator.engine import shared_checksum
 from rollmill.trackers.heartbeat import read_heartbeats
-from rollmill.weights.checksum import CRC32, XXH3
+from rollmill.weights.layout import CRC32, XXH3
 
 GRPO: dict[str, Any] = {"stages": None, "algorithm": {"name": "grpo"}}
 SEEN = """

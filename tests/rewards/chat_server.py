@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from rollmill.rewards.event_loop import EventLoopThread
+from rollmill.rewards.function_threads import EventLoopThread
 from rollmill.rewards.judges.chat import ChatMessage, ChatModelReply, ChatSamplingParams
 
 

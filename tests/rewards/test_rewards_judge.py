@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from reward_helpers import completion, judged, task
 
-from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import (
     ExactReward,
     FormatReward,
@@ -29,6 +28,7 @@ from rollmill.config.rewards import (
     ReasoningGymReward,
     RewardSection,
 )
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.errors import ConfigError, RewardError
 from rollmill.registry import import_file, reward
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager

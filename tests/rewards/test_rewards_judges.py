@@ -26,8 +26,8 @@ from rollmill.data.images import make_image_ref
 from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.judges import client
-from rollmill.rewards.judges.rubric import RubricJudge
-from rollmill.rewards.judges.schedule import pair_opponents
+from rollmill.rewards.judges.generative import RubricJudge
+from rollmill.rewards.judges.pairwise import pair_opponents
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Task
 

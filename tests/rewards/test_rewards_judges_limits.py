@@ -19,9 +19,8 @@ from reward_helpers import judged
 from rollmill.config.rewards import JudgeReward
 from rollmill.errors import ConfigError
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.judges.cache import CachedChatModel, ChatReplyStore
-from rollmill.rewards.judges.chat import ChatModelReply, ChatSamplingParams
-from rollmill.rewards.judges.rate_limit import WINDOW_S, RateLimiter
+from rollmill.rewards.judges.chat import CachedChatModel, ChatModelReply, ChatReplyStore, ChatSamplingParams
+from rollmill.rewards.judges.endpoint import WINDOW_S, RateLimiter
 
 
 class Clock:
@@ -148,7 +147,7 @@ def test_what_is_kept_is_not_asked_again(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from rollmill.rewards.judges.cache import ChatReplyStore
+from rollmill.rewards.judges.chat import ChatReplyStore
 from rollmill.rewards.judges.chat import ChatModelReply
 print("ready", flush=True)
 sys.stdin.readline()

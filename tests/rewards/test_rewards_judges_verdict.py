@@ -12,8 +12,16 @@ from hypothesis import strategies as st
 from reward_helpers import task
 
 from rollmill.rewards.judges.parsing import combine_votes, last_json_object, parse_ranking, parse_score, parse_winner
-from rollmill.rewards.judges.prompts import SCORING_TEMPLATE, SYSTEM_PROMPT, build_messages, judging_basis, task_context
-from rollmill.rewards.judges.sanitizing import sanitize_text, unused_json_key, wrap_in_markers
+from rollmill.rewards.judges.prompts import (
+    SCORING_TEMPLATE,
+    SYSTEM_PROMPT,
+    build_messages,
+    judging_basis,
+    sanitize_text,
+    task_context,
+    unused_json_key,
+    wrap_in_markers,
+)
 from rollmill.types import Task
 
 

@@ -20,8 +20,8 @@ from rollmill.errors import RewardError
 from rollmill.rewards import RewardManager, RewardResult, build_reward_manager
 from rollmill.rewards.answers.extraction import extract_answer
 from rollmill.rewards.k12 import unit_words
-from rollmill.rewards.k12.amounts import parse_amount
 from rollmill.rewards.k12.answer_types import kendall_tau
+from rollmill.rewards.k12.comparison import parse_amount
 from rollmill.rewards.k12.question import read_question
 from rollmill.rewards.k12.reward import multiple_choice_credit
 from rollmill.rewards.k12.unit_words import convert_unit, parse_units

@@ -16,10 +16,8 @@ from rollmill.config.rewards import MathReward
 from rollmill.errors import RewardError
 from rollmill.rewards import build_reward_manager
 from rollmill.rewards.answers.collection import parse_collection
-from rollmill.rewards.answers.comparison import AnswerMatchOptions, compare_texts
-from rollmill.rewards.answers.option_letters import split_option
-from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_spaces
-from rollmill.rewards.answers.units import parse_unit
+from rollmill.rewards.answers.comparison import AnswerMatchOptions, compare_texts, split_option
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, parse_unit, strip_spaces
 
 _SCRAPS = [
     *("\\boxed{", "{", "}", "(", ")", "[", "]", "\\{", "\\}", "\\begin{pmatrix}", "\\end{pmatrix}", "\\\\", "&"),

@@ -13,10 +13,10 @@ from rule_helpers import ADAPTER, judge_of, reward
 
 from rollmill.config.rewards import FormatReward
 from rollmill.errors import ConfigError, RewardError
+from rollmill.files import parse_strict_json
 from rollmill.rewards import build_reward_manager
+from rollmill.rewards.text.format import check_sections, check_tags
 from rollmill.rewards.text.parsing import find_json_values, last_code_block
-from rollmill.rewards.text.structure import check_sections, check_tags
-from rollmill.strict_files import parse_strict_json
 
 TAGS = ["think", "answer"]
 GOOD = "<think>\n2 and 2\n</think>\n\n<answer>4</answer>\n"

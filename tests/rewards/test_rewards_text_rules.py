@@ -20,9 +20,8 @@ from rollmill.cli import main
 from rollmill.config.rewards import ExactReward, LengthReward
 from rollmill.errors import ConfigError, RewardError
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.text.language import extract_prose
+from rollmill.rewards.text.language import extract_prose, main_scripts, script_words
 from rollmill.rewards.text.repetition import loop_length, repeated_ngram_share
-from rollmill.rewards.text.scripts import main_scripts, script_words
 from rollmill.types import Message, Task
 
 

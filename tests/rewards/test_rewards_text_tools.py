@@ -13,7 +13,7 @@ from reward_helpers import completion, judged, task
 from rule_helpers import ADAPTER, judge_of, reward, verdict
 
 from rollmill.errors import RewardError
-from rollmill.rewards.build import build_reward
+from rollmill.rewards.manager import build_reward
 from rollmill.rewards.resources import RewardResources
 
 FACTS = {"facts": ["The tower is 324 m tall.", "It was built from 1887 to 1889, in Paris.", "It is made of iron."]}

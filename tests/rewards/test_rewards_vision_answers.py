@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from rule_helpers import reward, verdict
 
 from rollmill.errors import RewardError
-from rollmill.rewards.vision.figures import find_stated_number, parse_chart_number
-from rollmill.rewards.vision.table_reading import read_table
+from rollmill.rewards.vision.chart import find_stated_number, parse_chart_number
+from rollmill.rewards.vision.table import read_table
 from rollmill.rewards.vision.vqa import normalize_vqa_answer, vqa_accuracy
 
 

@@ -15,9 +15,8 @@ from reward_helpers import judged
 from rule_helpers import ADAPTER, judge_of, reward, verdict
 
 from rollmill.errors import RewardError
-from rollmill.rewards.vision.coordinates import Box
 from rollmill.rewards.vision.detections import read_boxes, read_points
-from rollmill.rewards.vision.geometry import giou, in_polygon, iou
+from rollmill.rewards.vision.geometry import Box, giou, in_polygon, iou
 from rollmill.rewards.vision.matching import max_matching_score, solve_assignment
 
 SIDES = st.floats(0.1, 100)

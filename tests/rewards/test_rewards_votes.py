@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollmill.rewards.answers.votes import normalize_vote
+from rollmill.rewards.answers.extraction import normalize_vote
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.config.environments import EnvironmentSection
-from rollmill.config.parts import registered_sections
 from rollmill.config.rollout import SamplingConfig
+from rollmill.config.section import registered_sections
 from rollmill.registry import import_file
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.workflow import Rollout

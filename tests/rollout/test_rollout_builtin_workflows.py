@@ -13,8 +13,8 @@ import pytest
 from toys import toy_tokenizer
 
 from rollmill.config import workflows as config
-from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.rewards import ExactReward
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.config.tools import CalculatorTool
 from rollmill.engines.base import GenerationRequest
@@ -22,8 +22,7 @@ from rollmill.errors import ConfigError, ContextLengthError, WorkflowError
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.resources import WorkflowResources, build_workflow
-from rollmill.rollout.retries import RetryingWorkflow
-from rollmill.rollout.runner import WorkflowRunner
+from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.workflow import Rollout
 from rollmill.rollout.workflows.react import parse_action
 from rollmill.rollout.workflows.vote import extract_vote, majority_vote

@@ -20,9 +20,9 @@ from forks import ended
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollmill.config.parts import _registered
+from rollmill.config.section import _registered
 from rollmill.errors import ConfigError, EpisodeError, WorkflowError
-from rollmill.rewards.worker_process import WorkerProcess
+from rollmill.rewards.grader_pool import WorkerProcess
 from rollmill.rollout.environments.pool import EnvironmentPool, RunningEnvironment
 from rollmill.types import Task
 
@@ -282,10 +282,10 @@ def test_workers_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_class_that_other_processes_cannot_find_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollmill.config.parts._registered", dict(_registered))
+    monkeypatch.setattr("rollmill.config.section._registered", dict(_registered))
     text = HOSTILE.read_text().replace("class Hostile", "class Hidden")
     exec(compile(text, "text", "exec"), {"__name__": "__main__"})
-    from rollmill.config.parts import registered_sections
+    from rollmill.config.section import registered_sections
 
     [found] = [each for each in registered_sections("environment") if each.__name__ == "Hidden"]
     with pytest.raises(ConfigError, match="cannot find the class of environment `Hidden`"):

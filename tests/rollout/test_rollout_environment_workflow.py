@@ -14,7 +14,7 @@ from tiny import GRPO, SFT, tiny_run
 import rollmill
 from rollmill.config.loader import load_run
 from rollmill.errors import ConfigError, WorkflowError
-from rollmill.rollout.conversation import PolicyConversation
+from rollmill.rollout.policy import PolicyConversation
 from rollmill.types import Experience
 
 LADDER = """

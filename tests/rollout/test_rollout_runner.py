@@ -17,8 +17,7 @@ from rollmill.rewards import build_reward_manager
 from rollmill.rollout import Explorer
 from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.policy import Policy
-from rollmill.rollout.retries import RetryingWorkflow
-from rollmill.rollout.runner import WorkflowRunner
+from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.rollout.workflow import Workflow, WorkflowFunction
 from rollmill.types import Completion, Experience, StopReason, Task
 

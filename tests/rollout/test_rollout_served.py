@@ -7,7 +7,7 @@ import asyncio
 import pytest
 from endpoints import KEY, running
 
-from rollmill.config.other_models import AuxiliaryModelConfig
+from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.errors import WorkflowError
 from rollmill.rollout.auxiliary_models import EndpointModel, connect_endpoint
 

@@ -18,7 +18,7 @@ from endpoints import KEY, Running, running
 from waiting import wait_until
 
 from rollmill.config.rollout import RepetitionConfig
-from rollmill.rollout.endpoint.application import ServiceLimits
+from rollmill.rollout.endpoint.service import ServiceLimits
 from rollmill.types import Experience
 
 HI: list[Any] = [{"role": "user", "content": "hi"}]

@@ -8,7 +8,7 @@ import agents
 import openai
 from endpoints import KEY, running
 
-from rollmill.rollout.endpoint.application import ServiceLimits
+from rollmill.rollout.endpoint.service import ServiceLimits
 
 CALL = '<tool_call>\n{"name": "multiply", "arguments": {"a": 17, "b": 23}}\n</tool_call>'
 agents.set_tracing_disabled(True)

@@ -10,7 +10,7 @@ import openai
 import pytest
 from endpoints import KEY, running
 
-from rollmill.rollout.endpoint.application import ServiceLimits
+from rollmill.rollout.endpoint.service import ServiceLimits
 
 CONVERSATIONS, TURNS = 200, 5
 

@@ -10,12 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import toy_tokenizer
 
-from rollmill.rollout.chat_template import ChatTemplate
+from rollmill.files import parse_strict_json
+from rollmill.rollout.chat import ChatTemplate
+from rollmill.rollout.endpoint.handler import TextStream
 from rollmill.rollout.endpoint.messages import assistant_message, normalize_messages
 from rollmill.rollout.endpoint.protocol import ChatMessageParam
-from rollmill.rollout.endpoint.text_stream import TextStream
 from rollmill.rollout.tools.formats import ToolCall, render_tool_calls, split_tool_calls
-from rollmill.strict_files import parse_strict_json
 
 TOKENIZER = toy_tokenizer()
 PIECES = st.sampled_from(["one", " two", "ST", "STOP", "é", "<tool", "_call>", "```", "\n", "{", "世界", " "])

@@ -18,13 +18,12 @@ from pydantic import BaseModel, TypeAdapter
 
 from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
 from rollmill.errors import ConfigError, WorkflowError
-from rollmill.rollout.decorators import tool
-from rollmill.rollout.tools.base import ToolError
+from rollmill.registry import tool
 from rollmill.rollout.tools.calculator import calculator
 from rollmill.rollout.tools.function_tool import FunctionTool
 from rollmill.rollout.tools.pool import ToolPool
 from rollmill.rollout.tools.search import BM25Index, split_passages
-from rollmill.rollout.tools.toolbox import Toolbox
+from rollmill.rollout.tools.toolbox import Toolbox, ToolError
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 

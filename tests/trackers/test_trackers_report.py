@@ -13,8 +13,8 @@ from run_factory import evaluation_metrics, experience, make_run, rollouts, save
 
 from rollmill.errors import ConfigError
 from rollmill.report.charts import Series, draw_line_chart, nice_ticks
-from rollmill.report.phase_timeline import phase_timeline, phase_totals
 from rollmill.report.run_report import write_report
+from rollmill.report.step_timeline import phase_timeline, phase_totals
 from rollmill.trackers import MetricsLog, RolloutLog, write_summary
 
 

@@ -14,8 +14,8 @@ from hypothesis.extra import numpy as hnp
 from run_factory import rollouts
 
 from rollmill.errors import ConfigError, RollmillError
-from rollmill.serialization import decode_experience, encode_experience
 from rollmill.trackers import RolloutLog, iter_experiences, load_experiences, stored_steps
+from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, ExperienceSource, StopReason, Turn
 
 finite = st.floats(allow_nan=False, allow_infinity=False)

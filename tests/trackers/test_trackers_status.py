@@ -16,13 +16,15 @@ from typing import Any
 import pytest
 
 from rollmill.errors import ConfigError
-from rollmill.report.status import LATE_BEATS, process_state, read_status
 from rollmill.trackers.heartbeat import (
     HEARTBEAT_INTERVAL_S,
+    LATE_BEATS,
     HeartbeatRecord,
     HeartbeatWriter,
     keep_heartbeat,
+    process_state,
     read_heartbeats,
+    read_status,
 )
 
 NOW = time.time()

@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from rich.console import Console
 from run_factory import evaluation_metrics, rollouts, training_metrics
 
-from rollmill.trackers.console import PlainView, format_duration, format_metric, make_view
+from rollmill.trackers.console import (
+    PlainView,
+    RunProgress,
+    format_duration,
+    format_metric,
+    make_view,
+    one_line,
+    printable,
+)
 from rollmill.trackers.live_console import LiveView, sparkline
-from rollmill.trackers.printable import one_line, printable
-from rollmill.trackers.progress import RunProgress
 
 STAGES = [("sft", 20), ("rl", 40)]
 

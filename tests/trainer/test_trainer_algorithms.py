@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rollmill.config.algorithm import PolicyGradientOptions
 from rollmill.recipes import known_algorithms
-from rollmill.trainer import passes as passes_module
+from rollmill.trainer import logprobs as passes_module
 from rollmill.trainer.batch import build_micro_batches
 from rollmill.trainer.update import PolicyUpdater
 from rollmill.types import ExperienceSource

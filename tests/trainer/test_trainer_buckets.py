@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollmill.trainer.distributed import buckets
-from rollmill.trainer.distributed.buckets import apply_in_buckets
+from rollmill.trainer.distributed import tensor_parallel as buckets
+from rollmill.trainer.distributed.tensor_parallel import apply_in_buckets
 
 
 @given(st.lists(st.lists(st.integers(0, 5), max_size=2), max_size=9), st.integers(4, 200))

@@ -10,8 +10,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollmill.trainer.batch import build_micro_batches, build_token_table
-from rollmill.trainer.packing import pack_rows
+from rollmill.trainer.batch import build_micro_batches, build_token_table, pack_rows
 
 CPU = torch.device("cpu")
 COSTS = st.lists(st.integers(1, 120), max_size=40)

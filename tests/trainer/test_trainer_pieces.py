@@ -10,10 +10,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollmill.config.trainer import TrainerConfig
-from rollmill.trainer import calibrate, choose_precision, choose_threads
+from rollmill.trainer import choose_precision, choose_threads
+from rollmill.trainer import model_setup as calibrate
 from rollmill.trainer.logprobs import token_logprobs
-from rollmill.trainer.parts import split_mini_batches
-from rollmill.trainer.schedule import compute_learning_rate
+from rollmill.trainer.optimizer import compute_learning_rate
+from rollmill.trainer.update import split_mini_batches
 from rollmill.types import ExperienceSource
 
 

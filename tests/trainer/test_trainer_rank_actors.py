@@ -28,8 +28,8 @@ from rollmill.errors import TrainerRankLostError, TrainingError
 from rollmill.remote.ray_session import join
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer
-from rollmill.trainer.distributed.process_group import join_group, leave_group, open_rendezvous_port
 from rollmill.trainer.distributed.rank_handle import RankLauncher
+from rollmill.trainer.distributed.ranks import join_group, leave_group, open_rendezvous_port
 from rollmill.trainer.distributed.ray_ranks import RayRankLauncher
 from rollmill.trainer.distributed.spec import TrainerSpec
 from rollmill.types import Experience

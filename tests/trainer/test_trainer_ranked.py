@@ -17,7 +17,7 @@ import torch
 from algorithm_batches import LIMIT, batch_for, flat, options_of, record
 from torch import Tensor, nn
 
-from rollmill.config import parts
+from rollmill.config import section as parts
 from rollmill.config.model import LoRAConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import DeadlineError, TrainingError
@@ -27,7 +27,7 @@ from rollmill.registry import import_file
 from rollmill.trackers.heartbeat import read_heartbeats
 from rollmill.trainer import DistributedTrainer
 from rollmill.trainer.distributed.fsdp import local_shards
-from rollmill.trainer.distributed.process_ranks import ProcessRankHandle, ProcessRankLauncher
+from rollmill.trainer.distributed.rank_handle import ProcessRankHandle, ProcessRankLauncher
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.spec import TrainerSpec
 from rollmill.types import Experience

@@ -11,7 +11,7 @@ import pytest
 import torch
 from algorithm_batches import distance, options_of, trainer_of, watch_gradients
 
-from rollmill.algorithms.distillation import forward_kl, generalised_jsd, reverse_kl
+from rollmill.algorithms.kl import forward_kl, generalised_jsd, reverse_kl
 from rollmill.algorithms.preference import orpo
 from rollmill.types import Experience, ExperienceSource, experience_from_demonstration
 

@@ -7,9 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollmill.weights import checksum as module
-from rollmill.weights.checksum import CRC32, XXH3, compute_checksum, pack_block
-from rollmill.weights.layout import BlockLayout
+from rollmill.weights import layout as module
+from rollmill.weights.layout import CRC32, XXH3, BlockLayout, compute_checksum, pack_block
 
 SIZES = st.lists(st.integers(0, 5000), min_size=1, max_size=5)
 

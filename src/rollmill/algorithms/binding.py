@@ -17,7 +17,7 @@ import rollmill.algorithms.sequence_losses as sequences
 import rollmill.algorithms.token_advantages as token_advantages
 import rollmill.algorithms.trust_region as trust_region
 from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, MaskInputs
-from rollmill.config.parts import NamedSection
+from rollmill.config.section import NamedSection
 from rollmill.errors import ConfigError
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

@@ -12,8 +12,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rollmill.algorithms.aggregation import token_sequence_mean, token_sequence_sum
 from rollmill.algorithms.kl import k3
-from rollmill.algorithms.sequences import token_sequence_mean, token_sequence_sum
 
 
 def truncated_importance(old_logprob: Tensor, rollout_logprob: Tensor, cap: float) -> Tensor:

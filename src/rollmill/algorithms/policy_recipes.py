@@ -12,7 +12,7 @@ from torch import Tensor
 
 import rollmill.algorithms.advantages as advantages
 import rollmill.algorithms.kl as kl
-import rollmill.algorithms.supervised as supervised
+import rollmill.algorithms.losses as supervised
 from rollmill.algorithms.aggregation import get_aggregation
 from rollmill.algorithms.binding import (
     bind_advantage,

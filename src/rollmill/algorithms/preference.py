@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from rollmill.algorithms.sequences import mean_by_sequence, sum_by_sequence
+from rollmill.algorithms.aggregation import mean_by_sequence, sum_by_sequence
 
 
 def pair_logprobs(

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 import rollmill.algorithms.preference as preference
-from rollmill.algorithms.aggregation import sequence_mean
+from rollmill.algorithms.aggregation import expand_to_tokens, sequence_mean, sum_by_sequence
 from rollmill.algorithms.recipe import LossInputs, LossTerm, Recipe
-from rollmill.algorithms.sequences import expand_to_tokens, sum_by_sequence
 from rollmill.recipes import DPO, KTO, ORPO
 from rollmill.types import ExperienceSource
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollmill.algorithms.aggregation import token_sequence_mean, token_sequence_sum
 from rollmill.algorithms.losses import clipped, ppo_clip
-from rollmill.algorithms.sequences import token_sequence_mean, token_sequence_sum
 
 
 def gspo(

@@ -9,7 +9,7 @@ from typing import Any
 
 import regex
 
-from rollmill.data.operators.text import flatten_prompt, normalize_text, words
+from rollmill.data.operators.deduplication import flatten_prompt, normalize_text, words
 from rollmill.errors import ConfigError
 from rollmill.rewards.answers.extraction import extract_reference
 from rollmill.rewards.answers.quantities import normalize_answer as plain_answer

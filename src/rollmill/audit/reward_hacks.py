@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from rollmill.audit.oracle import reference_text, wrap_answer
-from rollmill.data.operators.text import flatten_prompt, normalize_text
-from rollmill.rewards.answers.option_letters import task_options
+from rollmill.data.operators.deduplication import flatten_prompt, normalize_text
+from rollmill.rewards.answers.comparison import task_options
 from rollmill.types import Task
 
 _DIGITS = "0123456789"

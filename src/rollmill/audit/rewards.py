@@ -12,7 +12,7 @@ from rollmill.audit.findings import Finding, Severity, finding_by_share, list_ta
 from rollmill.audit.grading import NOT_GRADED, AuditGrader
 from rollmill.audit.oracle import NormalizedText, call_oracle, oracle_completions, parse_number, reference_text
 from rollmill.audit.reward_hacks import REWARD_HACKS, RewardHack, guess_probability, random_text
-from rollmill.data.operators.text import flatten_prompt
+from rollmill.data.operators.deduplication import flatten_prompt
 from rollmill.rewards import RewardResult
 from rollmill.types import Task
 

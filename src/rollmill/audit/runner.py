@@ -27,7 +27,7 @@ from rollmill.config.loader import LoadedRun
 from rollmill.config.run import StageConfig
 from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.data import encode_prompt, load_taskset
-from rollmill.data.records import to_finite_number
+from rollmill.data.readers import to_finite_number
 from rollmill.errors import ConfigError
 from rollmill.models.load import read_tokenizer
 from rollmill.rewards import build_reward_manager

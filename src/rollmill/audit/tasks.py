@@ -11,13 +11,11 @@ import regex
 
 from rollmill.audit.findings import Finding, Severity, finding_by_share, list_task_ids, passed_check, skipped_check
 from rollmill.audit.oracle import NormalizedText, normalize_phrase, parse_number, reference_text, states_answer
-from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks
+from rollmill.config.taskset import DecontaminateTasks, DeduplicateTasks
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
-from rollmill.data.operators.decontamination import decontaminate
-from rollmill.data.operators.deduplication import deduplicate
-from rollmill.data.operators.text import normalize_text
+from rollmill.data.operators.deduplication import decontaminate, deduplicate, normalize_text
 from rollmill.errors import ConfigError
-from rollmill.rewards.answers.option_letters import task_options
+from rollmill.rewards.answers.comparison import task_options
 from rollmill.types import Task
 
 _SHORT_DIGITS, _SHORT_LETTERS = 3, 5

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+import os
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from itertools import pairwise
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
 
 from rollmill.config.buffer import ReplayConfig
-from rollmill.errors import StoreError
-from rollmill.types import Experience, Task
+from rollmill.errors import DeadlineError, StoreError
+from rollmill.types import Experience, ExperienceSource, Task
 
 
 class ExperienceKind(StrEnum):
@@ -154,3 +160,114 @@ class ExperienceStore(Protocol):
 
     def close(self) -> None:
         """Release files and connections."""
+
+
+# From what a pipeline left to groups on their shelves.
+
+
+def split_by_kind(experiences: Sequence[Experience], group: str, tokenizer: str) -> list[Group]:
+    """What a pipeline left of one group, and made from it, as groups on their shelves.
+
+    Args:
+        tokenizer: fingerprint of the one that made the tokens; what is made may be learned from by other runs.
+    """
+    usual = [e for e in experiences if e.source is ExperienceSource.ROLLOUT]
+    made: dict[str, list[Experience]] = {}
+    for experience in experiences:
+        if experience.source is not ExperienceSource.ROLLOUT:
+            paired = experience.source is ExperienceSource.PREFERENCE
+            made.setdefault(experience.group if paired else experience.id, []).append(experience)
+    found = [Group(group, usual, priority=_mean_priority(usual))] if usual else []
+    shelves = {ExperienceSource.EXPERT: ExperienceKind.EXPERT, ExperienceSource.PREFERENCE: ExperienceKind.PREFERENCE}
+    info = {"tokenizer": tokenizer}
+    made_groups = [
+        Group(name, own, shelves[own[0].source], writer=PIPELINE, info=dict(info)) for name, own in made.items()
+    ]
+    return found + made_groups
+
+
+def _mean_priority(experiences: Sequence[Experience]) -> float:
+    return float(np.mean([e.info.get("priority", 1.0) for e in experiences]))
+
+
+# Which stretches of an experience were produced by which weights: partial rollouts are stitched from several.
+
+
+@dataclass(frozen=True, slots=True)
+class VersionSegment:
+    """Tokens `start` to `end` (exclusive) of an experience, all produced by the weights of `version`."""
+
+    start: int
+    end: int
+    version: int
+
+
+def version_segments(experience: Experience) -> list[VersionSegment]:
+    """The stretches of policy tokens of one version, in order; tokens of others (prompt, tools) belong to none.
+
+    With log-probs per token, they have one valid behaviour policy together (AReaL, arXiv:2505.24298, Prop. 1).
+    """
+    versions = np.where(experience.action_mask, experience.versions, -1)
+    if not len(versions):
+        return []
+    edges = [0, *(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
+    return [VersionSegment(start, end, int(versions[start])) for start, end in pairwise(edges) if versions[start] >= 0]
+
+
+# Waiting for groups, with a deadline that names who should have written them.
+
+Result = TypeVar("Result")
+
+_FIRST_S, _LONGEST_S = 0.005, 0.5
+
+
+def poll_until(attempt: Callable[[], Result | None], deadline_s: float) -> Result | None:
+    """What `attempt` gives once it is not None; None after `deadline_s`. Waits longer and longer in between."""
+    end, pause = time.monotonic() + deadline_s, _FIRST_S
+    while True:
+        found = attempt()
+        left = end - time.monotonic()
+        if found is not None or left <= 0:
+            return found
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, _LONGEST_S)
+
+
+def writer_identity(kind: str) -> dict[str, Any]:
+    """What tells this writer from others."""
+    return {"kind": kind, "host": socket.gethostname(), "pid": os.getpid()}
+
+
+def too_few_groups_error(
+    wanted: int, there: int, seconds: float, writers: Sequence[Mapping[str, Any]]
+) -> DeadlineError:
+    """The error of a reader that got too few groups; `writers` are rows of the table, the one last seen first."""
+    advice = (
+        f"{there} of {wanted} groups are there. Look at that process and its log: start it again if it has ended, "
+        "raise rollout.deadline_s if it is only slow, or loosen what the pipeline drops."
+    )
+    return DeadlineError("the trainer", _named(writers), seconds, advice)
+
+
+def _named(writers: Sequence[Mapping[str, Any]]) -> str:
+    if not writers:
+        return "a writer of groups (none has ever opened this buffer)"
+    newest = writers[0]
+    here = newest["host"] == socket.gethostname()
+    place = f"process {newest['pid']} on {newest['host']}"
+    if here and not _alive(newest["pid"]):
+        place += ", which no longer runs"
+    if newest["wrote_at"] is None:
+        return f"the {newest['kind']} ({place}; it has written nothing yet)"
+    ago = max(0.0, time.time() - newest["wrote_at"])
+    return f"the {newest['kind']} ({place}; it last wrote {ago:.0f} s ago, {newest['written']} groups in all)"
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

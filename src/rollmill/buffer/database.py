@@ -2,21 +2,133 @@
 
 from __future__ import annotations
 
+import os
 import random
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 from sqlalchemy import Connection, Engine, create_engine, event, select, text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, SQLAlchemyError
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.database_errors import database_error, is_transient, redact_url
-from rollmill.buffer.wal import WAL_COPY_BYTES, WAL_MAX_BYTES, WriteAheadLog
 from rollmill.errors import StoreError
+
+# SQLite's write-ahead log: what is committed stands there first, and is copied into the database later.
+
+WAL_COPY_BYTES = 64 << 20
+"""How long the log gets before a thread of its own copies it: writers go on meanwhile, and so the log grows."""
+WAL_MAX_BYTES = 4 * WAL_COPY_BYTES
+"""How long it gets before who writes has to copy it first."""
+
+
+class WriteAheadLog:
+    """The log of one database.
+
+    Args:
+        engine: of a SQLite file. Its connections have `journal_size_limit=WAL_COPY_BYTES`, so that a longer file holds
+            something that was not copied yet.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._path = Path(f"{engine.url.database}-wal")
+        self._copying = threading.Lock()
+
+    def written(self) -> None:
+        """To be called after each write: begins to copy the log if it is long."""
+        if self._size() > WAL_COPY_BYTES and self._copying.acquire(blocking=False):
+            threading.Thread(target=self._copy, name="rollmill-log").start()
+
+    def close(self) -> None:
+        """Wait until nothing is being copied."""
+        with self._copying:
+            pass
+
+    def _copy(self) -> None:
+        try:
+            with (
+                suppress(SQLAlchemyError),
+                self._engine.connect() as connection,
+            ):  # writers meet errors at WAL_MAX_BYTES
+                alone = connection.execution_options(rollmill_plain=True)
+                alone.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+        finally:
+            self._copying.release()
+
+    def _size(self) -> int:
+        try:
+            return os.path.getsize(self._path)
+        except OSError:  # a file system without shared memory has no such log
+            return 0
+
+
+# What errors of a database mean: which pass by themselves, and what to do about the others.
+
+_PASSING = ("08", "40", "53300", "55P03", "57P01", "57P02", "57P03")
+"""SQLSTATEs of PostgreSQL that pass by themselves: no connection, deadlocks, too many connections, restarts."""
+
+
+def redact_url(url: URL) -> str:
+    """A database's address for people: SQLite's path, or the URL without its password."""
+    if url.get_backend_name() == "sqlite" and url.database:
+        return unquote(url.database.removeprefix("file:")) if url.query else url.database
+    return url.render_as_string(hide_password=True)
+
+
+def database_error(url: URL, error: Exception, waited_s: float | None = None) -> StoreError:
+    """What to say of an error of the database."""
+    cause = getattr(error, "orig", None) or error
+    reason = " ".join(str(cause).split())
+    state = getattr(cause, "sqlstate", None) or ""
+    low = reason.lower()
+    if "disk is full" in low or state == "53100" or "no space left" in low:
+        advice = "free some space; nothing that was written before is damaged, and a resumed run goes on from there"
+    elif "malformed" in low or "not a database" in low or state.startswith("XX"):
+        advice = (
+            "the file is damaged or is something else; move it away and start a new run, or put a copy back that was "
+            "made while nothing was running"
+        )
+    elif "readonly" in low or "read-only" in low or state == "25006" or state == "42501":
+        advice = "it can be read but not written; mend the permissions of the file and its folder, or of the user"
+    elif "unable to open" in low:
+        advice = "check that the folder exists and may be written"
+    elif "locked" in low or "busy" in low:
+        advice = "another program holds it; find and end it (`fuser FILE`)"
+    elif "disk i/o" in low:
+        advice = "the disk refuses to read or write; check that it is there, not full, and no network file system"
+    elif "password" in low or "authentication" in low or state.startswith("28"):
+        advice = "check the user, and give the password in PGPASSWORD or ~/.pgpass"
+    elif "does not exist" in low and state in ("", "3D000"):
+        advice = "make the database first: `createdb NAME`"
+    elif is_transient(error):
+        advice = "check that the server runs and that buffer.url is right, then `rollmill resume RUN`"
+    else:
+        advice = "check buffer.url and the server's log"
+    waited = f" for {waited_s:.0f} s" if waited_s is not None else ""
+    return StoreError(f"the buffer's database {redact_url(url)} failed{waited}: {reason}; {advice}")
+
+
+def is_transient(error: Exception) -> bool:
+    """Whether trying again may help."""
+    if not isinstance(error, DBAPIError):
+        return False
+    cause = error.orig
+    state = getattr(cause, "sqlstate", None)
+    if type(cause).__module__.startswith("sqlite3"):
+        return any(word in str(cause).lower() for word in ("locked", "busy"))
+    if state is not None:
+        return str(state).startswith(_PASSING)
+    low = str(cause).lower()
+    if "password" in low or "authentication" in low or "does not exist" in low:
+        return False
+    return error.connection_invalidated or type(cause).__name__ in ("OperationalError", "InterfaceError")
+
 
 Result = TypeVar("Result")
 

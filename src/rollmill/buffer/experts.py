@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from rollmill.buffer.base import ExperienceKind, Group
-from rollmill.buffer.reader import StoreReader
+from rollmill.buffer.base import ExperienceKind, ExperienceStore, Group
 from rollmill.data import Sampler
 from rollmill.errors import StoreError
 from rollmill.types import Experience, ExperienceSource, Task
+
+# A store whose shelves are looked at again and again while others write to it.
+
+StoreOpener = Callable[[], ExperienceStore | None]
+"""Opens a store that may not be there yet: feedback can begin while a run goes on."""
+
+
+@dataclass(slots=True)
+class StoreReader:
+    """The shelves of one store. Closing it is the opener's affair."""
+
+    name: str  #: for messages
+    open: StoreOpener
+    store: ExperienceStore | None = None
+    _after: dict[ExperienceKind, int] = field(default_factory=dict)
+
+    def new(self, shelf: ExperienceKind) -> Iterator[Group]:
+        """Groups that came since the last call, or came back: what is restored comes last."""
+        self.store = self.store or self.open()
+        if self.store is not None:
+            for number, group in self.store.read(shelf, after=self._after.get(shelf, 0)):
+                self._after[shelf] = number
+                yield group
+
+    def get(self, ids: list[str]) -> list[Group]:
+        """Groups by id, without those that were removed since."""
+        return [] if self.store is None or not ids else self.store.get(ids)
+
 
 log = logging.getLogger(__name__)
 
@@ -189,3 +216,34 @@ def _copied(experience: Experience, source: ExperienceSource, reward: float | No
         reward_parts={},
         advantage=None,
     )
+
+
+# What people and applications say a completion is worth, in place of the reward it earned.
+
+
+class RatingOverrides:
+    """The ratings of stored completions, as far as they were not undone. The last one of a completion counts."""
+
+    def __init__(self, shelves: Sequence[StoreReader]) -> None:
+        self._shelves = shelves
+        self._acts: list[dict[str, list[str]]] = [{} for _ in shelves]  # completion -> groups that rate it
+
+    def apply_ratings(self, experiences: Sequence[Experience]) -> list[Experience]:
+        """The experiences, with ratings as rewards where there are any; `info` keeps the reward that was earned."""
+        for shelves, acts in zip(self._shelves, self._acts, strict=True):
+            for group in shelves.new(ExperienceKind.RATED):
+                for completion in group.info.get("of", []):
+                    acts.setdefault(completion, []).append(group.id)
+        return [self._rated(experience) for experience in experiences]
+
+    def _rated(self, experience: Experience) -> Experience:
+        found = [
+            group
+            for shelves, acts in zip(self._shelves, self._acts, strict=True)
+            for group in shelves.get(acts.get(experience.id, []))
+        ]
+        if not found:
+            return experience
+        last = max(found, key=lambda group: group.created_at)
+        info = {**experience.info, "rated_by": last.author, "earned": experience.reward}
+        return replace(experience, reward=last.experiences[0].reward, info=info)

@@ -10,9 +10,16 @@ from typing import Any, TypeVar
 from sqlalchemy import ColumnElement, func, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import FEEDBACK, ExperienceKind, Group, kind_conflict_error, validate_groups
+from rollmill.buffer.base import (
+    FEEDBACK,
+    ExperienceKind,
+    Group,
+    kind_conflict_error,
+    poll_until,
+    too_few_groups_error,
+    validate_groups,
+)
 from rollmill.buffer.database import Database
-from rollmill.buffer.polling import poll_until, too_few_groups_error
 from rollmill.buffer.replay import choose_replayed
 from rollmill.buffer.row_codec import (
     TableRow,

@@ -9,8 +9,7 @@ from typing import Any
 from sqlalchemy import ColumnElement, Connection, delete, func, insert, select, update
 
 import rollmill.buffer.schema as schema
-from rollmill.buffer.base import EXPLORER, PIPELINE, REMOTE_EXPLORER, ExperienceKind, Group
-from rollmill.buffer.polling import writer_identity
+from rollmill.buffer.base import EXPLORER, PIPELINE, REMOTE_EXPLORER, ExperienceKind, Group, writer_identity
 from rollmill.buffer.replay import ReplayCandidates
 from rollmill.buffer.row_codec import TableRow, decode_experience_columns, decode_group
 from rollmill.config.buffer import ReplayConfig

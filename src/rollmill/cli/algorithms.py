@@ -13,8 +13,8 @@ import typer
 
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.checks.capability import unused_algorithm_keys
-from rollmill.config.hints import suggest_match
-from rollmill.config.parts_in_words import format_algorithm_parts
+from rollmill.config.describe import format_algorithm_parts
+from rollmill.config.validation_errors import suggest_match
 from rollmill.config.yaml_file import write_yaml
 from rollmill.errors import ConfigError
 from rollmill.recipes import known_algorithms

@@ -14,7 +14,7 @@ import typer
 
 from rollmill.cli.printing import print_json, print_line, print_table
 from rollmill.errors import ConfigError, DeadlineError
-from rollmill.strict_files import describe_non_file
+from rollmill.files import describe_non_file
 
 if TYPE_CHECKING:
     from rollmill.buffer.base import ExperienceKind, Group
@@ -42,7 +42,7 @@ def ls(
     as_json: Json = False,
 ) -> None:
     """List groups of experiences, the newest first."""
-    from rollmill.buffer.overview import GroupFilter, list_newest
+    from rollmill.buffer.pruning import GroupFilter, list_newest
 
     which = GroupFilter(_shelf(shelf), task, author, reward_at_least, reward_at_most)
     with _opened(run) as store:
@@ -61,9 +61,9 @@ def show(
     as_json: Json = False,
 ) -> None:
     """Print a group: what was asked, answered and judged, and which weights produced which tokens."""
-    from rollmill.buffer.overview import find_group
-    from rollmill.buffer.version_segments import version_segments
-    from rollmill.serialization import encode_experience
+    from rollmill.buffer.base import version_segments
+    from rollmill.buffer.pruning import find_group
+    from rollmill.trackers.rollout_log import encode_experience
 
     with _opened(run) as store:
         row = find_group(store, name)
@@ -90,7 +90,7 @@ def show(
 
 def stats(run: Run, as_json: Json = False) -> None:
     """Count groups by shelf, state, writer and version; bytes; where rewards lie."""
-    from rollmill.buffer.overview import buffer_statistics
+    from rollmill.buffer.pruning import buffer_statistics
 
     with _opened(run) as store:
         found = buffer_statistics(store)
@@ -145,7 +145,7 @@ def import_(
     """
     from itertools import islice
 
-    from rollmill.buffer.build import DATABASE_FILE, create_run_store, database_url, open_run_store
+    from rollmill.buffer import DATABASE_FILE, create_run_store, database_url, open_run_store
     from rollmill.buffer.parquet import import_groups
 
     if what := describe_non_file(file):
@@ -170,7 +170,7 @@ def gc(
     as_json: Json = False,
 ) -> None:
     """Delete groups that were learned from long ago, expired or were removed; never what a checkpoint may need."""
-    from rollmill.buffer.build import replay_capacity
+    from rollmill.buffer import replay_capacity
     from rollmill.buffer.pruning import prune
     from rollmill.orchestrator.checkpoint import Checkpoints
 
@@ -187,7 +187,7 @@ def gc(
 
 @contextmanager
 def _opened(run: Path, *, read_only: bool = True) -> Iterator[SqlStore]:
-    from rollmill.buffer.build import open_run_store
+    from rollmill.buffer import open_run_store
 
     with closing(open_run_store(run, read_only=read_only)) as store:
         yield store

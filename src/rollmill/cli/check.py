@@ -85,7 +85,7 @@ def count_tasks(run: LoadedRun) -> dict[tuple[str, str], tuple[int, int]]:
 
     Raises ConfigError naming the stage when something cannot be loaded, or a reference is empty.
     """
-    from rollmill.rewards.references import require_references
+    from rollmill.rewards.base import require_references
 
     counts: dict[tuple[str, str], tuple[int, int]] = {}
     loaded: dict[str, Taskset] = {}

@@ -58,10 +58,10 @@ def command(
 
 def _serve(run: Path, host: str, port: int, author: str | None, browser: bool) -> None:
     from rollmill.feedback import open_feedback
+    from rollmill.feedback.app import build_server
     from rollmill.feedback.guard import RequestGuard
     from rollmill.feedback.requests import parse_author
-    from rollmill.feedback.serve import build_server
-    from rollmill.web.hosts import is_loopback, open_listener, server_url
+    from rollmill.web import is_loopback, open_listener, server_url
 
     name = parse_author(author or _user())
     token = os.environ.get(TOKEN_VARIABLE) or None

@@ -15,15 +15,21 @@ import typer
 from pydantic import TypeAdapter, ValidationError
 
 from rollmill.cli.grade_summary import print_summary_tables, summarize_judgements
-from rollmill.config.hints import explain_unknown_key, join_quoted, section_classes, section_tag, suggest_match
-from rollmill.config.judging import RewardManagerConfig
 from rollmill.config.loader import load_run
 from rollmill.config.rewards import RewardConfig
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.section import Section
 from rollmill.config.tree import ConfigProblem, raise_problems, to_plain_data
+from rollmill.config.validation_errors import (
+    explain_unknown_key,
+    join_quoted,
+    section_classes,
+    section_tag,
+    suggest_match,
+)
 from rollmill.config.yaml_file import parse_override_value
 from rollmill.errors import ConfigError
-from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
+from rollmill.files import describe_json_error, parse_strict_json, read_text
 
 if TYPE_CHECKING:
     from rollmill.rewards import RewardManager, RewardResult

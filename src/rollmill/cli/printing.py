@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def print_table(title: str, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
     """A table; columns separated by tabs when nobody watches."""
-    from rollmill.trackers.printable import one_line
+    from rollmill.trackers.console import one_line
 
     cells = [[one_line(_cell(value), 60) for value in row] for row in rows]
     if not sys.stdout.isatty():
@@ -43,7 +43,7 @@ def _cell(value: Any) -> str:
 def print_line(line: str | Text) -> None:
     """A line in which nothing steers the terminal; colours only where somebody watches."""
     if isinstance(line, str) or not sys.stdout.isatty():
-        from rollmill.trackers.printable import printable
+        from rollmill.trackers.console import printable
 
         typer.echo(printable(str(line)))
         return

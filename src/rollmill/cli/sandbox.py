@@ -11,7 +11,7 @@ from typing import Annotated, get_args
 import typer
 
 from rollmill.errors import ConfigError
-from rollmill.strict_files import read_text
+from rollmill.files import read_text
 
 HELP = "Run untrusted Python programs, and check what keeps them in."
 

@@ -67,11 +67,11 @@ def command(
 ) -> None:
     """Serve a model by OpenAI's interface; record sessions, and train on them."""
     _check_for_training(train, (record, step, threads, device), (overrides or None, out))
-    from rollmill.rollout.endpoint.application import ServiceLimits
     from rollmill.rollout.endpoint.middleware import AccessRules
+    from rollmill.rollout.endpoint.service import ServiceLimits
     from rollmill.serve.server import ServerAddress, serve_checkpoint, serve_training
     from rollmill.serve.server import set_threads as set_threads
-    from rollmill.web.hosts import is_loopback, open_listener, server_url
+    from rollmill.web import is_loopback, open_listener, server_url
 
     chosen = _key(key, no_key, is_loopback(host))
     if not is_loopback(host):

@@ -106,8 +106,8 @@ def _show_step(run: Path, step: int, as_json: bool) -> None:
 
 
 def _show_task(run: Path, step: int | None, task: str, colour: str, tokens: bool, as_json: bool) -> None:
-    from rollmill.report.tokens import load_decoder, token_texts
-    from rollmill.serialization import encode_experience
+    from rollmill.report.run_report import load_decoder, token_texts
+    from rollmill.trackers.rollout_log import encode_experience
 
     step, found = _find(run, step, task)
     decode = load_decoder(run)
@@ -147,8 +147,8 @@ def _coloured(experience: Experience, texts: Sequence[str], colour: str) -> Text
     from rich.console import Console
     from rich.text import Text
 
-    from rollmill.report.tokens import advantage_levels, surprise_levels
-    from rollmill.trackers.printable import printable
+    from rollmill.report.run_report import advantage_levels, surprise_levels
+    from rollmill.trackers.console import printable
 
     by_advantage = colour == "advantage"
     levels = advantage_levels(experience) if by_advantage else surprise_levels(experience)

@@ -11,8 +11,7 @@ import typer
 from rollmill.cli.printing import print_json, print_line, print_table
 
 if TYPE_CHECKING:
-    from rollmill.report.status import RunStatus
-    from rollmill.trackers.heartbeat import HeartbeatRecord
+    from rollmill.trackers.heartbeat import HeartbeatRecord, RunStatus
 
 HEADER = ("process", "host", "pid", "does", "waits for", "since", "version", "last heartbeat", "state")
 
@@ -22,7 +21,7 @@ def command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show who works on a run, what each process does and waits for, and where the run is."""
-    from rollmill.report.status import read_status
+    from rollmill.trackers.heartbeat import read_status
 
     status = read_status(run)
     if as_json:

@@ -136,7 +136,7 @@ def _judge(endpoint: str | None, model: str | None) -> JudgeReward | None:
 
 
 def _shown(taskset: Taskset, column: str) -> dict[str, Any]:
-    from rollmill.data.records import to_finite_number
+    from rollmill.data.readers import to_finite_number
 
     numbers = [to_finite_number(task.metadata.get(column)) for task in taskset.tasks]
     known = [number for number in numbers if number is not None]

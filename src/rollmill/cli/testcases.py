@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollmill.errors import ConfigError
-from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
+from rollmill.files import describe_json_error, parse_strict_json, read_text
 
 if TYPE_CHECKING:
     from rollmill.rewards.code.generation import CodingProblem, GeneratedTestCases, ValidationCriteria

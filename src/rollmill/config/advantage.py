@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator, model_validator
 
-from rollmill.config.parts import NamedSection, RegisteredUnion
+from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class AdvantageSection(NamedSection):

@@ -7,11 +7,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from rollmill.config.advantage import AdvantageConfig, AdvantageSection, GroupNormalised
-from rollmill.config.correction import CorrectionConfig
-from rollmill.config.loss import LossConfig, LossSection, PPOClipLoss
-from rollmill.config.mask import MaskConfig
-from rollmill.config.parts import merge_with_default
-from rollmill.config.section import Section
+from rollmill.config.loss import CorrectionConfig, LossConfig, LossSection, MaskConfig, PPOClipLoss
+from rollmill.config.section import Section, merge_with_default
 
 Aggregation = Literal["token-mean", "sequence-mean", "sequence-sum-mean", "constant"]
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, field_validator
 
-from rollmill.config.parts import NamedSection, expand_name
+from rollmill.config.section import NamedSection, expand_name
 
 _OWN = {
     "model": "the policy",

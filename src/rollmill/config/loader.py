@@ -9,16 +9,98 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from rollmill.config.checks.capability import check_capabilities, find_unused_keys, unused_run_keys
-from rollmill.config.overrides import apply_override
+from rollmill.config.model import AuxiliaryModelConfig
 from rollmill.config.paths import resolve_paths
 from rollmill.config.resolve import RUN_KEYS, STAGE_KEYS, resolve
 from rollmill.config.run import RunConfig, StageConfig
-from rollmill.config.tree import ConfigProblem, Node, find, format_key_path, iter_leaves, merge_trees, raise_problems
-from rollmill.config.yaml_file import read_yaml, write_yaml
+from rollmill.config.tree import (
+    ConfigProblem,
+    Key,
+    Node,
+    Origin,
+    expand_shorthand,
+    find,
+    format_key_path,
+    iter_leaves,
+    locate_key,
+    merge_trees,
+    raise_problems,
+    to_plain_data,
+    truncate_text,
+)
+from rollmill.config.validation_errors import explain_validation_error
+from rollmill.config.yaml_file import parse_override_value, read_yaml, write_yaml
 from rollmill.errors import ConfigError
+from rollmill.files import describe_non_file
 from rollmill.registry import import_file
-from rollmill.strict_files import describe_non_file
+
+# `--set section.key=value`: change one value of the run file from the command line.
+
+_DEEPEST = 50
+"""Most keys of one override; files are no deeper."""
+
+
+def apply_override(root: Node, assignment: str, folder: Path, problems: list[ConfigProblem]) -> Node:
+    """The tree with one `section.key=value` applied; list entries are reached by index (`rewards.0.weight=2`)."""
+    option = f"--set {assignment}"
+    target, equals, text = assignment.partition("=")
+    keys = target.strip().split(".")
+    if not equals or not all(keys):
+        problems.append(ConfigProblem(option, "", "expected section.key=value, for example trainer.lr=1e-4"))
+        return root
+    if len(keys) > _DEEPEST:
+        problems.append(ConfigProblem(option, "", f"{len(keys)} keys inside each other; no section is that deep"))
+        return root
+    return _assign(root, keys, (), text, Origin(option, folder), problems)
+
+
+def _assign(
+    node: Node, keys: list[str], done: tuple[Key, ...], text: str, origin: Origin, problems: list[ConfigProblem]
+) -> Node:
+    if not keys:
+        return parse_override_value(text, origin.place, origin.folder, done, problems)
+    head, rest = keys[0], keys[1:]
+    node = expand_shorthand(done[-1], node) if done else node
+    if isinstance(node.value, list):
+        if not head.isdecimal() or len(head) > 9 or int(head) >= len(node.value):
+            problems.append(
+                ConfigProblem(
+                    origin.place, format_key_path((*done, head)), _no_entry(format_key_path(done), node.value)
+                )
+            )
+            return node
+        index = int(head)
+        entries = list(node.value)
+        entries[index] = _assign(entries[index], rest, (*done, index), text, origin, problems)
+        return Node(entries, node.origin, node.path)
+    if node.value is None and head.isdecimal():
+        advice = "is not a list in the run file, so it has no entries; add them there"
+        problems.append(ConfigProblem(origin.place, format_key_path(done), advice))
+        return node
+    if node.value is not None and not isinstance(node.value, dict):
+        found = f"is `{truncate_text(str(node.value))}` in the run file ({node.origin.place})"
+        advice = f"{found}, not a section; set it without `.{head}`"
+        problems.append(ConfigProblem(origin.place, format_key_path(done), advice))
+        return node
+    children = node.value or {}
+    below = children.get(head, Node(None, origin, (*done, head)))
+    new = _assign(below, rest, (*done, head), text, origin, problems)
+    return Node({**children, head: new}, node.origin, node.path)
+
+
+def _no_entry(key: str, entries: list[Node]) -> str:
+    names = [
+        str(entry.value["name"].value) for entry in entries if isinstance(entry.value, dict) and "name" in entry.value
+    ]
+    listed = (
+        f" ({', '.join(f'{index}: {name}' for index, name in enumerate(names))})" if len(names) == len(entries) else ""
+    )
+    if not entries:
+        return f"`{key}` is empty in the run file; there is no entry to change"
+    return f"`{key}` has entries 0 to {len(entries) - 1}{listed}; use one of these numbers"
 
 
 @dataclass(frozen=True)
@@ -171,3 +253,40 @@ def _drop(values: dict[str, Any], path: Sequence[int | str]) -> None:
         inner = inner[int(section)] if isinstance(inner, list) else (inner or {}).get(section)
     if inner:
         inner.pop(key, None)
+
+
+# A file that describes a served model: an OpenAI-compatible endpoint, with the keys of `models.NAME`.
+
+_NOT_HERE = {
+    "path": "name the folder itself",
+    "policy": "name the run itself",
+    "temperature": "`rollout`, or `evaluation.sampling`, says how completions are sampled",
+    "max_new_tokens": "`rollout`, or `evaluation.sampling`, says how long completions may be",
+}
+
+
+def load_served_model(path: Path) -> AuxiliaryModelConfig:
+    """Read the file. Raises ConfigError, as `load_run` does: what is wrong, and on which line."""
+    problems: list[ConfigProblem] = []
+    if not path.is_file():
+        raise ConfigError(
+            f"{path}: no such file; write one with the `endpoint` of a server and the name of its `model`"
+        )
+    tree = read_yaml(path, problems)
+    raise_problems(problems)
+    for key, instead in _NOT_HERE.items():
+        if key in tree.value:
+            place, name = locate_key(tree, (key,))
+            problems.append(
+                ConfigProblem(place, name, f"not honoured in the file of a served model: {instead}; remove it")
+            )
+    if find(tree, ("endpoint",)) is None and tree.value.keys() <= AuxiliaryModelConfig.model_fields.keys():
+        problems.append(
+            ConfigProblem(str(path), "endpoint", "is missing; give the base URL of an OpenAI-compatible server")
+        )
+    raise_problems(problems)
+    try:
+        return AuxiliaryModelConfig.model_validate(to_plain_data(tree))
+    except ValidationError as error:
+        raise_problems(explain_validation_error(error, AuxiliaryModelConfig, tree))
+        raise

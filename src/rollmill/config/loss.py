@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import NamedSection, RegisteredUnion
+from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class LossSection(NamedSection):
@@ -233,4 +233,166 @@ LossConfig = Annotated[
         ]
     ],
     WrapValidator(RegisteredUnion("loss")),
+]
+
+
+# `algorithm.masks`: tokens that the policy loss leaves out, chosen over a whole optimizer step.
+#
+# Each name is a function of `rollmill.algorithms.entropy` or `rollmill.algorithms.trust_region`.
+
+
+class MaskSection(NamedSection):
+    """Which tokens of an optimizer step the policy loss keeps. Masked tokens still count in the denominator."""
+
+    uses_old: ClassVar[bool] = False  #: looks at the old log-probs
+    uses_expected_discriminant: ClassVar[bool] = False
+
+
+class HighEntropyMask(MaskSection):
+    """Keeps the tokens with the highest entropy (80/20 rule)."""
+
+    name: Literal["high_entropy"] = "high_entropy"
+    top: float = Field(0.2, gt=0, le=1)
+    """Share of the step's tokens that is kept."""
+
+
+class ClipBMask(MaskSection):
+    """Leaves out tokens with A < 0 whose push would lower the entropy far more than the step's mean (Clip_B)."""
+
+    name: Literal["clip_b"] = "clip_b"
+    mu: float = Field(2.5, ge=0)
+    """Standard deviations of p (H + log p) below the step's mean that are still accepted."""
+
+
+class ClipVMask(MaskSection):
+    """Leaves out tokens with A < 0 that do so compared with the vocabulary at their own place (Clip_V)."""
+
+    uses_expected_discriminant: ClassVar[bool] = True
+
+    name: Literal["clip_v"] = "clip_v"
+    mu: float = Field(8.5, ge=0)
+    """Standard deviations of the difference that are still accepted."""
+    max_share: float = Field(1e-4, ge=0, le=1)
+    """At most this share of the step's tokens is left out, but always room for one."""
+
+
+class ClipCovMask(MaskSection):
+    """Leaves out a few random tokens whose log-prob and advantage covary (Clip-Cov)."""
+
+    uses_old: ClassVar[bool] = True
+
+    name: Literal["clip_cov"] = "clip_cov"
+    share: float = Field(2e-4, gt=0, le=1)
+    """Share of the step's tokens that is left out; at least one."""
+    low: float = 1.0
+    """Tokens with a covariance up to this are kept."""
+    high: float = 5.0
+    """Tokens with a covariance from this on are kept."""
+
+
+class SecondMomentMask(MaskSection):
+    """Leaves out the tokens with the greatest log-ratios until their second moment is small (M2PO)."""
+
+    uses_old: ClassVar[bool] = True
+
+    name: Literal["second_moment"] = "second_moment"
+    threshold: float = Field(0.04, ge=0)
+    """Mean of the squared log-ratios that the tokens which move further away may have."""
+
+
+MaskConfig = Annotated[
+    HighEntropyMask | ClipBMask | ClipVMask | ClipCovMask | SecondMomentMask,
+    Field(discriminator="name"),
+]
+
+
+# `algorithm.corrections`: weights of tokens that another policy sampled. `rollmill.algorithms.corrections`.
+
+
+class CorrectionSection(NamedSection):
+    """A weight per token, from x = old / rollout probability; several are multiplied."""
+
+
+class TokenTIS(CorrectionSection):
+    """min(x, cap) per token: truncated importance sampling."""
+
+    name: Literal["tis"] = "tis"
+    cap: float = Field(2.0, gt=0)
+    """Weights above it are cut to it."""
+
+
+class SequenceTIS(CorrectionSection):
+    """min(product of the completion's x, cap)."""
+
+    name: Literal["sequence_tis"] = "sequence_tis"
+    cap: float = Field(2.0, gt=0)
+    """Weights above it are cut to it."""
+
+
+class TokenMIS(CorrectionSection):
+    """x within [low, high], else 0 (IcePop, MIS)."""
+
+    name: Literal["mis"] = "mis"
+    low: float = Field(0.5, ge=0)
+    """Smaller weights become 0."""
+    high: float = Field(5.0, gt=0)
+    """Larger weights become 0."""
+
+
+class SequenceMIS(CorrectionSection):
+    """The product of the completion's x within [low, high], else 0."""
+
+    name: Literal["sequence_mis"] = "sequence_mis"
+    low: float = Field(0.5, ge=0)
+    """Smaller weights become 0."""
+    high: float = Field(5.0, gt=0)
+    """Larger weights become 0."""
+
+
+class GeometricRejection(CorrectionSection):
+    """1 where the geometric mean of the completion's x lies within [low, high], else 0."""
+
+    name: Literal["geometric"] = "geometric"
+    low: float = Field(0.999, ge=0)
+    """Completions with a smaller mean are left out."""
+    high: float = Field(1.001, gt=0)
+    """Completions with a larger mean are left out."""
+
+
+class K3Rejection(CorrectionSection):
+    """1 where the completion's mean k3 between rollout and old policy is at most `bound`, else 0."""
+
+    name: Literal["k3"] = "k3"
+    bound: float = Field(0.01, gt=0)
+    """Completions further off are left out."""
+
+
+class DecoupledCorrection(CorrectionSection):
+    """x up to `cap` (decoupled PPO, AReaL)."""
+
+    name: Literal["decoupled"] = "decoupled"
+    cap: float = Field(5.0, gt=0)
+    """The largest weight."""
+    beyond: Literal["mask", "cap"] = "mask"
+    """What happens to a larger one: it becomes 0, or `cap`."""
+
+
+class OffPolicyMask(CorrectionSection):
+    """0 for completions with negative advantage that the policy has moved away from by more than `delta`, else 1."""
+
+    name: Literal["off_policy_mask"] = "off_policy_mask"
+    delta: float = Field(0.1, ge=0)
+    """Mean of log(rollout) - log(policy) that is still accepted, in nats."""
+
+
+CorrectionConfig = Annotated[
+    TokenTIS
+    | SequenceTIS
+    | TokenMIS
+    | SequenceMIS
+    | GeometricRejection
+    | K3Rejection
+    | DecoupledCorrection
+    | OffPolicyMask,
+    Field(discriminator="name"),
 ]

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import NamedSection, RegisteredUnion
+from rollmill.config.section import NamedSection, RegisteredUnion
 
 
 class OrderSection(NamedSection):

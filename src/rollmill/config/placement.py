@@ -7,8 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field
 
 from rollmill.config.engine import EngineConfig
-from rollmill.config.parts import expand_name
-from rollmill.config.section import Section
+from rollmill.config.section import Section, expand_name
 
 
 class InlinePlacement(Section):

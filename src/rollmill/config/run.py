@@ -11,18 +11,16 @@ from rollmill.config.buffer import BufferConfig, ExpertsConfig
 from rollmill.config.engine import EngineConfig, NativeEngineConfig
 from rollmill.config.environments import EnvironmentConfig
 from rollmill.config.evaluation import EvaluationConfig, EvaluationSet
-from rollmill.config.held_out import fill_decontamination_sets
-from rollmill.config.judging import RewardManagerConfig
-from rollmill.config.model import ModelConfig
+from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.offload import OptionalOffloadConfig
 from rollmill.config.operators import OperatorConfig
-from rollmill.config.other_models import AuxiliaryModelConfig
 from rollmill.config.placement import InlinePlacement, PlacementConfig
 from rollmill.config.rewards import JudgeSection, RewardConfig
+from rollmill.config.rewards.base import RewardManagerConfig
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.rollout import RolloutConfig
 from rollmill.config.section import FolderName, PlainName, Section
-from rollmill.config.taskset import TasksetConfig
+from rollmill.config.taskset import TasksetConfig, fill_decontamination_sets
 from rollmill.config.tools import ToolConfig
 from rollmill.config.trainer import TrainerConfig
 from rollmill.config.workflows import FewShotWorkflow, SingleTurnWorkflow, WorkflowConfig

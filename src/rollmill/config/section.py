@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 import re
-from typing import Annotated
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_type_hints
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError, create_model
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from rollmill.errors import ConfigError
 
 _LONGEST_NAME = 100
 """UTF-8 bytes. Files have names of at most 255, and names of folders and files are made of it."""
@@ -54,3 +59,135 @@ FolderName = Annotated[str, AfterValidator(_folder_name)]
 """The name of a run or a stage: one part of a path."""
 PlainName = Annotated[str, AfterValidator(_plain_name)]
 """A name that is part of metrics' names and ids, too."""
+
+
+# Parts of a run file that are chosen by name, built in or registered by a user's file.
+
+
+class NamedSection(Section):
+    """A section chosen by its `name`; the other keys are keyword arguments of the function that the name stands for."""
+
+    function: ClassVar[Callable[..., Any] | None] = (
+        None  #: of a registered part; built-in ones are found by their class
+    )
+    name: str
+
+    def arguments(self) -> dict[str, Any]:
+        """The keyword arguments."""
+        return {key: getattr(self, key) for key in type(self).model_fields if key != "name"}
+
+
+SectionT = TypeVar("SectionT", bound=Section)
+
+_registered: dict[tuple[str, str], type[Section]] = {}
+
+
+def register_section(kind: str, name: str, section: type[Section]) -> None:
+    """Make `name` known as a part of `kind`; a later one of the same name replaces it.
+
+    The kind is the key under which such a part stands: advantage, loss, algorithm, pipeline.
+    """
+    _registered[kind, name] = section
+
+
+def registered_sections(kind: str) -> list[type[Section]]:
+    """The sections that users' files have registered."""
+    return [section for (of, _), section in _registered.items() if of == kind]
+
+
+def section_from_signature(target: Callable[..., Any], base: type[NamedSection]) -> type[NamedSection]:
+    """A section made from the keyword-only parameters of a function, or of a class's `__init__`.
+
+    Raises ConfigError naming file, line and parameter: one lacks a type or a default, has a default that is not of its
+    type, or the name of something that every section has.
+    """
+    name, where, hints, fields = target.__name__, source_location(target), _hints(target), {}
+    for parameter in inspect.signature(target).parameters.values():
+        if parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+            continue
+        if parameter.default is inspect.Parameter.empty or parameter.name not in hints:
+            text = f"{where}: {name}: the option `{parameter.name}` needs a type and a default, such as"
+            raise ConfigError(f"{text} `{parameter.name}: float = 1.0`")
+        if hasattr(base, parameter.name) or parameter.name in base.model_fields:
+            raise ConfigError(f"{where}: {name}: an option cannot be called `{parameter.name}`; give it another name")
+        fields[parameter.name] = (hints[parameter.name], parameter.default)
+    section = create_model(  # type: ignore[call-overload]
+        name, __base__=base, __doc__=inspect.getdoc(target) or f"`{name}`.", name=(Literal[name], name), **fields
+    )
+    section.function = staticmethod(target)
+    made: type[NamedSection] = section
+    try:
+        made.model_validate({key: field.default for key, field in made.model_fields.items()})
+    except ValidationError as error:
+        key, text = error.errors()[0]["loc"][0], error.errors()[0]["msg"]
+        raise ConfigError(f"{where}: {name}: the default of the option `{key}` is wrong: {text}") from error
+    return made
+
+
+def source_location(target: Callable[..., Any]) -> str:
+    """FILE:LINE of a function or a class."""
+    if not inspect.isclass(target):
+        code = inspect.unwrap(target).__code__
+        return f"{code.co_filename}:{code.co_firstlineno}"
+    try:
+        return f"{inspect.getsourcefile(target)}:{inspect.getsourcelines(target)[1]}"
+    except (OSError, TypeError):  # a class of text that was executed: its first method tells
+        codes = [each.__code__ for each in vars(target).values() if inspect.isfunction(each)]
+        return f"{codes[0].co_filename}:{codes[0].co_firstlineno}" if codes else target.__module__
+
+
+def _hints(target: Callable[..., Any]) -> dict[str, Any]:
+    """The types of a function's parameters, or of those of a class's `__init__`."""
+    function = target.__init__ if inspect.isclass(target) else inspect.unwrap(target)
+    try:
+        return get_type_hints(function)
+    except NameError as error:
+        raise ConfigError(
+            f"{source_location(target)}: {target.__name__}: a type is not known: {error}; import it"
+        ) from error
+
+
+class RegisteredUnion:
+    """Annotation of a union of sections told apart by `name`: names that users registered are accepted, too."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def __call__(self, value: Any, handler: Callable[[Any], Any]) -> Any:
+        """Validate `value` as the registered section it names, else by `handler`."""
+        name = value.get("name") if isinstance(value, Mapping) else getattr(value, "name", None)
+        section = _registered.get((self.kind, name)) if isinstance(name, str) else None
+        if section is None or isinstance(value, section):
+            return handler(value) if section is None else value
+        try:
+            return section.model_validate(value)
+        except ValidationError as error:
+            inside = [_inside(str(name), each) for each in error.errors(include_url=False)]
+            raise ValidationError.from_exception_data(self.kind, inside) from None
+
+
+def _inside(name: str, details: Any) -> InitErrorDetails:
+    """An error of a registered section, located as those of built-in ones are: under its name."""
+    kind: Any = details["type"]
+    if kind == "value_error":
+        kind = PydanticCustomError("value_error", "{error}", {"error": str(details["ctx"]["error"])})
+    made = InitErrorDetails(type=kind, loc=(name, *details["loc"]), input=details["input"])
+    if "ctx" in details and details["type"] != "value_error":
+        made["ctx"] = details["ctx"]
+    return made
+
+
+def expand_name(value: Any) -> Any:
+    """A name alone stands for a section without other keys."""
+    return {"name": value} if isinstance(value, str) else value
+
+
+def merge_with_default(default: Any, value: Any) -> Any:
+    """What a run file says of a part, over its default: `NAME` alone, or a section; keys that are left out keep the
+    default's values as long as the part is the same.
+    """
+    value = expand_name(value)
+    if not isinstance(value, Mapping) or not isinstance(default, Section):
+        return value
+    named = getattr(default, "name", None)
+    return {**default.model_dump(), **value} if value.get("name", named) == named else value

@@ -2,15 +2,172 @@
 
 from __future__ import annotations
 
-from typing import Any, Self
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self, TypeVar
 
-from pydantic import Field, field_validator, model_validator
+import regex
+from pydantic import Field, SerializeAsAny, WrapValidator, field_validator, model_validator
 
 from rollmill.config.order import OrderConfig, ShuffledOrder
-from rollmill.config.parts import merge_with_default
 from rollmill.config.rows import FieldsConfig, GeneratorConfig, Preset, RowsSection
-from rollmill.config.section import PlainName
-from rollmill.config.task_operators import TaskOperatorConfig
+from rollmill.config.section import NamedSection, PlainName, RegisteredUnion, merge_with_default
+
+# `taskset.pipeline`: operators that prepare tasks when they are loaded.
+
+TextField = Literal["prompt", "answer", "response", "rejected"]
+
+
+class TaskOperatorSection(NamedSection):
+    """An operator chosen by name; its other keys are its options."""
+
+
+class CleanTasks(TaskOperatorSection):
+    """Writes texts in one way. A task whose prompt is empty afterwards is dropped."""
+
+    name: Literal["clean"] = "clean"
+    fields: list[TextField] = Field(["prompt", "answer", "response", "rejected"], min_length=1)
+    """Which texts; answers that are no text are left alone."""
+    unicode: Literal["NFC", "NFKC"] | None = "NFC"
+    """Unicode normal form. NFKC also replaces full-width letters, ligatures and superscripts (x² becomes x2)."""
+    control: bool = True
+    """Remove control characters, zero-width spaces, soft hyphens and marks of writing direction."""
+    whitespace: Literal["lines", "all"] | None = "lines"
+    """`lines`: one kind of line end and of space, no spaces at line ends. `all`: also no indentation, no runs of spaces
+    or blank lines, and none around the text; not for code."""
+    html: bool = False
+    """Replace HTML entities such as `&lt;` by what they stand for."""
+
+
+class FilterTasks(TaskOperatorSection):
+    """Keeps tasks that meet all of its conditions on one field."""
+
+    name: Literal["filter"] = "filter"
+    field: str
+    """`id`, `prompt`, `answer`, `response`, `rejected`, `taskset`, or a column of the task's metadata."""
+    at_least: float | None = None
+    """Least number."""
+    at_most: float | None = None
+    """Greatest number."""
+    min_length: int | None = Field(None, ge=0)
+    """Least length of a text in characters, or of a list in entries."""
+    max_length: int | None = Field(None, ge=0)
+    """Greatest length."""
+    values: list[str | int | float | bool] | None = None
+    """It is one of these."""
+    matches: str | None = None
+    """A regular expression is found in it."""
+    present: bool | None = None
+    """true: there is something in it. false: there is nothing."""
+    exclude: bool = False
+    """Drop the tasks that meet the conditions instead, and keep all others."""
+
+    @model_validator(mode="after")
+    def _some_condition(self) -> Self:
+        keys = [key for key in type(self).model_fields if key not in ("name", "field", "exclude")]
+        if all(getattr(self, key) is None for key in keys):
+            raise ValueError(f"give a condition: one of {', '.join(keys)}")
+        if self.matches is not None:
+            try:
+                regex.compile(self.matches)
+            except (regex.error, RecursionError) as error:
+                raise ValueError(f"matches: not a regular expression: {error}; correct it") from error
+        return self
+
+
+class DeduplicateTasks(TaskOperatorSection):
+    """Keeps the first of several tasks with the same prompt, or nearly the same."""
+
+    name: Literal["deduplicate"] = "deduplicate"
+    by: Literal["exact", "near"] = "exact"
+    """`exact`: the same but for case, spaces and Unicode form. `near`: the same but for some words (extra `dedup`)."""
+    threshold: float = Field(0.9, gt=0, le=1)
+    """Share of word sequences that two prompts have in common (Jaccard) from which on they are the same. Only with
+    `near`."""
+    ngram: int = Field(3, ge=1)
+    """Words in a sequence. Only with `near`."""
+    permutations: int = Field(128, ge=16)
+    """Length of the MinHash signatures: longer ones overlook less. Only with `near`."""
+    conflicting: Literal["first", "drop"] = "first"
+    """Of prompts with several answers keep the `first`, or `drop` all, because nobody knows which is right."""
+
+    @model_validator(mode="after")
+    def _near_only(self) -> Self:
+        fields = type(self).model_fields
+        for key in ("threshold", "ngram", "permutations"):
+            if self.by == "exact" and getattr(self, key) != fields[key].default:
+                raise ValueError(f"{key} is honoured with by: near; set it or remove {key}")
+        return self
+
+
+class DecontaminateTasks(TaskOperatorSection):
+    """Drops tasks whose prompt overlaps with held-out ones."""
+
+    name: Literal["decontaminate"] = "decontaminate"
+    against: list[RowsSection] = []
+    """Held-out tasks: sections with the keys of a taskset's rows. Default: the stage's `evaluation.taskset`."""
+    ngram: int = Field(13, ge=2)
+    """A task is dropped if its prompt has a sequence of this many words in common with a held-out prompt. Shorter
+    prompts are compared as a whole."""
+    common: float = Field(0.1, gt=0, le=1)
+    """Sequences that stand in more than this share of the held-out prompts (and in more than 2) are part of a
+    template, and do not count."""
+
+
+class RateTaskDifficulty(TaskOperatorSection):
+    """Gives each task a number in the column `difficulty`: what orders, filters and `sort` go by."""
+
+    name: Literal["difficulty"] = "difficulty"
+    column: str = "difficulty"
+    """Column to read: numbers, or words that `values` translates."""
+    scores: Path | None = None
+    """Instead of a column of the taskset: a file of `rollmill tasks score`, whose `difficulty` is found by the task's
+    id."""
+    values: dict[str, float] = {}
+    """Difficulty of each word of the column, such as {easy: 0, medium: 0.5, hard: 1}."""
+    range: tuple[float, float] | None = None
+    """Numbers that become 0 and 1. The first may be the greater: [1, 0] makes a difficulty of a success rate."""
+    missing: float | None = None
+    """Difficulty of tasks that have none. Default: an error that names them."""
+
+    @model_validator(mode="after")
+    def _range_has_ends(self) -> Self:
+        if self.range is not None and self.range[0] == self.range[1]:
+            raise ValueError(f"range: both ends are {self.range[0]:g}; give two numbers, such as [1, 5]")
+        if self.scores is not None and (self.column != "difficulty" or self.values):
+            raise ValueError("column and values are not honoured with scores; remove them")
+        return self
+
+
+class SortTasks(TaskOperatorSection):
+    """Puts tasks in order, easy to hard; for `order: sequential` and for `limit` of an evaluation."""
+
+    name: Literal["sort"] = "sort"
+    column: str = "difficulty"
+    """Column with the numbers that decide."""
+    descending: bool = False
+    """The greatest number first."""
+
+
+class SampleTasks(TaskOperatorSection):
+    """Keeps some of the tasks, chosen at random; they stay in order."""
+
+    name: Literal["sample"] = "sample"
+    n: int = Field(ge=1)
+    """How many. All, if there are no more."""
+    seed: int = 0
+    """What is chosen."""
+
+
+TaskOperatorUnion = (
+    CleanTasks | FilterTasks | DeduplicateTasks | DecontaminateTasks | RateTaskDifficulty | SortTasks | SampleTasks
+)
+
+TaskOperatorConfig = Annotated[
+    SerializeAsAny[Annotated[TaskOperatorUnion, Field(discriminator="name")]],
+    WrapValidator(RegisteredUnion("task_operator")),
+]
+
 
 __all__ = ["FieldsConfig", "GeneratorConfig", "MixEntry", "Preset", "RowsSection", "TasksetConfig", "TasksetSection"]
 
@@ -76,3 +233,29 @@ class TasksetConfig(TasksetSection):
             if key not in _OF_THE_WHOLE and getattr(self, key) != field.default:
                 raise ValueError(f"{key} is not honoured beside mix; write it in the entries of mix")
         return self
+
+
+# What `decontaminate` compares training tasks with, unless the run file says: the stage's held-out tasks.
+
+TasksetT = TypeVar("TasksetT", bound=TasksetSection)
+
+
+def fill_decontamination_sets(taskset: TasksetConfig, evaluation: Sequence[TasksetConfig]) -> TasksetConfig:
+    """The training taskset with `against` of every `decontaminate` filled in; the same object where none lacks it."""
+    if not any(_lacking(part) for part in [taskset, *taskset.mix]):
+        return taskset
+    keys = set(RowsSection.model_fields)
+    rows = [RowsSection.model_validate(part.model_dump(include=keys)) for held in evaluation for part in held.parts()]
+    return _filled(taskset, rows).model_copy(update={"mix": [_filled(entry, rows) for entry in taskset.mix]})
+
+
+def _lacking(section: TasksetSection) -> bool:
+    return any(isinstance(each, DecontaminateTasks) and not each.against for each in section.pipeline)
+
+
+def _filled(section: TasksetT, rows: list[RowsSection]) -> TasksetT:
+    pipeline = [
+        each.model_copy(update={"against": rows}) if isinstance(each, DecontaminateTasks) and not each.against else each
+        for each in section.pipeline
+    ]
+    return section.model_copy(update={"pipeline": pipeline})

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import NamedSection, RegisteredUnion, expand_name
+from rollmill.config.section import NamedSection, RegisteredUnion, expand_name
 
 
 class ToolSection(NamedSection):

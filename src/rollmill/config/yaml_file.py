@@ -22,7 +22,7 @@ from rollmill.config.tree import (
     truncate_text,
 )
 from rollmill.errors import ConfigError
-from rollmill.strict_files import MAX_YAML_BYTES, describe_non_file, format_size, read_text
+from rollmill.files import MAX_YAML_BYTES, describe_non_file, format_size, read_text
 
 _ENV = re.compile(r"\$\{env:(?:(?P<name>[A-Za-z_]\w*)(?::(?P<default>[^}]*))?\}|(?P<malformed>))")
 _TAG = "tag:yaml.org,2002:"

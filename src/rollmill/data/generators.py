@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from rollmill.config.rows import GeneratorConfig
-from rollmill.data.records import SourceRow, SourceRows, make_record
+from rollmill.data.readers import SourceRow, SourceRows, make_record
 from rollmill.errors import TasksetError
 from rollmill.registry import import_object
 

@@ -9,7 +9,7 @@ from typing import Any
 from rollmill.config.rows import FieldsConfig, RowsSection
 from rollmill.data.images import metadata_with_images
 from rollmill.data.presets import PRESETS
-from rollmill.data.records import BadRowError, Row, SourceRow, check_finite
+from rollmill.data.readers import BadRowError, Row, SourceRow, check_finite
 from rollmill.data.template import PromptTemplate, describe_type
 from rollmill.errors import ConfigError, TasksetError
 from rollmill.types import Message, Task

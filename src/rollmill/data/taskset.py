@@ -15,8 +15,7 @@ from rollmill.data.generators import call_row_function, generate_rows
 from rollmill.data.images import image_refs_of
 from rollmill.data.operators.batch import TaskOperatorReport
 from rollmill.data.operators.pipeline import run_task_pipeline
-from rollmill.data.readers import read_path
-from rollmill.data.records import BadRowError, SourceRow, SourceRows
+from rollmill.data.readers import BadRowError, SourceRow, SourceRows, read_path
 from rollmill.data.task_builder import TaskBuilder
 from rollmill.errors import TasksetError
 from rollmill.types import Task

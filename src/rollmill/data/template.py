@@ -6,7 +6,7 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from rollmill.data.records import BadRowError, check_finite
+from rollmill.data.readers import BadRowError, check_finite
 from rollmill.errors import TasksetError
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Awaitable, Callable
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -12,14 +13,19 @@ from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
-from rollmill.errors import RollmillError
+from rollmill.buffer import create_run_store
+from rollmill.errors import ConfigError, RollmillError
 from rollmill.feedback.guard import TOKEN_COOKIE, RequestGuard, add_headers, read_body
 from rollmill.feedback.pages import FeedbackPages
-from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.requests import FeedbackError, parse_author, parse_request
 from rollmill.feedback.requests import FeedbackRequest as Feedback
-from rollmill.feedback.requests import parse_author, parse_request
 from rollmill.feedback.service import FeedbackService
 from rollmill.files import to_jsonable
+from rollmill.trackers.rollout_log import check_run_dir
+
+if TYPE_CHECKING:
+    import uvicorn
+
 
 _MOST_AT_ONCE, _MOST_LISTED = 1000, 1000
 
@@ -133,3 +139,39 @@ def _requests(body: bytes, key: str | None) -> list[Feedback]:
             row = {"key": f"{key} {number}" if many else key} | row
         requests.append(parse_request(row, f"request {number + 1} of {len(rows)}: " if many else ""))
     return requests
+
+
+# From a run directory to a server that people and programs reach.
+
+_LAST_ANSWERS_S = 5
+
+
+def open_feedback(run_dir: Path) -> FeedbackService:
+    """The desk of a run; its database is made if the run has none (one whose buffer is in memory reads feedback there).
+
+    Raises:
+        ConfigError: `run_dir` holds no run.
+        ModelError: the run has stored no tokenizer.
+        StoreError: the database cannot be opened.
+    """
+    return FeedbackService(run_dir, create_run_store(check_run_dir(run_dir)))
+
+
+def build_server(desk: FeedbackService, guard: RequestGuard, author: str) -> uvicorn.Server:
+    """What answers requests, with `run(sockets=[...])` until SIGINT or SIGTERM.
+
+    Raises ConfigError where the web libraries are missing.
+    """
+    try:
+        import uvicorn
+
+        from rollmill.feedback.app import make_app
+    except ImportError as error:
+        raise ConfigError(
+            "`rollmill feedback` needs the fastapi and uvicorn libraries: pip install 'rollmill[feedback]'"
+        ) from error
+    app = make_app(desk, guard, author)
+    quiet: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+    return uvicorn.Server(
+        uvicorn.Config(app, **quiet, lifespan="off", ws="none", timeout_graceful_shutdown=_LAST_ANSWERS_S)
+    )

@@ -11,9 +11,9 @@ import numpy as np
 from rollmill.buffer import ExperienceKind, Group
 from rollmill.buffer.base import FEEDBACK
 from rollmill.data import encode_prompt, render_prompt
-from rollmill.feedback.refused import FeedbackError
+from rollmill.feedback.requests import FeedbackError
 from rollmill.models.run_tokenizer import RunTokenizer
-from rollmill.trackers.printable import printable
+from rollmill.trackers.console import printable
 from rollmill.types import Experience, ExperienceSource, Task, Turn, experience_from_demonstration
 
 

@@ -13,8 +13,8 @@ import secrets
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from rollmill.feedback.refused import FeedbackError
-from rollmill.web.hosts import is_own_host
+from rollmill.feedback.requests import FeedbackError
+from rollmill.web import is_own_host
 
 if TYPE_CHECKING:
     from starlette.requests import Request

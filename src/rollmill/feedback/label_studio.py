@@ -16,12 +16,10 @@ from pathlib import Path
 from typing import Any
 
 from rollmill.errors import ConfigError
-from rollmill.feedback.refused import FeedbackError
-from rollmill.feedback.requests import parse_request
+from rollmill.feedback.requests import FeedbackError, parse_request
 from rollmill.feedback.rollout_index import RolloutIndex
 from rollmill.feedback.service import FeedbackService, SubmittedRequest
-from rollmill.files import atomic_write
-from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
+from rollmill.files import atomic_write, describe_json_error, parse_strict_json, read_text
 from rollmill.types import Experience
 
 STARS = 5

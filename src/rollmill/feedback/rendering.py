@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 from markupsafe import Markup
 
-from rollmill.feedback.acts import FeedbackRecord
 from rollmill.feedback.requests import FeedbackKind
+from rollmill.feedback.service import FeedbackRecord
 from rollmill.types import Experience
 
 MAX_SHOWN_CHARS = 200_000

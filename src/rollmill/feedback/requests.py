@@ -10,8 +10,18 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from rollmill.feedback.refused import FeedbackError
-from rollmill.trackers.printable import printable
+from rollmill.errors import RollmillError
+from rollmill.trackers.console import printable
+
+# What a person or program that gives feedback did wrong.
+
+
+class FeedbackError(RollmillError):
+    """An act that cannot be done; the message says why. `status` is what HTTP answers with: 404, 409 or 422."""
+
+    def __init__(self, message: str, status: int = 422) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class FeedbackKind(StrEnum):

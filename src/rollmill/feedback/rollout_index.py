@@ -16,9 +16,8 @@ from pathlib import Path
 from typing import BinaryIO
 
 from rollmill.errors import RollmillError
-from rollmill.feedback.refused import FeedbackError
-from rollmill.serialization import decode_experience
-from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, check_run_dir, stored_steps
+from rollmill.feedback.requests import FeedbackError
+from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, check_run_dir, decode_experience, stored_steps
 from rollmill.types import Experience, ExperienceSource
 
 _INDEXED_STEPS, _BEGINNING = 200, 200

@@ -10,13 +10,17 @@ Shapes: T tokens of the row, H query heads, K key-value heads (a divisor of H), 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from rollmill.errors import ModelError
@@ -217,3 +221,111 @@ def use_attention_context(model: torch.nn.Module, context: AttentionContext) -> 
         _active.update(previous)
         for each, name in names:
             each._attn_implementation = name
+
+
+# The forward pass of any transformers causal LM over a flat row of tokens: its inputs, and the parts it consists of.
+#
+# Shapes: T tokens of the row.
+
+_needs: WeakKeyDictionary[nn.Module, tuple[bool, bool]] = WeakKeyDictionary()
+
+
+def base_network(model: Any) -> Any:
+    """The network below the output layer: what gives the last hidden states."""
+    base = model.base_model
+    if base is not model:
+        return base
+    embedding = model.get_input_embeddings()  # Llama 4's text model names no body
+    return next(child for child in model.children() if any(each is embedding for each in child.modules()))
+
+
+def build_forward_inputs(network: nn.Module, tokens: Tensor, positions: Tensor) -> dict[str, Any]:
+    """Arguments of a forward pass over a flat row: tokens and positions are [1, T].
+
+    Args:
+        network: a causal LM or the body of one.
+    """
+    if network not in _needs:
+        named = inspect.signature(network.forward).parameters
+        _needs[network] = "position_ids" in named, any(_counts_positions(module) for module in network.modules())
+    takes_positions, counts_positions = _needs[network]
+    inputs: dict[str, Any] = {"input_ids": tokens, "use_cache": False}
+    if takes_positions:
+        inputs["position_ids"] = positions
+    if counts_positions:
+        inputs["past_key_values"] = _RowPositions(positions)
+    return inputs
+
+
+def _counts_positions(module: nn.Module) -> bool:
+    """Whether an attention layer counts positions by itself, from the length of the cache on (Llama 4)."""
+    names = set(inspect.unwrap(type(module).forward).__code__.co_names)
+    return {"ALL_ATTENTION_FUNCTIONS", "get_seq_length"} <= names
+
+
+class _RowPositions:
+    """Stands in for transformers' Cache where layers count positions: 0, 1, 2, ... plus the length of the cache."""
+
+    def __init__(self, positions: Tensor) -> None:
+        self._before = positions[0] - torch.arange(positions.shape[1], device=positions.device)
+
+    def get_seq_length(self, layer_idx: int = 0) -> Tensor:
+        """[T]: what makes each token's place in the row its position."""
+        return self._before
+
+    def update(self, key: Tensor, value: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Keys and values are kept elsewhere."""
+        return key, value
+
+
+# Attention of segments of different lengths laid end to end, as one call of the GPU's variable-length kernel.
+#
+# Shapes: T tokens of the row, H query heads, K key heads, D head size.
+
+_NEEDED = {"scale", "window_size", "enable_gqa"}  # parameters that early versions of the function lack
+
+
+def varlen_available(device: torch.device) -> bool:
+    """Whether this torch has the kernel for this device."""
+    return device.type == "cuda" and set(inspect.signature(varlen_attn).parameters) >= _NEEDED
+
+
+class VarlenAttention:
+    """The same attention as one call of the GPU's variable-length kernel: keys of each segment are laid end to end."""
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        starts = [0]
+        for length in lengths:
+            starts.append(starts[-1] + length)
+        rows: list[int] = []
+        key_starts = [0]
+        for i, parent in enumerate(parents):
+            if parent >= 0:
+                rows.extend(range(starts[parent], starts[parent + 1]))
+            rows.extend(range(starts[i], starts[i + 1]))
+            key_starts.append(len(rows))
+        self._query_starts = torch.tensor(starts, dtype=torch.int32, device=device)
+        self._key_starts = torch.tensor(key_starts, dtype=torch.int32, device=device)
+        self._max_query = max(lengths)
+        self._max_key = max(b - a for a, b in pairwise(key_starts))
+        shared = any(parent >= 0 for parent in parents)
+        self._rows = torch.tensor(rows, device=device) if shared else None
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scaling: float, window: int | None) -> Tensor:
+        """[T, H, D], [T, K, D], [T, K, D] -> [T, H, D]. The kernel aligns causal masks with the last key."""
+        if self._rows is not None:
+            k, v = k.index_select(0, self._rows), v.index_select(0, self._rows)
+        output: Any = varlen_attn(
+            q.contiguous(),
+            k.contiguous(),
+            v.contiguous(),
+            self._query_starts,
+            self._key_starts,
+            self._max_query,
+            self._max_key,
+            scale=scaling,
+            window_size=(-1 if window is None else window - 1, 0),
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        result: Tensor = output
+        return result

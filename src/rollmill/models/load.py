@@ -21,11 +21,10 @@ from transformers import (
 
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.errors import ModelError
-from rollmill.models.from_scratch import init_model, silence_transformers
+from rollmill.models.from_scratch import init_model, silence_transformers, train_tokenizer
 from rollmill.models.lora import add_lora
 from rollmill.models.recurrent import recurrent_layers
 from rollmill.models.storage import ensure_own_memory
-from rollmill.models.tokenizer import train_tokenizer
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rollmill.errors import CorruptFileError, ModelError
-from rollmill.files import explain_write_errors
-from rollmill.strict_files import read_json_object
+from rollmill.files import explain_write_errors, read_json_object
 
 TOKENIZER_FOLDER, TOKENIZER_INFO_FILE = "tokenizer", "run.json"
 _PROBE = "Ünï 12+34=46?\n\n  def f(x): return 'a'\t<b> 你好 🙂"

@@ -13,9 +13,42 @@ from torch.utils._pytree import tree_map_only
 from rollmill.config.offload import Phase
 from rollmill.models.storage import view_storage_like
 from rollmill.offload.components import Offloadable
-from rollmill.offload.peak_memory import PhasePeakMemory
 from rollmill.offload.plan import GB, OffloadPlan, StorageTier
-from rollmill.trackers.host_memory import trim_heap
+from rollmill.trackers.host_memory import peak_rss, reset_peak_rss, trim_heap
+
+# The most memory that each phase takes: resident set of the process on a CPU, torch's allocations on a GPU.
+
+
+class PhasePeakMemory:
+    """Peaks by phase, in bytes. A phase lasts until the next one begins."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._phase: str | None = None
+        self._peaks: dict[str, int] = {}
+
+    def begin(self, phase: str) -> None:
+        """What is taken from now on is this phase's."""
+        self._note()
+        self._phase = phase
+
+    def take(self) -> dict[str, int]:
+        """The peaks since the last call."""
+        self._note()
+        taken, self._peaks = self._peaks, {}
+        return taken
+
+    def _note(self) -> None:
+        """Read the mark, and set it back to what is taken now."""
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            peak = peak_rss()
+            reset_peak_rss()
+        if self._phase is not None:
+            self._peaks[self._phase] = max(peak, self._peaks.get(self._phase, 0))
+
 
 POLICY, CAST = "policy", "cast"  #: the engine's cast is made from the policy
 _SHARED_BY_STAGES = (POLICY, "rewards")  #: the next stage has the same ones

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollmill.buffer import ExperienceStore, Group
-from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.replay import mean_abs_advantage
 from rollmill.config.run import StageConfig
 from rollmill.orchestrator.metrics import REPLAYED

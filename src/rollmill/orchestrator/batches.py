@@ -17,9 +17,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore
-from rollmill.buffer.base import EXPLORER, Group, oldest_version
-from rollmill.buffer.kinds import split_by_kind
-from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.base import EXPLORER, Group, oldest_version, split_by_kind
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler
 from rollmill.errors import PipelineError

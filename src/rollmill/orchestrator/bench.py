@@ -19,7 +19,7 @@ from rollmill.config.loader import LoadedRun, load_evaluation_run
 from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, load_taskset
 from rollmill.errors import ConfigError
-from rollmill.files import atomic_write, to_jsonable
+from rollmill.files import atomic_write, read_json_object, to_jsonable
 from rollmill.launch import require_models, stage_overrides
 from rollmill.models.load import PolicyModel
 from rollmill.orchestrator.bench_results import Cell, Results
@@ -33,7 +33,6 @@ from rollmill.orchestrator.task_selection import select_held_out
 from rollmill.rewards import build_reward_manager
 from rollmill.rollout.auxiliary_models import connect_endpoint
 from rollmill.rollout.served_model import ServedExplorers, ServedModel, check_endpoint_support
-from rollmill.strict_files import read_json_object
 from rollmill.trainer import choose_precision
 from rollmill.types import Task
 

@@ -6,11 +6,18 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from rollmill.buffer import ExperienceKind, ExperienceStore
-from rollmill.buffer.build import DATABASE_FILE, create_run_store, database_url, open_run_store, open_store
+from rollmill.buffer import (
+    DATABASE_FILE,
+    ExperienceKind,
+    ExperienceStore,
+    create_run_store,
+    database_url,
+    open_run_store,
+    open_store,
+)
+from rollmill.buffer.experts import StoreReader
 from rollmill.buffer.memory import MemoryStore
 from rollmill.buffer.parquet import read_parquet
-from rollmill.buffer.reader import StoreReader
 from rollmill.config.run import StageConfig
 
 

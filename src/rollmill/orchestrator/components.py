@@ -7,7 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from rollmill.buffer import ExperienceStore
-from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.config.rewards import RewardConfig
 from rollmill.config.run import StageConfig
 from rollmill.data import Sampler, Taskset, build_sampler

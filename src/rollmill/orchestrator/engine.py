@@ -28,7 +28,7 @@ from rollmill.weights import (
     WeightPublisher,
     shared_memory_folder,
 )
-from rollmill.weights.checksum import CRC32, XXH3
+from rollmill.weights.layout import CRC32, XXH3
 
 
 def build_engine(

@@ -10,15 +10,13 @@ from pathlib import Path
 
 import torch
 
-from rollmill.config.loader import load_run
-from rollmill.config.model import ModelConfig
-from rollmill.config.other_models import AuxiliaryModelConfig
-from rollmill.config.served import load_served_model
+from rollmill.config.loader import load_run, load_served_model
+from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.errors import CheckpointError, ConfigError, ModelError
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
 from rollmill.orchestrator.checkpoint import STATE, Checkpoints
-from rollmill.trackers.summary import read_summary
+from rollmill.trackers.metrics_log import read_summary
 from rollmill.trainer.verification import load_verified_policy
 
 RUN_FILE = "config.yaml"

@@ -15,8 +15,7 @@ from rollmill.rollout.chat import ChatRenderer
 from rollmill.rollout.draft_cache import DraftCache
 from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.rollout.resources import WorkflowResources, build_workflow
-from rollmill.rollout.retries import RetryingWorkflow
-from rollmill.rollout.runner import WorkflowRunner
+from rollmill.rollout.runner import RetryingWorkflow, WorkflowRunner
 from rollmill.trackers.trace import Trace
 from rollmill.types import Task
 

@@ -7,9 +7,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollmill.config.loader import LoadedRun
+from rollmill.config.loader import LoadedRun, load_served_model
 from rollmill.config.run import StageConfig
-from rollmill.config.served import load_served_model
 from rollmill.data import load_taskset
 from rollmill.data.score_file import ScoreFile
 from rollmill.errors import ConfigError

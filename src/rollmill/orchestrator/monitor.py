@@ -11,11 +11,9 @@ import rollmill.trackers.rollout_log as rollouts
 from rollmill.config.run import MonitorConfig
 from rollmill.report.run_report import write_report
 from rollmill.report.step_timeline import drop_steps_after, write_step_timeline
-from rollmill.trackers.console import RunView
-from rollmill.trackers.metrics_log import Metrics, MetricsLog, read_metrics
-from rollmill.trackers.progress import Stages
+from rollmill.trackers.console import RunView, Stages
+from rollmill.trackers.metrics_log import Metrics, MetricsLog, read_metrics, write_summary
 from rollmill.trackers.rollout_log import RolloutLog
-from rollmill.trackers.summary import write_summary
 from rollmill.trackers.tensorboard import TensorBoardWriter
 from rollmill.trackers.trace import Span
 from rollmill.types import Experience

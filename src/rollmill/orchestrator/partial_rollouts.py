@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from rollmill.buffer import ExperienceKind, ExperienceStore, Group
-from rollmill.buffer.version_segments import version_segments
+from rollmill.buffer.base import version_segments
 from rollmill.types import Experience, StopReason
 
 SEGMENTS = "segments"

@@ -34,7 +34,7 @@ from rollmill.rollout import Explorer
 from rollmill.rollout.base import ExplorerProtocol
 from rollmill.rollout.runner import REJECTION_REASON_KEY
 from rollmill.seeds import derive_seed
-from rollmill.serialization import decode_experience, encode_experience
+from rollmill.trackers.rollout_log import decode_experience, encode_experience
 from rollmill.types import Experience, Task
 
 

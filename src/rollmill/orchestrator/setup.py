@@ -21,7 +21,7 @@ from rollmill.config.run import StageConfig
 from rollmill.config.taskset import TasksetConfig
 from rollmill.data import Taskset, load_taskset
 from rollmill.errors import ConfigError, CorruptFileError, ModelError
-from rollmill.files import atomic_write
+from rollmill.files import atomic_write, read_json_object
 from rollmill.models.classifier import require_classifier_support
 from rollmill.models.load import PolicyModel
 from rollmill.models.lora import ADAPTER_FOLDER, load_adapter
@@ -35,8 +35,7 @@ from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.task_selection import StageTasks, select_tasks
 from rollmill.recipes import RewardModel
 from rollmill.rewards import RewardManager, build_reward_manager
-from rollmill.rewards.references import require_references
-from rollmill.strict_files import read_json_object
+from rollmill.rewards.base import require_references
 from rollmill.trainer import choose_precision, choose_threads
 from rollmill.trainer.verification import load_verified_policy
 from rollmill.types import Task

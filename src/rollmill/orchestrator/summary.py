@@ -6,7 +6,7 @@ from typing import Any
 
 from rollmill.orchestrator.checkpoint import Checkpoints
 from rollmill.orchestrator.state import RunState
-from rollmill.trackers.summary import peak_rss_mb
+from rollmill.trackers.metrics_log import peak_rss_mb
 
 
 def summarise(state: RunState, stages: list[str], checkpoints: Checkpoints, status: str = "done") -> dict[str, Any]:

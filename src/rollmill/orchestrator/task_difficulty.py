@@ -25,7 +25,7 @@ from rollmill.orchestrator.explorers import StageExplorers
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.task_selection import select_tasks
 from rollmill.rewards import build_reward_manager
-from rollmill.rewards.judges.difficulty import DifficultyJudge
+from rollmill.rewards.judges.generative import DifficultyJudge
 from rollmill.rewards.resources import RewardResources
 from rollmill.seeds import derive_seed
 from rollmill.trainer import choose_precision

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 
 from rollmill.config import operators as config
 from rollmill.config.rewards import RewardConfig
-from rollmill.pipelines import filters, shaping, signals, synthesis
-from rollmill.pipelines.custom import build_custom_operator
-from rollmill.pipelines.pipeline import Operator, Pipeline
+from rollmill.pipelines import filters, shaping, synthesis
+from rollmill.pipelines import shaping as signals
+from rollmill.pipelines.pipeline import Operator, Pipeline, build_custom_operator
 from rollmill.rewards import RewardManager
 
 
@@ -89,7 +89,7 @@ def _costly(section: config.OperatorSection, resources: PipelineResources) -> Op
 
             return RewardChecker(section, resources.build_reward_manager([section.reward]))
         case config.DuplicatesOperator():
-            from rollmill.pipelines.duplicates import DuplicateFilter
+            from rollmill.pipelines.deduplication import DuplicateFilter
 
             return DuplicateFilter(section)
         case config.NearDuplicatesOperator():
@@ -97,7 +97,7 @@ def _costly(section: config.OperatorSection, resources: PipelineResources) -> Op
 
             return NearDuplicateFilter(section)
         case config.ReflectionOperator():
-            from rollmill.pipelines.reflection import reflection
+            from rollmill.pipelines.synthesis import reflection
 
             return reflection(section)
         case config.GeneratedTestsOperator():

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.hints import suggest_match
 from rollmill.config.operators import DataJuicerFilter
+from rollmill.config.validation_errors import suggest_match
 from rollmill.errors import ConfigError
-from rollmill.pipelines.accessors import is_finished, is_success, prompt_length, rollouts_of
-from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.batch import Batch, is_finished, is_success, prompt_length, rollouts_of
 from rollmill.types import Experience, Turn, experience_from_demonstration
 
 _OWN = frozenset({"skip_op_error", "text_key"})

@@ -3,18 +3,102 @@
 from __future__ import annotations
 
 import base64
+import unicodedata
+from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from hashlib import blake2b
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
-from rollmill.config.operators import NearDuplicatesOperator
+from rollmill.config.operators import DuplicatesOperator, NearDuplicatesOperator
 from rollmill.errors import ConfigError
 from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.duplicates import normalize_whitespace
-from rollmill.pipelines.lru import LRUCache
 from rollmill.rewards.text.parsing import split_words
 from rollmill.types import Experience
+
+# What operators remember about earlier groups: the latest so many entries.
+
+Value = TypeVar("Value")
+
+
+class LRUCache(Generic[Value]):
+    """A mapping from texts that holds at most `size` entries. What was not touched for longest goes first."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._entries: dict[str, Value] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def get(self, key: str) -> Value | None:
+        """The value of a key, which is touched; None where it is not known."""
+        if key not in self._entries:
+            return None
+        self._entries[key] = self._entries.pop(key)
+        return self._entries[key]
+
+    def peek(self, key: str) -> Value:
+        """The value of a known key, which is not touched."""
+        return self._entries[key]
+
+    def put(self, key: str, value: Value) -> list[tuple[str, Value]]:
+        """Set the value of a key, which is touched. Returns what had to be forgotten."""
+        self._entries.pop(key, None)
+        self._entries[key] = value
+        too_many = len(self._entries) - self._size
+        return [(old, self._entries.pop(old)) for old in list(self._entries)[: max(too_many, 0)]]
+
+    def items(self) -> list[tuple[str, Value]]:
+        """All entries, from the one that goes first."""
+        return list(self._entries.items())
+
+
+# Exact duplicates: texts that are the same but for white space.
+
+
+class DuplicateFilter:
+    """Drops completions whose text was there before. Digests of the texts are remembered, not the texts."""
+
+    def __init__(self, options: DuplicatesOperator) -> None:
+        self._options = options
+        self._memory: LRUCache[bool] = LRUCache(options.memory)
+
+    def __call__(self, batch: Batch) -> None:
+        for group in batch.groups().values():
+            memory = LRUCache[bool](len(group)) if self._options.within == "group" else self._memory
+            for experience in group:
+                key = self._key(experience)
+                if memory.get(key):
+                    batch.drop(experience, "duplicate")
+                else:
+                    memory.put(key, True)
+
+    def _key(self, experience: Experience) -> str:
+        text = normalize_whitespace(experience.response, ignore_case=self._options.ignore_case)
+        task = f"{experience.task_id}\0" if self._options.within == "task" else ""
+        return blake2b((task + text).encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The digests, from the one that is forgotten first."""
+        return {"seen": list(self._memory)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self._memory = LRUCache(self._options.memory)
+        for key in state["seen"]:
+            self._memory.put(key, True)
+
+
+def normalize_whitespace(text: str, *, ignore_case: bool = False) -> str:
+    """The text in Unicode's composed form (NFC), with single blanks for white space."""
+    text = " ".join(unicodedata.normalize("NFC", text).split())
+    return text.casefold() if ignore_case else text
+
 
 _SEED, _SCHEME = 1, "affine32"
 _MISSES = (0.1, 0.9)

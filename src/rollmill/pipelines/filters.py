@@ -14,8 +14,7 @@ from rollmill.config.operators import (
     RewardFilter,
     TruncationOperator,
 )
-from rollmill.pipelines.accessors import is_success, response_length, reward_value, rollouts_of
-from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.batch import Batch, is_success, response_length, reward_value, rollouts_of
 from rollmill.pipelines.pipeline import Operator
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.types import Experience, StopReason, first_per_rollout

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rollmill.config.operators import GeneratedTestsOperator
-from rollmill.pipelines.accessors import is_success
-from rollmill.pipelines.batch import Batch
-from rollmill.pipelines.lru import LRUCache
+from rollmill.pipelines.batch import Batch, is_success
+from rollmill.pipelines.deduplication import LRUCache
 from rollmill.pipelines.reward_updates import init_reward_part, set_reward
 from rollmill.pipelines.verification import is_undecided, score_group
 from rollmill.rewards import RewardManager

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 
-from rollmill.pipelines.accessors import reward_value, rollouts_of
-from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.batch import Batch, reward_value, rollouts_of
 from rollmill.types import Experience
 
 RAW_REWARD = "raw_reward"

@@ -8,8 +8,7 @@ from hashlib import sha256
 from rollmill.config.operators import CheckOperator, VerifyOperator
 from rollmill.config.rewards import CodeReward, RewardSection
 from rollmill.config.rewards.names import reward_part_names
-from rollmill.pipelines.accessors import reward_value, to_completion
-from rollmill.pipelines.batch import Batch
+from rollmill.pipelines.batch import Batch, reward_value, to_completion
 from rollmill.pipelines.reward_updates import RAW_REWARD, add_reward, init_reward_part, log_reward_detail, set_reward
 from rollmill.rewards import RewardManager, RewardResult
 from rollmill.rewards.base import GATED, LATE, TIMEOUT

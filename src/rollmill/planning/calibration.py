@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import statistics
 import time
+import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,14 +22,38 @@ from rollmill.config.run import StageConfig
 from rollmill.config.workflows import TrafficWorkflow
 from rollmill.errors import ConfigError
 from rollmill.models.load import PolicyModel
-from rollmill.offload.sizes import estimate_component_sizes
+from rollmill.offload.plan import estimate_component_sizes
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.offload import build_offload_plan
 from rollmill.orchestrator.setup import prepare_first_stage
 from rollmill.orchestrator.task_selection import StageTasks
 from rollmill.planning.measurement import MIN_STEPS, StepMeasurement, measure_steps
-from rollmill.planning.transfer import measure_weight_transfer
+from rollmill.remote.explorer_worker import trainable_parameters
 from rollmill.trackers.host_memory import trim_heap
+from rollmill.weights import SharedMemoryReceiver, SharedMemorySender, shared_memory_folder
+
+# What it takes to send new weights to explorers of this host.
+
+
+def measure_weight_transfer(policy: PolicyModel, precision: str) -> tuple[float, float]:
+    """Seconds to send all trained weights through shared memory, and to receive them; medians of three."""
+    weights = trainable_parameters(policy)
+    copies = {name: torch.empty_like(each, device="cpu") for name, each in weights.items()}
+    place = shared_memory_folder() / f"rollmill-plan-{uuid.uuid4().hex}"
+    sender = SharedMemorySender(place, weights, dtype=torch.bfloat16 if precision == "bf16" else None)
+    receiver, times = SharedMemoryReceiver(place), []
+    try:
+        for version in range(4):
+            began = time.perf_counter()
+            sender.send(version, weights)
+            sent = time.perf_counter()
+            receiver.receive(copies)
+            times.append((sent - began, time.perf_counter() - sent))
+    finally:
+        receiver.close()
+        sender.close()
+    return statistics.median(each for each, _ in times[1:]), statistics.median(each for _, each in times[1:])
+
 
 _SHARES = 8, 4, 2  # of the batch, as divisors
 _ENOUGH_S = 30.0
@@ -42,7 +68,7 @@ class Calibration:
 
     stage: StageConfig
     samples: list[StepMeasurement]
-    sizes: dict[str, int]  #: bytes of components, see offload/sizes.py
+    sizes: dict[str, int]  #: bytes of components, see offload/plan.py
     present: dict[str, int]  #: of these, what was on the device while memory was measured, by phase
     longest: int  #: new tokens of a completion at most, while measuring
     publish_s: float  #: sending new weights through shared memory

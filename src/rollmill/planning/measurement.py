@@ -14,7 +14,7 @@ import torch
 from rollmill.config.run import StageConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.models.load import PolicyModel
-from rollmill.offload.peak_memory import PhasePeakMemory
+from rollmill.offload.manager import PhasePeakMemory
 from rollmill.orchestrator.context import RunContext
 from rollmill.orchestrator.loop import TrainingLoop
 from rollmill.orchestrator.stages import Stage

@@ -14,12 +14,11 @@ import torch
 
 from rollmill.config.loader import load_run
 from rollmill.config.run import StageConfig
-from rollmill.planning.advice import GB, too_large
 from rollmill.planning.calibration import Calibration, calibrate
-from rollmill.planning.memory import MemoryByPhase, MemoryModel, PhaseMemory
+from rollmill.planning.memory import GB, MemoryByPhase, MemoryModel, PhaseMemory, too_large
 from rollmill.planning.prediction import StepPrediction, StepTimeModel, predict_step
 from rollmill.planning.rollouts import draw_groups
-from rollmill.planning.splits import ProcessSplit, choose_split, enumerate_splits
+from rollmill.planning.simulation import ProcessSplit, choose_split, enumerate_splits
 
 DEFAULT_TOKENS = 512
 

@@ -10,9 +10,8 @@ import numpy as np
 
 from rollmill.config.workflows import SingleTurnWorkflow
 from rollmill.planning.calibration import Calibration, groups_per_step
-from rollmill.planning.fits import fit_line
 from rollmill.planning.measurement import StepMeasurement
-from rollmill.planning.rollouts import EngineStepCosts, GroupLengths, draw_groups
+from rollmill.planning.rollouts import EngineStepCosts, GroupLengths, draw_groups, fit_line
 
 _DRAWS = 8
 _PHASES = ("rollout", "inference", "reward", "train", "move")

@@ -7,7 +7,7 @@ from typing import Annotated, get_args
 from pydantic import Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.algorithm import AlgorithmOptions
-from rollmill.config.parts import RegisteredUnion, registered_sections
+from rollmill.config.section import RegisteredUnion, registered_sections
 from rollmill.recipes.asymre import AsymRE
 from rollmill.recipes.chord import CHORD
 from rollmill.recipes.cispo import CISPO

@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.mask import ClipBMask, MaskConfig
+from rollmill.config.loss import ClipBMask, MaskConfig
 
 
 class ClipB(PolicyGradientOptions):

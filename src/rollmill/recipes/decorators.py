@@ -13,7 +13,7 @@ from pydantic import ValidationError, create_model
 from rollmill.config.advantage import AdvantageSection
 from rollmill.config.algorithm import AlgorithmOptions, PolicyGradientOptions
 from rollmill.config.loss import LossSection
-from rollmill.config.parts import NamedSection, register_section, section_from_signature
+from rollmill.config.section import NamedSection, register_section, section_from_signature
 from rollmill.errors import ConfigError
 from rollmill.recipes import known_algorithms
 

@@ -11,8 +11,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.loss import LossConfig, PPOClipLoss
-from rollmill.config.mask import HighEntropyMask, MaskConfig
+from rollmill.config.loss import HighEntropyMask, LossConfig, MaskConfig, PPOClipLoss
 
 
 class HighEntropy(PolicyGradientOptions):

@@ -12,8 +12,7 @@ from __future__ import annotations
 from typing import ClassVar, Literal
 
 from rollmill.config.algorithm import PolicyGradientOptions
-from rollmill.config.loss import LossConfig, SurrogateLoss
-from rollmill.config.mask import MaskConfig, SecondMomentMask
+from rollmill.config.loss import LossConfig, MaskConfig, SecondMomentMask, SurrogateLoss
 
 
 class M2PO(PolicyGradientOptions):

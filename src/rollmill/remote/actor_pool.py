@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rollmill.errors import DeadlineError, EngineError
 from rollmill.remote.ray_session import ray_module
-from rollmill.timeouts import wait_with_grace
+
+# Waiting for another process, from an event loop that may itself be held up.
+
+Result = TypeVar("Result")
+
+_GRACE_S = 1.0
+
+
+async def wait_with_grace(answer: Awaitable[Result], seconds: float) -> Result:
+    """What `answer` gives, if it is there within `seconds`; else TimeoutError, and the wait for it is cancelled.
+
+    While this process was held up (work in its event loop, Ctrl-Z) the answer may have come, and its deadline has
+    passed before anybody could look. So it is looked for once more.
+    """
+    task = asyncio.ensure_future(answer)
+    try:
+        for limit in (seconds, _GRACE_S):
+            if not task.done():
+                await asyncio.wait([task], timeout=limit)
+        if not task.done():
+            raise TimeoutError
+        return task.result()
+    finally:
+        task.cancel()
+
 
 _RETRY_S = 0.2
 SHUTDOWN_S = 30.0

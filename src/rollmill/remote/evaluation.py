@@ -25,8 +25,8 @@ from rollmill.files import atomic_write, to_jsonable
 from rollmill.orchestrator.evaluation import EvaluationResult
 from rollmill.orchestrator.evaluation_set import SetResult
 from rollmill.remote.run_state import EVALUATION_REQUESTS, describe_explorers, try_lock
-from rollmill.serialization import decode_experience, encode_experience
 from rollmill.trackers.heartbeat import HeartbeatWriter
+from rollmill.trackers.rollout_log import decode_experience, encode_experience
 
 POLL_S = 0.05
 BEGUN, ANSWER, LOCK = ".begun", ".answer.json", ".lock"

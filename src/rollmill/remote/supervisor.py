@@ -13,12 +13,11 @@ from rollmill.config.placement import RayPlacement
 from rollmill.errors import TrainerRankLostError, TrainingError
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.setup import MACHINE
-from rollmill.remote.actor_pool import SHUTDOWN_S
+from rollmill.remote.actor_pool import SHUTDOWN_S, wait_with_grace
 from rollmill.remote.explorers import START_S, explorer_needs, remove_stale_weights, start_explorers
 from rollmill.remote.placement_group import PlacementGroup, ResourceRequest
 from rollmill.remote.ray_session import join, ray_module
 from rollmill.remote.trainer_actor import RunEnded, TrainerActor, ViewCall
-from rollmill.timeouts import wait_with_grace
 from rollmill.trackers.console import PlainView, RunView, make_view
 
 _LOOK_S = 5.0

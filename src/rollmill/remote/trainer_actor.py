@@ -20,8 +20,8 @@ from rollmill.launch import CONFIG, execute
 from rollmill.orchestrator.interrupt import Interrupts
 from rollmill.orchestrator.run_lock import TRAINER_LOCK, hold_run_lock
 from rollmill.remote.explorers import explorer_pool
+from rollmill.trackers.console import Stages
 from rollmill.trackers.metrics_log import Metrics
-from rollmill.trackers.progress import Stages
 from rollmill.types import Experience
 
 _POLL_S, _LEAVING_S = 1.0, 60.0

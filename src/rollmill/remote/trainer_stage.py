@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from rollmill.buffer.base import REMOTE_EXPLORER
-from rollmill.buffer.ratings import RatingOverrides
+from rollmill.buffer.experts import RatingOverrides
 from rollmill.buffer.sql import SqlStore
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.engines.base import RolloutEngine

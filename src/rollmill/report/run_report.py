@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
@@ -16,15 +18,78 @@ import rollmill.report.charts as charts
 from rollmill.config.yaml_file import read_plain_yaml
 from rollmill.files import atomic_write
 from rollmill.report.charts import LineChart, MetricsRow, Series
-from rollmill.report.phase_timeline import PHASES, phase_timeline, phase_totals, seconds_by_stage
-from rollmill.report.step_timeline import LEFT, WIDTH, StepTimeline, draw_step_timeline, read_step_timelines
-from rollmill.report.tokens import Decoder, advantage_levels, load_decoder, surprise_levels, token_texts
+from rollmill.report.step_timeline import (
+    LEFT,
+    PHASES,
+    WIDTH,
+    StepTimeline,
+    draw_step_timeline,
+    phase_timeline,
+    phase_totals,
+    read_step_timelines,
+    seconds_by_stage,
+)
 from rollmill.trackers.console import format_duration, format_metric
 from rollmill.trackers.eval_metrics import eval_sets_in, evaluation_charts, first_accuracy, has_evaluation
-from rollmill.trackers.metrics_log import read_metrics
+from rollmill.trackers.metrics_log import read_metrics, read_summary
 from rollmill.trackers.rollout_log import check_run_dir, load_experiences, stored_steps
-from rollmill.trackers.summary import read_summary
 from rollmill.types import Experience
+
+# Tokens for people: the text of each token, and how strongly to colour it.
+
+Decoder = Callable[[Sequence[int]], str]
+
+_LONGEST_CHARACTER = 4  # bytes of a character in UTF-8, so byte-level tokens per character
+
+
+def load_decoder(run_dir: Path) -> Decoder | None:
+    """The decoder of the run's newest checkpoint; None when no checkpoint has a `tokenizer.json`."""
+    found = []
+    for path in (run_dir / "checkpoints").glob("step-*/tokenizer.json"):
+        match = re.fullmatch(r"step-(\d+)", path.parent.name)
+        if match:
+            found.append((int(match[1]), path))
+    if not found:
+        return None
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(max(found)[1]))
+    return lambda ids: str(tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def token_texts(experience: Experience, decode: Decoder | None) -> list[str]:
+    """The text each token adds, [T]. Without a decoder, the id in angle brackets.
+
+    Tokens that hold only part of a character add nothing; the one that completes it adds the character.
+    """
+    ids = [int(token) for token in experience.token_ids]
+    if decode is None:
+        return [f"<{token}>" for token in ids]
+    texts, start, read = [], 0, 0
+    for end in range(1, len(ids) + 1):
+        before, now = decode(ids[start:read]), decode(ids[start:end])
+        if now.endswith("\ufffd") and end - read < _LONGEST_CHARACTER and end < len(ids):
+            texts.append("")
+            continue
+        texts.append(now[len(before) :])
+        start, read = read, end
+    return texts
+
+
+def advantage_levels(experience: Experience, levels: int = 4) -> list[int]:
+    """Each token's advantage as -levels..levels, relative to the largest of the experience or 1; 0 outside the mask."""
+    if experience.advantage is None:
+        return [0] * len(experience.token_ids)
+    values = np.nan_to_num(np.where(experience.action_mask, experience.advantage, 0.0))
+    scaled = values / max(1.0, float(np.abs(values).max(initial=0.0)))
+    return (np.sign(scaled) * np.ceil(np.abs(scaled) * levels - 1e-6)).astype(int).tolist()  # type: ignore[no-any-return]
+
+
+def surprise_levels(experience: Experience, levels: int = 6) -> list[int]:
+    """Each token's surprise as 0..levels: bits (minus log2 of its probability), rounded; 0 outside the mask."""
+    bits = np.where(experience.action_mask, -experience.logprobs / np.log(2.0), 0.0)
+    return np.clip(np.round(np.nan_to_num(bits, posinf=levels)), 0, levels).astype(int).tolist()  # type: ignore[no-any-return]
+
 
 REPORT_FILE = "report.html"
 

@@ -1,8 +1,7 @@
 """Rewards: what judges a completion. `build_reward_manager(config.rewards)` makes the judge of a run."""
 
 from rollmill.rewards.base import GroupReward, Reward, RewardResult, RewardValue, Score
-from rollmill.rewards.build import build_reward_manager
-from rollmill.rewards.manager import RewardManager, WeightedReward
+from rollmill.rewards.manager import RewardManager, WeightedReward, build_reward_manager
 
 __all__ = [
     "GroupReward",

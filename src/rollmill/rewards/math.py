@@ -10,10 +10,16 @@ from dataclasses import replace
 from fractions import Fraction
 
 from rollmill.config.rewards import MathReward
-from rollmill.rewards.answers.comparison import AnswerMatchOptions, compare_texts, is_plain_words
+from rollmill.rewards.answers.comparison import (
+    AnswerMatchOptions,
+    compare_texts,
+    is_plain_words,
+    parse_option_letter,
+    split_option,
+    task_options,
+)
 from rollmill.rewards.answers.complexity import oversize_outcome
 from rollmill.rewards.answers.extraction import FinalAnswer, extract_answer, extract_reference
-from rollmill.rewards.answers.option_letters import parse_option_letter, split_option, task_options
 from rollmill.rewards.answers.options import selected_options as chosen_letters
 from rollmill.rewards.answers.quantities import normalize_answer, strip_spaces
 from rollmill.rewards.answers.symbolic import compare_answers

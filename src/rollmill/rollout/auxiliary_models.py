@@ -13,16 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from rollmill.config.model import ModelConfig
-from rollmill.config.other_models import AuxiliaryModelConfig
+from rollmill.config.model import AuxiliaryModelConfig, ModelConfig
 from rollmill.config.rewards import JudgeReward
 from rollmill.config.rollout import RolloutConfig, SamplingConfig
 from rollmill.engines.native import NativeEngine
 from rollmill.errors import ConfigError, ModelError, WorkflowError
 from rollmill.models.load import PolicyModel as Model
 from rollmill.rewards.judges.chat import LENGTH, ChatSamplingParams, NoReplyError
-from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.chat_template import ChatMessage
+from rollmill.rollout.chat import ChatMessage, ChatRenderer
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import ResourceFactory, Rollout
 from rollmill.seeds import derive_seed

@@ -7,20 +7,55 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from rollmill.config.rollout import SamplingConfig
 from rollmill.data import encode_prompt, render_prompt
-from rollmill.engines.base import GenerationRequest, RolloutEngine
+from rollmill.engines.base import CompletionPrefix, GenerationRequest, RolloutEngine
 from rollmill.rewards import RewardManager, RewardResult
-from rollmill.rewards.event_loop import gather_or_cancel
+from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rollout.base import OnGenerated
 from rollmill.rollout.draft_cache import DraftCache, draft_from_completion
-from rollmill.rollout.partials import PartialRollout, add_earlier_timings, completion_prefix
 from rollmill.rollout.runner import WorkflowRunner, apply_repetition_penalty, assign_reward, trace_reward_result
 from rollmill.trackers.trace import GENERATE, Trace
 from rollmill.types import Completion, Experience, StopReason, Task, experience_from_completion
+
+# Completions that are generated in parts: put away when the engine is interrupted, and continued later.
+
+
+@dataclass(slots=True)
+class PartialRollout:
+    """Completions of a group and the experiences made of them, in the same order."""
+
+    completions: list[Completion]
+    experiences: list[Experience]
+
+
+def completion_prefix(experience: Experience) -> CompletionPrefix:
+    """What a completion goes on from: the tokens of an experience with one turn of the policy, with their log-probs."""
+    mine = experience.action_mask
+    logprobs = experience.logprobs[mine]  # truncation is in them already, so that its part is 0
+    return CompletionPrefix(
+        experience.token_ids[mine],
+        logprobs,
+        np.zeros_like(logprobs),
+        experience.versions[mine],
+        routing=experience.routing,
+    )
+
+
+def add_earlier_timings(experiences: Sequence[Experience], earlier: Sequence[Experience]) -> list[Experience]:
+    """The experiences, with the seconds that earlier parts took added; both in the same order."""
+    added = []
+    for one, before in zip(experiences, earlier, strict=True):
+        names = dict.fromkeys([*one.timings, *before.timings])
+        timings = {name: one.timings.get(name, 0.0) + before.timings.get(name, 0.0) for name in names}
+        added.append(replace(one, timings=timings))
+    return added
 
 
 class Explorer:

@@ -11,8 +11,8 @@ from rollmill.config import workflows as config
 from rollmill.config.environments import EnvironmentSection
 from rollmill.config.tools import ToolSection
 from rollmill.errors import ConfigError
+from rollmill.registry import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS
 from rollmill.rewards import RewardManager
-from rollmill.rollout.decorators import ENDPOINT, ENVIRONMENT, EXAMPLES, JUDGE, TOOLS
 from rollmill.rollout.endpoint.policy_endpoint import PolicyEndpoint
 from rollmill.rollout.environments.pool import EnvironmentPool
 from rollmill.rollout.tools.pool import ToolPool
@@ -172,7 +172,7 @@ def _resolve_workflow(
 
             return partial(vote, section), [JUDGE]
         case config.JudgedWorkflow():
-            from rollmill.rollout.workflows.judged import model_judged
+            from rollmill.rollout.workflows.vote import model_judged
 
             return partial(model_judged, section), [section.by]
     raise AssertionError(f"no workflow is built from {type(section).__name__}")

@@ -26,11 +26,11 @@ from rollmill.orchestrator.engine import build_native_engine
 from rollmill.orchestrator.setup import choose_device
 from rollmill.orchestrator.stages import Stage
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.application import ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
-from rollmill.rollout.endpoint.server import EndpointServer
+from rollmill.rollout.endpoint.service import ServiceLimits, build_application_service
+from rollmill.rollout.endpoint.session import SessionSink
 from rollmill.rollout.endpoint.session_files import SessionFileSink
-from rollmill.rollout.endpoint.session_store import SessionSink
 from rollmill.serve.traffic import SessionGrouper, TrafficBatches
 from rollmill.trackers.console import RunView
 from rollmill.trainer import choose_precision

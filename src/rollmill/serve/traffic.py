@@ -15,9 +15,8 @@ from rollmill.config.workflows import TrafficWorkflow
 from rollmill.data import Sampler
 from rollmill.orchestrator.batch_reader import oldest_allowed
 from rollmill.orchestrator.batches import RolloutBatches
-from rollmill.rollout.endpoint.api_errors import ApiError
-from rollmill.rollout.endpoint.session import EndpointSession
-from rollmill.rollout.endpoint.session_store import FinishedSession
+from rollmill.rollout.endpoint.protocol import ApiError
+from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession
 from rollmill.types import Experience, Task
 
 

@@ -1,9 +1,15 @@
 """Records of a run as it goes on: metrics, rollouts, the console, TensorBoard, heartbeats and the summary."""
 
 from rollmill.trackers.console import PlainView, RunView, make_view
-from rollmill.trackers.metrics_log import MetricsLog, read_metrics, wilson_interval
+from rollmill.trackers.metrics_log import (
+    MetricsLog,
+    peak_rss_mb,
+    read_metrics,
+    read_summary,
+    wilson_interval,
+    write_summary,
+)
 from rollmill.trackers.rollout_log import RolloutLog, iter_experiences, load_experiences, stored_steps
-from rollmill.trackers.summary import peak_rss_mb, read_summary, write_summary
 
 __all__ = [
     "MetricsLog",

@@ -2,15 +2,94 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from typing import Protocol, TextIO
 
 from rollmill.trackers.eval_metrics import accuracies
 from rollmill.trackers.metrics_log import Metric, Metrics
-from rollmill.trackers.printable import one_line, printable
-from rollmill.trackers.progress import RunProgress, Stages
 from rollmill.types import Experience
+
+# Model output made safe for a terminal.
+
+# Control characters (a completion may hold terminal escape codes), text-direction overrides and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """`text` with everything that could steer a terminal spelled out, such as `\\x1b`. Line breaks and tabs stay."""
+    return _UNSAFE.sub(lambda match: match[0].encode("unicode_escape").decode("ascii"), text)
+
+
+def one_line(text: str, width: int) -> str:
+    """`text` on one line, line breaks shown as `\\n`, cut to `width` characters."""
+    flat = printable(text).replace("\n", "\\n").replace("\t", "\\t")
+    return flat if len(flat) <= width else flat[: max(0, width - 3)] + "..."
+
+
+# Where a run is: which stage, which step, and how long the stage will still take.
+
+Stages = Sequence[tuple[str, int]]
+
+_RECENT = 20
+
+
+class RunProgress:
+    """Follows the metrics of a run. Steps count over all stages; a stage may end before its planned steps."""
+
+    def __init__(self, stages: Stages) -> None:
+        self.stages = list(stages)
+        self.index = 0  #: of the stage
+        self.begun_at = 0  #: steps made before this stage
+        self.step = 0
+        self._recent: list[float] = []
+
+    def update(self, metrics: Metrics) -> None:
+        """Take in the metrics of a step or of an evaluation."""
+        step = metrics["step"]
+        assert isinstance(step, int)
+        while self.index + 1 < len(self.stages) and self._left_stage(step, metrics.get("stage")):
+            self.begun_at = min(self.step, self.begun_at + self.stages[self.index][1])
+            self.index += 1
+            self._recent.clear()
+        self.step = max(self.step, step)
+        seconds = metrics.get("seconds/total")
+        if isinstance(seconds, float | int):
+            self._recent = [*self._recent[1 - _RECENT :], float(seconds)]
+
+    @property
+    def stage(self) -> str:
+        """Name of the current stage."""
+        return self.stages[self.index][0] if self.stages else ""
+
+    @property
+    def total(self) -> int:
+        """Steps of the whole run, as far as known: stages that ended early count with the steps they made."""
+        return max(self.step, self.begun_at + sum(steps for _, steps in self.stages[self.index :]))
+
+    @property
+    def stage_step(self) -> int:
+        """Steps made in this stage."""
+        return self.step - self.begun_at
+
+    @property
+    def stage_total(self) -> int:
+        """Steps planned for this stage."""
+        return max(self.stage_step, self.stages[self.index][1] if self.stages else 0)
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Until the stage ends, from the mean of its recent steps; None before its first step."""
+        if not self._recent:
+            return None
+        return (self.stage_total - self.stage_step) * sum(self._recent) / len(self._recent)
+
+    def _left_stage(self, step: int, stage: object) -> bool:
+        name, steps = self.stages[self.index]
+        later = [other for other, _ in self.stages[self.index + 1 :]]
+        return step > self.begun_at + steps or (stage != name and stage in later)
+
 
 _SHOWN = {
     "reward/mean": "reward",

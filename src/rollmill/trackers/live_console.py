@@ -14,11 +14,9 @@ from rich.rule import Rule
 from rich.table import Table
 from rich.text import Text
 
-from rollmill.trackers.console import format_duration, format_metric
+from rollmill.trackers.console import RunProgress, Stages, format_duration, format_metric, one_line, printable
 from rollmill.trackers.eval_metrics import accuracies, first_accuracy, has_evaluation
 from rollmill.trackers.metrics_log import Metrics
-from rollmill.trackers.printable import one_line, printable
-from rollmill.trackers.progress import RunProgress, Stages
 from rollmill.types import Experience
 
 PHASE_COLOURS = {"rollout": "blue", "reward": "yellow", "train": "magenta", "eval": "green", "checkpoint": "cyan"}

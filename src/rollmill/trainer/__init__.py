@@ -1,7 +1,7 @@
 """The trainer: packing, log-probs, loss, optimizer and schedules, on one device or several ranks."""
 
-from rollmill.trainer.calibrate import choose_precision, choose_threads
 from rollmill.trainer.distributed.trainer import DistributedTrainer
+from rollmill.trainer.model_setup import choose_precision, choose_threads
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
 

@@ -14,9 +14,16 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.utils.rnn import pad_sequence
 
-from rollmill.models.attention import AttentionOptions, AttentionWindow, append_sinks, fits_window, window_mask
+from rollmill.models.attention import (
+    AttentionOptions,
+    AttentionWindow,
+    VarlenAttention,
+    append_sinks,
+    fits_window,
+    varlen_available,
+    window_mask,
+)
 from rollmill.models.recurrent import RecurrentCall, RecurrentState
-from rollmill.models.varlen import VarlenAttention, varlen_available
 
 _SHORT = 6_000_000  # scores of a block, in fp32 24 MB: larger ones would take fresh memory at every call
 _PADDING = 0.75  # segments share a block while the shortest has at least this share of the longest's length

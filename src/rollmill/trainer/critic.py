@@ -16,24 +16,24 @@ import torch
 from torch import Tensor, nn
 
 from rollmill.algorithms.aggregation import token_mean
-from rollmill.algorithms.value import value_loss
+from rollmill.algorithms.losses import value_loss
 from rollmill.config.algorithm import CriticOptions
 from rollmill.models.attention import use_attention_context
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import load_full_weights
-from rollmill.trainer.failure import failed_step_error
+from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
     clip_gradients,
     collect_gradients,
     compute_gradient_norm,
+    compute_learning_rate,
+    failed_step_error,
     load_optimizer_state_dict,
     optimizer_state_dict,
     optimizer_tensors,
 )
-from rollmill.trainer.passes import ForwardPasses
-from rollmill.trainer.schedule import compute_learning_rate
 from rollmill.types import Experience
 
 

@@ -16,8 +16,7 @@ from torch import Tensor
 from rollmill.algorithms.preference import kto_baseline
 from rollmill.trainer.batch import TokenTable
 from rollmill.trainer.distributed.fsdp import call_unsharded
-from rollmill.trainer.logprobs import use_packed_attention
-from rollmill.trainer.passes import ForwardPasses
+from rollmill.trainer.logprobs import ForwardPasses, use_packed_attention
 from rollmill.types import Experience
 
 

@@ -5,18 +5,22 @@ Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V voca
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from rollmill.models.attention import use_attention_context
-from rollmill.models.forward import base_network, build_forward_inputs
+from rollmill.algorithms.recipe import Recipe
+from rollmill.config.trainer import TrainerConfig
+from rollmill.models.attention import base_network, build_forward_inputs, use_attention_context
 from rollmill.models.routing import replay_routing
-from rollmill.trainer.batch import MicroBatch, TokenTable
+from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches
+from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.types import Experience
 
 CHUNK_LOGITS = 1 << 26  #: logits that exist at a time, unless a number of rows is given
 
@@ -244,3 +248,88 @@ def _logit_scale(config: Any) -> float:
     scale: float = (getattr(config, "logit_scale", None) or 1.0) * (getattr(config, "lm_head_multiplier", None) or 1.0)
     scaling: float = getattr(config, "logits_scaling", None) or 1.0
     return scale * scaling if config.model_type == "hyperclovax" else scale / scaling  # the others divide by it
+
+
+# Forward passes over chosen experiences of a batch, as a recipe and the section `trainer` have them.
+
+
+@dataclass
+class ForwardPasses:
+    """What all passes have in common. `precision` (fp32 or bf16) is a checkpoint's after a resume."""
+
+    recipe: Recipe
+    config: TrainerConfig
+    precision: str
+    device: torch.device
+    ranks: RankGroup
+    routing: tuple[int, int] | None = None  #: routers and experts per token, where the rollout's choice is replayed
+
+    def rows(self, experiences: Sequence[Experience], table: TokenTable, chosen: list[int]) -> list[MicroBatch]:
+        """This rank's share of the chosen experiences."""
+        return build_micro_batches(
+            experiences,
+            table,
+            chosen,
+            self.config.micro_batch_tokens,
+            self.device,
+            keep_groups=self.recipe.keep_groups_together,
+            ranks=self.ranks.shares,
+            rank=self.ranks.share,
+            even=self.ranks.sharding == "fsdp",
+            routing=self.routing,
+        )
+
+    def hidden(self, model: nn.Module, micro: MicroBatch) -> Tensor:
+        """Last hidden states of a row [T, d]; run it inside `attending_to`."""
+        return compute_hidden_states(model, micro, bf16=self.precision == "bf16")
+
+    def predict(
+        self, model: nn.Module, micro: MicroBatch, table: TokenTable, hidden_Td: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of a row's action tokens, [M] each; run it inside `attending_to`."""
+        return compute_logprobs(
+            model,
+            micro,
+            table,
+            hidden_Td=hidden_Td,
+            chunk=self.config.logprob_chunk,
+            entropy_gradient=self.recipe.uses_entropy,
+            bf16=self.precision == "bf16",
+        )
+
+
+# What some algorithms ask of the policy's whole next-token distributions, without holding [tokens, vocabulary].
+#
+# Shapes: T tokens of the row, M predictions that count, C rows of a chunk, V vocabulary, d hidden size.
+
+
+class VocabularySums(NamedTuple):
+    """Sums over the vocabulary at each prediction, [M] each, without gradient."""
+
+    collision: Tensor  #: sum_v p_v^2
+    expected_discriminant: Tensor  #: sum_v p_v^2 (H + log p_v)
+
+
+@torch.no_grad()
+def compute_vocabulary_sums(
+    model: Any, hidden_Td: Tensor, micro: MicroBatch, table: TokenTable, *, chunk: int | None = None
+) -> VocabularySums:
+    """Sums over the vocabulary for a micro-batch's action tokens, at their rollout temperatures.
+
+    Args:
+        hidden_Td: last hidden states of the row.
+        chunk: rows of logits that exist at a time; None: as many as take 256 MiB in float32, at most 1024.
+    """
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    step = chunk or max(1, min(1024, CHUNK_LOGITS // vocabulary))
+    temperature_M = table.temperature[micro.tokens]
+    collision, discriminant = [], []
+    for rows, temperature in zip(micro.rows.split(step), temperature_M.split(step), strict=True):
+        logits_CV = compute_logits(model, hidden_Td.index_select(0, rows))
+        log_p = torch.log_softmax(logits_CV / temperature[:, None], -1)
+        p = log_p.exp()
+        squares = torch.linalg.vecdot(p, p)
+        entropy = -torch.linalg.vecdot(p, log_p)
+        collision.append(squares)
+        discriminant.append(entropy * squares + torch.linalg.vecdot(p * p, log_p))
+    return VocabularySums(torch.cat(collision), torch.cat(discriminant))

@@ -12,10 +12,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from rollmill.algorithms.aggregation import sum_by_sequence
 from rollmill.algorithms.corrections import interpolated_proximal
 from rollmill.algorithms.kl import get_kl_estimator
 from rollmill.algorithms.recipe import AdvantageInputs, LossInputs, LossTerm, MaskInputs, Recipe, TokenAdvantageInputs
-from rollmill.algorithms.sequences import sum_by_sequence
 from rollmill.algorithms.token_advantages import reward_at_last_token
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.kto_baseline import KTOBaselineBatch

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from rollmill.config.trainer import TrainerConfig
+from rollmill.errors import TrainingError
 from rollmill.trainer.distributed.fsdp import gather_state_dict, global_norm, is_sharded, local_shards, shard_like
 
 TensorGetter = Callable[[], Iterable[Tensor]]
@@ -102,3 +103,38 @@ def _numbers(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[int]:
 
 def _norm(tensors: list[Tensor]) -> float:
     return float(torch.stack(torch._foreach_norm(tensors)).norm())
+
+
+# What is said when a training step cannot go on.
+
+
+def failed_step_error(step: int, what: str, task_ids: Iterable[str]) -> TrainingError:
+    """The error of an update that was not made, naming the tasks it was about."""
+    tasks = sorted(set(task_ids))
+    shown = ", ".join(tasks[:8]) + (f" and {len(tasks) - 8} more" if len(tasks) > 8 else "")
+    return TrainingError(
+        f"training step {step}: {what}, in a micro-batch with tasks {shown}. No weight was changed by this "
+        "update. Lower trainer.lr, use trainer.precision: fp32, or look at the rewards of these tasks."
+    )
+
+
+# Learning-rate schedules.
+
+
+def compute_learning_rate(config: TrainerConfig, step: int, total_steps: int) -> float:
+    """Learning rate of training step `step` (0-based) of `total_steps`.
+
+    Warm-up rises linearly to `lr`, which step `warmup_steps - 1` reaches. Afterwards linear and cosine fall from `lr`
+    towards `min_lr_ratio * lr`, which they would reach at step `total_steps`; constant stays.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min((step - config.warmup_steps) / max(total_steps - config.warmup_steps, 1), 1.0)
+    share = {
+        "constant": 1.0,
+        "linear": 1 - progress,
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+    }[config.schedule]
+    if config.schedule == "constant":
+        return config.lr
+    return config.lr * (config.min_lr_ratio + (1 - config.min_lr_ratio) * share)

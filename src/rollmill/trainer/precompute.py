@@ -13,11 +13,9 @@ from rollmill.trainer.batch import MicroBatch, TokenTable, build_token_table
 from rollmill.trainer.critic import Critic
 from rollmill.trainer.distributed.fsdp import call_unsharded
 from rollmill.trainer.kto_baseline import KTOBaselineBatch, build_mismatched_experiences
-from rollmill.trainer.logprobs import use_packed_attention
+from rollmill.trainer.logprobs import ForwardPasses, compute_vocabulary_sums, use_packed_attention
 from rollmill.trainer.loss import PrecomputedScores
-from rollmill.trainer.passes import ForwardPasses
 from rollmill.trainer.reference import ReferenceModel
-from rollmill.trainer.vocabulary import compute_vocabulary_sums
 from rollmill.types import Experience, ExperienceSource
 
 PrecomputeSteps = Generator[None, None, PrecomputedScores]

@@ -25,13 +25,22 @@ from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.recipes.reward_model import RewardModel
 from rollmill.trainer.batch import MicroBatch, TokenTable, build_micro_batches, build_token_table
-from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.distributed.ranks import RankGroup
-from rollmill.trainer.failure import failed_step_error
-from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
-from rollmill.trainer.optimizer import build_optimizer, clip_gradients, collect_gradients, compute_gradient_norm
-from rollmill.trainer.parts import split_mini_batches
-from rollmill.trainer.schedule import compute_learning_rate
+from rollmill.trainer.model_setup import (
+    choose_precision,
+    evaluation_mode,
+    set_gradient_checkpointing,
+    to_master_weights,
+)
+from rollmill.trainer.optimizer import (
+    build_optimizer,
+    clip_gradients,
+    collect_gradients,
+    compute_gradient_norm,
+    compute_learning_rate,
+    failed_step_error,
+)
+from rollmill.trainer.update import split_mini_batches
 from rollmill.types import Experience
 
 

@@ -18,29 +18,32 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.models.load import PolicyModel
 from rollmill.models.norms import NormReplacements, find_norms, use_fast_norms
 from rollmill.models.routing import routing_shape
-from rollmill.trainer.calibrate import choose_precision
 from rollmill.trainer.critic import Critic, ValueModel, select_critic_experiences, value_metrics
 from rollmill.trainer.distributed.fsdp import apply_fsdp, gather_state_dict
 from rollmill.trainer.distributed.ranks import RankGroup
 from rollmill.trainer.distributed.tensor_parallel import parallelize_network, tensor_parallel_plan
+from rollmill.trainer.logprobs import ForwardPasses
 from rollmill.trainer.loss import BatchAdvantages, PrecomputedScores, StepLoss, compute_advantages
 from rollmill.trainer.metrics import TokenMetrics
 from rollmill.trainer.mismatch import MismatchProbe
-from rollmill.trainer.model_setup import evaluation_mode, set_gradient_checkpointing, to_master_weights
+from rollmill.trainer.model_setup import (
+    choose_precision,
+    evaluation_mode,
+    set_gradient_checkpointing,
+    to_master_weights,
+)
 from rollmill.trainer.optimizer import (
     TensorGetter,
     build_optimizer,
+    compute_learning_rate,
     load_optimizer_state_dict,
     optimizer_state_dict,
     optimizer_tensors,
 )
-from rollmill.trainer.parts import split_mini_batches
-from rollmill.trainer.passes import ForwardPasses
 from rollmill.trainer.precompute import Precomputer
 from rollmill.trainer.reference import ReferenceModel
-from rollmill.trainer.schedule import compute_learning_rate
 from rollmill.trainer.teacher import Teacher
-from rollmill.trainer.update import MiniBatch, PolicyUpdater
+from rollmill.trainer.update import MiniBatch, PolicyUpdater, split_mini_batches
 from rollmill.types import IMPORTED_FROM, Experience, ExperienceSource
 
 

@@ -13,16 +13,12 @@ from torch import Tensor, nn
 
 from rollmill.trainer.batch import MicroBatch, TokenTable
 from rollmill.trainer.distributed.fsdp import call_unsharded
-from rollmill.trainer.divergences import compute_divergences
-from rollmill.trainer.failure import failed_step_error
 from rollmill.trainer.kto_baseline import compute_kto_baseline
-from rollmill.trainer.logprobs import use_packed_attention
+from rollmill.trainer.logprobs import ForwardPasses, compute_vocabulary_sums, use_packed_attention
 from rollmill.trainer.loss import StepLoss
 from rollmill.trainer.metrics import TokenMetrics
-from rollmill.trainer.optimizer import clip_gradients, collect_gradients, compute_gradient_norm
-from rollmill.trainer.passes import ForwardPasses
-from rollmill.trainer.teacher import Teacher
-from rollmill.trainer.vocabulary import compute_vocabulary_sums
+from rollmill.trainer.optimizer import clip_gradients, collect_gradients, compute_gradient_norm, failed_step_error
+from rollmill.trainer.teacher import Teacher, compute_divergences
 from rollmill.types import Experience, ExperienceSource
 
 LossTermValues = dict[str, tuple[float, Tensor]]
@@ -201,3 +197,31 @@ class PolicyUpdater:
 
 def _total(terms: LossTermValues) -> Tensor:
     return torch.stack([weight * value for weight, value in terms.values()]).sum()
+
+
+# Cutting a batch into the parts of its optimizer steps, group by group.
+
+
+def split_mini_batches(
+    experiences: Sequence[Experience], parts: int, generator: torch.Generator | None
+) -> list[list[int]]:
+    """Indices of the experiences of each part.
+
+    Groups are never cut. Usual and expert groups are dealt separately, so that every part has its share of both; parts
+    that stay empty because there are too few groups are left out.
+
+    Args:
+        generator: shuffles the groups; None keeps their order.
+    """
+    result: list[list[int]] = [[] for _ in range(parts)]
+    for source in ExperienceSource:
+        groups: dict[str, list[int]] = {}
+        for i, experience in enumerate(experiences):
+            if experience.source is source:
+                groups.setdefault(experience.group, []).append(i)
+        members = list(groups.values())
+        if generator is not None:
+            members = [members[i] for i in torch.randperm(len(members), generator=generator).tolist()]
+        for n, group in enumerate(members):
+            result[n * parts // len(members)].extend(group)
+    return [part for part in result if part]

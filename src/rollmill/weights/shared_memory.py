@@ -24,8 +24,7 @@ import torch
 from torch import Tensor
 
 from rollmill.errors import DeadlineError, WeightSyncError
-from rollmill.weights.checksum import XXH3, compute_checksum, pack_block
-from rollmill.weights.layout import BlockLayout
+from rollmill.weights.layout import XXH3, BlockLayout, compute_checksum, pack_block
 
 _MAGIC = b"rollmill weights"
 _HEADER = struct.Struct("<16sQqQ")

@@ -9,9 +9,13 @@ from rollmill.config.checks.engine import unused_engine_keys
 from rollmill.config.checks.evaluation import best_metric_conflicts, evaluation_set_path, unused_evaluation_set_keys
 from rollmill.config.checks.offload import offload_conflicts, unused_offload_keys
 from rollmill.config.checks.pipeline import pipeline_conflicts
-from rollmill.config.checks.placement import placement_conflicts, unused_placement_keys
+from rollmill.config.checks.placement import (
+    mode_conflicts,
+    placement_conflicts,
+    unused_mode_keys,
+    unused_placement_keys,
+)
 from rollmill.config.checks.workflow import unused_workflow_keys
-from rollmill.config.mode_checks import mode_conflicts, unused_mode_keys
 from rollmill.config.order import CurriculumOrder, EasyToHardOrder, SuccessRateOrder
 from rollmill.config.resolve import STAGE_KEYS, ResolvedRun
 from rollmill.config.run import RunConfig, StageConfig

@@ -13,15 +13,22 @@ from rollmill.config.algorithm import AlgorithmOptions, OfflineAlgorithmOptions,
 from rollmill.config.checks.engine import engine_conflicts
 from rollmill.config.checks.evaluation import evaluation_conflicts, evaluation_set_path
 from rollmill.config.checks.workflow import workflow_conflicts
-from rollmill.config.correction import OffPolicyMask
 from rollmill.config.environments import ReasoningGymSection
+from rollmill.config.loss import OffPolicyMask
 from rollmill.config.model import ModelConfig, NewModelConfig
 from rollmill.config.order import CustomOrder, SequentialOrder
 from rollmill.config.rewards import FormatReward, LengthReward, PythonReward, ReasoningGymReward, RewardSection
 from rollmill.config.rewards.names import reward_part_names
 from rollmill.config.run import StageConfig
-from rollmill.config.task_operators import DecontaminateTasks, DeduplicateTasks, SortTasks, TaskOperatorSection
-from rollmill.config.taskset import RowsSection, TasksetConfig, TasksetSection
+from rollmill.config.taskset import (
+    DecontaminateTasks,
+    DeduplicateTasks,
+    RowsSection,
+    SortTasks,
+    TaskOperatorSection,
+    TasksetConfig,
+    TasksetSection,
+)
 from rollmill.config.tree import KeyPath, format_key_path
 from rollmill.recipes import KTO, Distill, DistillationOptions, SelfDistill
 

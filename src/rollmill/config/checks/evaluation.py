@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from rollmill.config.evaluation import EvaluationSet
-from rollmill.config.hints import suggest_match
 from rollmill.config.run import RunConfig, StageConfig
 from rollmill.config.tree import KeyPath
+from rollmill.config.validation_errors import suggest_match
 from rollmill.config.workflows import JudgedWorkflow, TrafficWorkflow, WorkflowConfig
 
 _TRUNCATION = ("temperature", "top_p", "top_k", "min_p")

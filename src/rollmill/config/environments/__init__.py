@@ -10,7 +10,7 @@ from rollmill.config.environments.base import EnvironmentSection
 from rollmill.config.environments.gymnasium import GymnasiumSection
 from rollmill.config.environments.reasoning_gym import ReasoningGymSection
 from rollmill.config.environments.textarena import TextArenaSection
-from rollmill.config.parts import RegisteredUnion, expand_name
+from rollmill.config.section import RegisteredUnion, expand_name
 
 EnvironmentConfig = Annotated[
     SerializeAsAny[Annotated[GymnasiumSection | ReasoningGymSection | TextArenaSection, Field(discriminator="name")]],

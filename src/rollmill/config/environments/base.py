@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from rollmill.config.parts import NamedSection
+from rollmill.config.section import NamedSection
 
 
 class EnvironmentSection(NamedSection):

@@ -7,31 +7,34 @@ from typing import Annotated
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
 from rollmill.config.operators.base import OperatorSection, RewardOperatorSection, SuccessOperatorSection
-from rollmill.config.operators.checks import CheckOperator, VerifyOperator
-from rollmill.config.operators.data_juicer import DataJuicerFilter
-from rollmill.config.operators.duplicates import DuplicatesOperator, NearDuplicatesOperator
 from rollmill.config.operators.filters import (
+    CheckOperator,
+    DataJuicerFilter,
+    DuplicatesOperator,
     GroupVarianceFilter,
     InvalidRewardFilter,
     LengthFilter,
+    NearDuplicatesOperator,
     RewardFilter,
     TruncationOperator,
+    VerifyOperator,
 )
 from rollmill.config.operators.shaping import (
     DiversityBonus,
     LengthShaping,
     OverlongPenalty,
     RepetitionPenalty,
+    ReplayPriority,
     RewardScaling,
+    SuccessRateOperator,
 )
-from rollmill.config.operators.signals import ReplayPriority, SuccessRateOperator
 from rollmill.config.operators.synthesis import (
     DemonstrationOperator,
     GeneratedTestsOperator,
     PreferencePairOperator,
     ReflectionOperator,
 )
-from rollmill.config.parts import RegisteredUnion, expand_name
+from rollmill.config.section import RegisteredUnion, expand_name
 
 OperatorConfig = Annotated[
     SerializeAsAny[

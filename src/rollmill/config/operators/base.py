@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollmill.config.parts import NamedSection
 from rollmill.config.rewards import RewardSection
+from rollmill.config.section import NamedSection
 
 
 class OperatorSection(NamedSection):

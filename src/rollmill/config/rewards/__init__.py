@@ -6,13 +6,11 @@ from typing import Annotated
 
 from pydantic import Field
 
-from rollmill.config.rewards.base import GateConfig, RewardSection
+from rollmill.config.rewards.base import GateConfig, PythonReward, RewardSection
 from rollmill.config.rewards.code import CodeReward
-from rollmill.config.rewards.judges import JudgeReward, JudgeSection, PairwiseReward, RankingReward
+from rollmill.config.rewards.judges import JudgeReward, JudgeSection, ModelReward, PairwiseReward, RankingReward
 from rollmill.config.rewards.k12 import K12Reward
 from rollmill.config.rewards.math import AnswerExtraction, MathReward, ReasoningGymReward
-from rollmill.config.rewards.model import ModelReward
-from rollmill.config.rewards.python import PythonReward
 from rollmill.config.rewards.text import (
     CitationReward,
     ExactReward,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -39,3 +39,44 @@ class RewardSection(Section):
         if self.clip is not None and self.clip[0] > self.clip[1]:
             raise ValueError(f"clip: the lower bound {self.clip[0]:g} is above the upper {self.clip[1]:g}")
         return self
+
+
+# `judging`: how completions are judged, beside the rewards themselves.
+
+
+class RewardManagerConfig(Section):
+    """How completions are judged, beside the rewards themselves."""
+
+    workers: int = Field(1, ge=1)
+    """Grader processes: they compare formulas and run generators' scorers. Each starts when it is needed."""
+    deadline_s: float = Field(300.0, gt=0)
+    """Longest wait for one reward of one completion, the wait for a free worker included. Past it the outcome is `late`
+    and the reward its `timeout_reward`."""
+    clip: tuple[float, float] | None = None
+    """Bounds of the weighted sum."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.clip is not None and self.clip[0] > self.clip[1]:
+            raise ValueError(f"clip: the lower bound {self.clip[0]:g} is above the upper {self.clip[1]:g}")
+        return self
+
+
+# `rewards`: users' functions.
+
+
+class PythonReward(RewardSection):
+    """A user's function `(task, completion) -> float | dict | None`, plain or async."""
+
+    name: Literal["python"]
+    function: str
+    """`FILE.py:NAME`, `package.module:NAME`, or the name of a reward that a plugin registers."""
+    options: dict[str, Any] = {}
+    """Keyword arguments passed on."""
+    time_limit_s: float = Field(60.0, gt=0)
+    """Longest wait for one judgement; past it the outcome is `timeout`."""
+    run_in: Literal["process", "thread"] = "process"
+    """Where a plain function runs. Processes leave the rollouts alone and can be ended; each has its own copy of the
+    file's global variables. An async function runs in an event loop of this process."""
+    processes: int = Field(4, ge=1)
+    """Most processes of this function at once; each starts when it is needed."""

@@ -179,3 +179,16 @@ class RankingReward(JudgeSection):
     name: Literal["ranking"]
     shuffles: int = Field(2, ge=1)
     """Orders in which the completions are shown; places are averaged. Every second order reverses the one before."""
+
+
+# `rewards`: models that judge.
+
+
+class ModelReward(RewardSection):
+    """The score of a reward model: a sequence classifier with one output."""
+
+    name: Literal["model"]
+    path: Path
+    """A Hugging Face folder of a sequence classifier, such as RUN/checkpoints/step-N/reward_model."""
+    batch_tokens: int = Field(8192, ge=1)
+    """Tokens per forward pass, padding included; one completion may have more."""

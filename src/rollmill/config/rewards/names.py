@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePath
 
-from rollmill.config.rewards.base import RewardSection
-from rollmill.config.rewards.python import PythonReward
+from rollmill.config.rewards.base import PythonReward, RewardSection
 
 
 def reward_part_names(rewards: Sequence[RewardSection]) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, SerializeAsAny, WrapValidator
 
-from rollmill.config.parts import RegisteredUnion, expand_name
+from rollmill.config.section import RegisteredUnion, expand_name
 from rollmill.config.workflows.agents import ReActWorkflow, ToolWorkflow
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.config.workflows.environment import EnvironmentWorkflow

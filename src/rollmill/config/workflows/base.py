@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollmill.config.parts import NamedSection
+from rollmill.config.section import NamedSection
 
 
 class WorkflowSection(NamedSection):

@@ -3,14 +3,57 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+import unicodedata
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from rollmill.config.task_operators import DeduplicateTasks
+import regex
+
+from rollmill.config.taskset import DecontaminateTasks, DeduplicateTasks
+from rollmill.data.images import image_refs_of
 from rollmill.data.operators.batch import TaskBatch
-from rollmill.data.operators.text import flatten_prompt, image_digests, normalize_text, word_ngrams, words
 from rollmill.errors import ConfigError
 from rollmill.types import Task
+
+# The texts and pictures of a task, and texts as words.
+
+_WORD = regex.compile(
+    r"[\p{Han}\p{Hiragana}\p{Katakana}]|[[\p{L}\p{M}\p{N}_]--[\p{Han}\p{Hiragana}\p{Katakana}]]+|[^\s\p{L}\p{M}\p{N}_]",
+    regex.V1,
+)
+
+
+ImageDigests = tuple[str, ...]
+"""Digests of a task's pictures."""
+
+
+def image_digests(task: Task) -> ImageDigests:
+    """The pictures that a task asks about; tasks with different ones are different."""
+    return tuple(image.sha256 for image in image_refs_of(task.metadata))
+
+
+def flatten_prompt(task: Task) -> str:
+    """What the task asks, as text; of a chat all messages but the system's."""
+    if isinstance(task.prompt, str):
+        return task.prompt
+    return "\n".join(message["content"] for message in task.prompt if message["role"] != "system")
+
+
+def normalize_text(text: str) -> str:
+    """A text for comparison: compatible characters, case and spaces do not count."""
+    return " ".join(unicodedata.normalize("NFKC", text).casefold().split())
+
+
+def words(text: str) -> list[str]:
+    """Words, signs and Chinese or Japanese characters of a normalised text, in order."""
+    return _WORD.findall(text)
+
+
+def word_ngrams(of: list[str], length: int) -> Iterator[str]:
+    """Every run of `length` words; all words, where there are fewer."""
+    for start in range(max(len(of) - length, 0) + 1):
+        yield " ".join(of[start : start + length])
 
 
 def deduplicate(options: DeduplicateTasks) -> Callable[[TaskBatch], None]:
@@ -75,3 +118,37 @@ def _near(tasks: list[Task], options: DeduplicateTasks) -> Iterator[list[Task]]:
 
 def _jaccard(one: set[str], other: set[str]) -> float:
     return len(one & other) / len(one | other)
+
+
+# Training tasks that overlap with held-out ones.
+
+_FEW = 2
+"""A sequence in so many held-out prompts is never taken for a part of a template."""
+
+
+def decontaminate(options: DecontaminateTasks, held_out: Sequence[Task]) -> Callable[[TaskBatch], None]:
+    """Drops tasks whose prompt is a held-out one, or has a sequence of words in common with one.
+
+    The same question about other pictures is another prompt.
+    """
+    whole = set()
+    counts: Counter[tuple[ImageDigests, str]] = Counter()
+    for task in held_out:
+        found, pictures = words(normalize_text(flatten_prompt(task))), image_digests(task)
+        whole.add((pictures, " ".join(found)))
+        if len(found) >= options.ngram:
+            counts.update({(pictures, sequence) for sequence in word_ngrams(found, options.ngram)})
+    most = max(_FEW, options.common * len(held_out))
+    telling = {sequence for sequence, count in counts.items() if count <= most}
+
+    def apply(batch: TaskBatch) -> None:
+        for task in batch.tasks:
+            found, pictures = words(normalize_text(flatten_prompt(task))), image_digests(task)
+            if (pictures, " ".join(found)) in whole:
+                batch.drop(task, "held out")
+            elif len(found) >= options.ngram and any(
+                (pictures, sequence) in telling for sequence in word_ngrams(found, options.ngram)
+            ):
+                batch.drop(task, f"{options.ngram} words of a held-out prompt")
+
+    return apply

@@ -7,10 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rollmill.config.task_operators import RateTaskDifficulty
+from rollmill.config.taskset import RateTaskDifficulty
 from rollmill.data.operators.batch import TaskBatch
-from rollmill.data.readers import read_jsonl
-from rollmill.data.records import to_finite_number
+from rollmill.data.readers import read_jsonl, to_finite_number
 from rollmill.errors import TasksetError
 from rollmill.types import Task
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
 
 from rollmill.config.rows import RowsSection
-from rollmill.config.task_operators import (
+from rollmill.config.section import register_section, section_from_signature
+from rollmill.config.taskset import (
     CleanTasks,
     DecontaminateTasks,
     DeduplicateTasks,
@@ -18,14 +21,35 @@ from rollmill.config.task_operators import (
 )
 from rollmill.data.operators.batch import TaskBatch, TaskOperatorReport
 from rollmill.data.operators.clean import clean
-from rollmill.data.operators.custom import build_custom_task_operator
-from rollmill.data.operators.decontamination import decontaminate
-from rollmill.data.operators.deduplication import deduplicate
+from rollmill.data.operators.deduplication import decontaminate, deduplicate
 from rollmill.data.operators.difficulty import difficulty
-from rollmill.data.operators.filters import filter_tasks
-from rollmill.data.operators.selection import sample, sort
+from rollmill.data.operators.filters import filter_tasks, sample, sort
 from rollmill.errors import RollmillError, TasksetError
 from rollmill.types import Task
+
+# The decorator that makes a user's function an operator of `taskset.pipeline`.
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def task_operator(function: Function) -> Function:
+    """Register a task operator under its name: `taskset: {pipeline: [{name: NAME, ...}]}`.
+
+    The function takes one `rollmill.data.operators.TaskBatch` and returns nothing. It has to do the same every time,
+    because a resumed run calls it again. Keyword-only parameters with a type and a default are keys of the run file.
+
+    Raises ConfigError naming the parameter that lacks a type or a default.
+    """
+    register_section("task_operator", function.__name__, section_from_signature(function, TaskOperatorSection))
+    return function
+
+
+def build_custom_task_operator(section: TaskOperatorSection) -> Callable[..., Any]:
+    """The operator of a registered section."""
+    function = type(section).function
+    assert function is not None
+    return partial(function, **section.arguments())
+
 
 TaskOperator = Callable[[TaskBatch], None]
 TaskReader = Callable[[RowsSection], list[Task]]

@@ -1,7 +1,66 @@
 """Samplers: which task comes next. Each goes on exactly from its state."""
 
+from __future__ import annotations
+
+from rollmill.config.order import (
+    CurriculumOrder,
+    CustomOrder,
+    EasyToHardOrder,
+    OrderSection,
+    PosteriorOrder,
+    PrioritisedOrder,
+    ShuffledOrder,
+)
 from rollmill.data.samplers.base import Sampler
-from rollmill.data.samplers.build import build_sampler
-from rollmill.data.samplers.custom import TaskView, order
+from rollmill.data.samplers.batch_sampler import CurriculumSampler, PosteriorSampler, PrioritisedSampler
+from rollmill.data.samplers.custom import CustomSampler, TaskView, order
+from rollmill.data.samplers.epochs import EasyToHardSampler, EpochSampler, MixtureSampler
+from rollmill.data.taskset import MixtureComponent, Taskset
+
+# From a taskset and its `order` to a sampler.
+
+_APART = 0x9E3779B97F4A7C15  # keeps the random numbers of a mix's sets apart
+
+
+def build_sampler(taskset: Taskset, order: OrderSection, seed: int, *, batch: int, observed: bool = True) -> Sampler:
+    """The sampler of a taskset.
+
+    Args:
+        order: how to choose; a mix goes by the orders of its sets instead.
+        seed: what all randomness derives from.
+        batch: tasks per training step: how many are drawn at once where success decides.
+        observed: whether the sampler will be told of successes; where not, orders that go by them shuffle.
+
+    Raises:
+        TasksetError: the order needs a column that tasks lack.
+    """
+    if taskset.mixed:
+
+        def of_set(part: Taskset, mixed: MixtureComponent, number: int, share: float) -> Sampler:
+            of_this = max(1, round(batch * share))
+            return build_sampler(part, mixed.order, seed + number * _APART, batch=of_this, observed=observed)
+
+        return MixtureSampler(taskset, seed, of_set)
+    order = order if observed else _unobserved(order)
+    match order:
+        case EasyToHardOrder():
+            return EasyToHardSampler(taskset, order, seed)
+        case CurriculumOrder():
+            return CurriculumSampler(taskset, order, seed, batch)
+        case PrioritisedOrder():
+            return PrioritisedSampler(taskset, order, seed, batch)
+        case PosteriorOrder():
+            return PosteriorSampler(taskset, order, seed, batch)
+        case CustomOrder():
+            return CustomSampler(taskset, order, seed, batch)
+        case _:
+            return EpochSampler(taskset, order, seed)
+
+
+def _unobserved(order: OrderSection) -> OrderSection:
+    """The same order without what goes by success."""
+    plain = order.model_copy(update={"skip_uniform": 0})
+    return ShuffledOrder() if plain.uses_success else plain
+
 
 __all__ = ["Sampler", "TaskView", "build_sampler", "order"]

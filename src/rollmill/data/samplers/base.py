@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rollmill.config.order import OrderSection, SequentialOrder, ShuffledOrder
-from rollmill.data.records import to_finite_number
+from rollmill.data.readers import to_finite_number
 from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError
 from rollmill.types import Task

@@ -8,10 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from rollmill.config.order import SuccessRateOrder
+from rollmill.config.order import CurriculumOrder, PosteriorOrder, PrioritisedOrder, SuccessRateOrder
 from rollmill.data.samplers.base import Bools, Floats, Ints, Sampler, counter_rng, decode_array, encode_array
-from rollmill.data.samplers.skip_uniform import UniformGroupSkipper
-from rollmill.data.samplers.success_rates import build_success_tracker
+from rollmill.data.samplers.success_rates import UniformGroupSkipper, build_success_tracker
 from rollmill.data.taskset import Taskset
 from rollmill.types import Task
 
@@ -105,3 +104,102 @@ def _least(keys: Floats, count: int) -> Ints:
         places = np.argpartition(keys, count)[:count]
         return places[np.argsort(keys[places], kind="stable")]
     return np.argsort(keys, kind="stable")
+
+
+# Tasks with chances in proportion to weights: 1 - success rate (Kimi k1.5, arXiv:2501.12599), or a user's.
+
+
+class WeightedSampler(BatchSampler):
+    """Successive draws without replacement within a batch, by exponential keys (Efraimidis and Spirakis, 2006)."""
+
+    @abstractmethod
+    def _weights(self) -> Floats:
+        """A weight of at least 0 for each task, [tasks]."""
+
+    def _eligible(self, step: int) -> Bools | None:
+        return None
+
+    def _keys(self, random: np.random.Generator) -> Floats:
+        with np.errstate(divide="ignore"):  # a weight of 0 comes last
+            keys: Floats = random.standard_exponential(self._size) / self._weights()
+        return keys
+
+
+class PrioritisedSampler(WeightedSampler):
+    """P(task) proportional to 1 - its success rate, but at least `order.floor`."""
+
+    def __init__(self, taskset: Taskset, order: PrioritisedOrder, seed: int, batch: int) -> None:
+        super().__init__(taskset, order, seed, batch)
+        self._floor = order.floor
+
+    def _weights(self) -> Floats:
+        weights: Floats = np.maximum(1 - self._success.rates(), self._floor)
+        return weights
+
+
+# Thompson sampling of the tasks that are neither too easy nor too hard.
+
+
+class PosteriorSampler(BatchSampler):
+    """A success rate is drawn from each task's Beta posterior; the tasks whose draw is nearest to `order.target` come.
+
+    Tasks that were seldom rolled out have wide posteriors, so that they come often enough to be known.
+    """
+
+    def __init__(self, taskset: Taskset, order: PosteriorOrder, seed: int, batch: int) -> None:
+        super().__init__(taskset, order, seed, batch)
+        self._target = order.target
+
+    def _eligible(self, step: int) -> Bools | None:
+        return None
+
+    def _keys(self, random: np.random.Generator) -> Floats:
+        return np.abs(random.beta(*self._success.parameters()) - self._target)
+
+
+# All tasks for some steps, then only hard ones (Kimi k1.5, arXiv:2501.12599).
+
+
+class CurriculumSampler(BatchSampler):
+    """For `order.warmup` steps all tasks, then those beyond `order.bound`; all again while there is no such task.
+
+    Among the tasks that may come, those come first that were drawn least often, at random where they are equal. Fewer
+    hard tasks than places in a batch come several times in it.
+    """
+
+    def __init__(self, taskset: Taskset, order: CurriculumOrder, seed: int, batch: int) -> None:
+        super().__init__(taskset, order, seed, batch)
+        self._warmup, self._bound = order.warmup, order.bound
+        by_column = order.by == "difficulty"
+        self._difficulty = self._column(order.column, "order curriculum") if by_column else None
+        self._warm = True  #: the tasks that are ready were drawn in the warm-up
+
+    def next(self, step: int = 0) -> Task:
+        if (step < self._warmup) != self._warm:
+            self._warm = step < self._warmup
+            np.subtract.at(self._drawn, self._ready, 1)  # they will not come
+            self._ready = []
+        return super().next(step)
+
+    def metrics(self) -> dict[str, float]:
+        return {**super().metrics(), "tasks/hard": float(self._hard().mean())}
+
+    def progress(self) -> dict[str, Any]:
+        return {**super().progress(), "warm": self._warm}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        super().resume(state)
+        self._warm = state["warm"]
+
+    def _hard(self) -> Bools:
+        if self._difficulty is not None:
+            return self._difficulty >= self._bound
+        return self._success.rates() <= self._bound
+
+    def _eligible(self, step: int) -> Bools | None:
+        hard = None if step < self._warmup else self._hard()
+        return None if hard is None or not hard.any() else hard
+
+    def _keys(self, random: np.random.Generator) -> Floats:
+        keys: Floats = self._drawn + random.random(self._size)
+        return keys

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from rollmill.config.order import CustomOrder
-from rollmill.config.parts import register_section, section_from_signature
+from rollmill.config.section import register_section, section_from_signature
 from rollmill.data.samplers.base import Floats, Ints
-from rollmill.data.samplers.weighted import WeightedSampler
+from rollmill.data.samplers.batch_sampler import WeightedSampler
 from rollmill.data.taskset import Taskset
 from rollmill.errors import TasksetError
 from rollmill.types import Task

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from rollmill.config.order import EasyToHardOrder, OrderSection, ShuffledOrder
 from rollmill.data.samplers.base import Floats, Ints, Sampler, counter_rng, decode_array, encode_array
-from rollmill.data.samplers.skip_uniform import UniformGroupSkipper
-from rollmill.data.samplers.success_rates import SuccessTracker, build_success_tracker
-from rollmill.data.taskset import Taskset
+from rollmill.data.samplers.success_rates import SuccessTracker, UniformGroupSkipper, build_success_tracker
+from rollmill.data.taskset import MixtureComponent, Taskset
 from rollmill.types import Task
 
 
@@ -109,3 +108,67 @@ class EasyToHardSampler(EpochSampler):
         difficulty = self._difficulty if self._success is None else 1 - self._success.rates()
         ties = counter_rng(self._seed, self._epoch).random(len(difficulty))
         return np.lexsort((ties, difficulty)).astype(np.int64)
+
+
+# Several tasksets in turn, in proportion to their weights; each in its own order.
+
+
+class MixtureSampler(Sampler):
+    """The set that is furthest behind its share comes next, so that after n draws each has its share of n within one
+    (for two sets; within a few for more).
+
+    Args:
+        taskset: with `mixed`; a task belongs to the set that `task.taskset` names. Sets without tasks are left out.
+        build: makes the sampler of a set; told the share of the whole.
+    """
+
+    def __init__(
+        self, taskset: Taskset, seed: int, build: Callable[[Taskset, MixtureComponent, int, float], Sampler]
+    ) -> None:
+        super().__init__(taskset, ShuffledOrder(), seed)
+        tasks: dict[str, list[Task]] = {each.name: [] for each in taskset.mixed}
+        for task in taskset.tasks:
+            tasks[task.taskset].append(task)
+        found = [each for each in taskset.mixed if tasks[each.name]]
+        total = sum(each.weight for each in found)
+        self._shares = {each.name: each.weight / total for each in found}
+        self._sets = {
+            each.name: build(Taskset(each.name, tasks[each.name], []), each, number, each.weight / total)
+            for number, each in enumerate(found)
+        }
+        self._identity["order"] = {name: [share, self._sets[name]._identity] for name, share in self._shares.items()}
+        self._drawn = dict.fromkeys(self._sets, 0)
+        self.uses_success = any(each.uses_success for each in self._sets.values())
+
+    @property
+    def epoch(self) -> int:
+        """That of the set which has got least far."""
+        return min(each.epoch for each in self._sets.values())
+
+    def next(self, step: int = 0) -> Task:
+        count = sum(self._drawn.values()) + 1
+        name = max(self._sets, key=lambda each: self._shares[each] * count - self._drawn[each])
+        self._drawn[name] += 1
+        return self._sets[name].next(step)
+
+    def observe(self, task_id: str, successes: Sequence[float]) -> None:
+        each = self._sets.get(task_id.partition("/")[0])
+        if each is not None:
+            each.observe(task_id, successes)
+
+    def metrics(self) -> dict[str, float]:
+        count = sum(self._drawn.values())
+        found: dict[str, float] = {}
+        for name, each in self._sets.items():
+            found[f"tasks/{name}/share"] = self._drawn[name] / count if count else 0.0
+            found |= {f"tasks/{name}/{key.removeprefix('tasks/')}": value for key, value in each.metrics().items()}
+            found[f"tasks/{name}/epoch"] = each.epoch
+        return found
+
+    def progress(self) -> dict[str, Any]:
+        return {"drawn": dict(self._drawn), "sets": {name: each.progress() for name, each in self._sets.items()}}
+
+    def resume(self, state: dict[str, Any]) -> None:
+        self._drawn = dict(state["drawn"])
+        for name, each in self._sets.items():
+            each.resume(state["sets"][name])

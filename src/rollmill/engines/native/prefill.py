@@ -12,9 +12,15 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from rollmill.engines.native.kv_cache import CacheEntry, stack_states
-from rollmill.models.attention import AttentionOptions, append_sinks, fits_window, window_mask
+from rollmill.models.attention import (
+    AttentionOptions,
+    VarlenAttention,
+    append_sinks,
+    fits_window,
+    varlen_available,
+    window_mask,
+)
 from rollmill.models.recurrent import RecurrentCall
-from rollmill.models.varlen import VarlenAttention, varlen_available
 
 
 @dataclass(slots=True)

@@ -19,7 +19,7 @@ from typing import Any
 import rollmill
 from rollmill.engines.vllm.worker import MAX_LINE_BYTES
 from rollmill.errors import ConfigError, DeadlineError, EngineError
-from rollmill.timeouts import wait_with_grace
+from rollmill.remote.actor_pool import wait_with_grace
 
 _PROGRAM = "rollmill.engines.vllm.worker"
 _LOG = "vllm.log"

@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 
 from rollmill.engines.base import GenerationRequest, SampledToken
-from rollmill.engines.request_limits import completion_text, max_new_tokens_for, stop_matcher_for
-from rollmill.engines.stop_strings import StopStringMatcher
+from rollmill.engines.stop_strings import StopStringMatcher, completion_text, max_new_tokens_for, stop_matcher_for
 from rollmill.errors import EngineError
 from rollmill.seeds import derive_seed
 from rollmill.types import Completion, StopReason

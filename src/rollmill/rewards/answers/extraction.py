@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+from rollmill.config.evaluation import VoteExtraction
 from rollmill.config.rewards import AnswerExtraction
 from rollmill.rewards.answers.candidates import (
     AnswerCandidate,
@@ -23,9 +24,9 @@ from rollmill.rewards.answers.candidates import (
 )
 from rollmill.rewards.answers.hedging import is_hedged
 from rollmill.rewards.answers.normalization import to_half_width
-from rollmill.rewards.answers.phrase import extract_value, has_value
+from rollmill.rewards.answers.phrase import extract_statements, extract_value, has_value
+from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity, strip_spaces
 from rollmill.rewards.answers.segmentation import SegmentedText
-from rollmill.rewards.answers.statement import extract_statements
 from rollmill.rewards.base import last_tag_content
 
 _LONGEST = 20_000
@@ -189,3 +190,28 @@ def extract_reference(text: str) -> str:
     contents = find_boxes(text)
     found = _joined(text, contents) or find_hash_answer(text)
     return found.text if found is not None and found.text else text
+
+
+# What a completion votes for: its answer, written so that equal answers are equal texts.
+
+_LONGEST_VOTES = 400
+"""Characters of an answer that are compared as a number."""
+
+
+def normalize_vote(text: str, place: VoteExtraction) -> str | None:
+    """The answer as a ballot; None where there is none, or where another one is offered beside it.
+
+    Numbers of one value are one ballot, whatever percent sign or unit they have (0.5 and 1/2 are; 0.333 and 1/3 are
+    not); everything else goes by its text without spaces. No formulas are compared: (x+1)^2 and x^2+2x+1 are two
+    ballots.
+    """
+    if place == "text":
+        answer = text.strip()
+    else:
+        found = extract_answer(text, place)
+        answer = "" if found is None or found.hedged else found.value
+    if not answer:
+        return None
+    written = strip_spaces(normalize_answer(answer))
+    number = parse_quantity(normalize_answer(answer)) if len(answer) <= _LONGEST_VOTES else None
+    return (written or None) if number is None else str(number.value)

@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from rollmill.rewards.code.bundle import CANDIDATE, VALUES, bundle
-from rollmill.rewards.code.results import COMPILE_ERROR, OUTCOMES
+from rollmill.rewards.code.tests import COMPILE_ERROR, OUTCOMES
 from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession
 
 

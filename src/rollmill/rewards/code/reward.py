@@ -17,24 +17,32 @@ from rollmill.errors import ConfigError
 from rollmill.registry import import_object
 from rollmill.rewards.base import Score
 from rollmill.rewards.code.candidate import SandboxedSolution
-from rollmill.rewards.code.comparers import BuiltinComparer, FunctionComparer, OutputComparer, ProgramComparer
-from rollmill.rewards.code.comparison import output_match_options
+from rollmill.rewards.code.comparison import (
+    BuiltinComparer,
+    FunctionComparer,
+    OutputComparer,
+    ProgramComparer,
+    output_match_options,
+)
 from rollmill.rewards.code.extraction import MAX_CODE_CHARS, extract_code, join_prefix
-from rollmill.rewards.code.functions import run_function_tests
-from rollmill.rewards.code.programs import run_program_tests
-from rollmill.rewards.code.results import (
+from rollmill.rewards.code.runners import run_check_tests, run_function_tests, run_program_tests
+from rollmill.rewards.code.tests import (
     FATAL_OUTCOMES,
     NO_CODE,
     TIMEOUT,
     TOO_LONG,
+    CheckTest,
+    FunctionTest,
+    ProgramTest,
+    Suite,
+    Test,
     TestResult,
     TimeBudget,
     mean_credit,
+    read_suite,
     suite_credit,
     suite_outcome,
 )
-from rollmill.rewards.code.runners import run_check_tests
-from rollmill.rewards.code.tests import CheckTest, FunctionTest, ProgramTest, Suite, Test, read_suite
 from rollmill.rewards.resources import RewardResources
 from rollmill.sandbox import Sandbox, SandboxLimits
 from rollmill.sandbox.semaphore import FairSemaphore

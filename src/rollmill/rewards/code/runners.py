@@ -5,6 +5,7 @@ What a model's function returns is rebuilt there from text, so that nothing but 
 
 from __future__ import annotations
 
+import builtins
 import json
 import logging
 from collections.abc import AsyncGenerator, Sequence
@@ -12,10 +13,24 @@ from dataclasses import replace
 from typing import Any
 
 from rollmill.rewards.code.bundle import CANDIDATE, CHECKER, VALUES, bundle
-from rollmill.rewards.code.candidate import SandboxedSolution
-from rollmill.rewards.code.results import OK, TEST_ERROR, TIMEOUT, WRONG_ANSWER, TestResult, TimeBudget
-from rollmill.rewards.code.tests import CheckTest
-from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession
+from rollmill.rewards.code.candidate import CallResult, SandboxedSolution
+from rollmill.rewards.code.comparison import OutputComparer
+from rollmill.rewards.code.tests import (
+    COMPILE_ERROR,
+    OK,
+    OUTCOMES,
+    OUTPUT,
+    RUNTIME_ERROR,
+    TEST_ERROR,
+    TIMEOUT,
+    WRONG_ANSWER,
+    CheckTest,
+    FunctionTest,
+    ProgramTest,
+    TestResult,
+    TimeBudget,
+)
+from rollmill.sandbox import ProgramResult, Sandbox, SandboxLimits, SandboxSession
 
 _log = logging.getLogger(__name__)
 _MESSAGE_BYTES = 64 << 20
@@ -89,3 +104,79 @@ class _Check:
             self._stopped = answer.outcome
             return "null"
         return answer.text
+
+
+# Tests that call the model's functions and compare what they return.
+
+_CONTAINERS = 50_000
+"""That a value may have beyond as many as the expected one can have."""
+
+
+async def run_function_tests(
+    candidate: SandboxedSolution,
+    tests: Sequence[FunctionTest],
+    comparer: OutputComparer,
+    time_limit_s: float,
+    budget: TimeBudget,
+) -> AsyncGenerator[TestResult, None]:
+    """The result of each test, in order. The arguments go in as text, and an encoded value comes out."""
+    for test in tests:
+        wall_s = budget.left(time_limit_s)
+        answer = CallResult(TIMEOUT)
+        if wall_s > 0:
+            answer = await candidate.call(test.call, test.arguments, wall_s)
+        outcome, credit = answer.outcome, 0.0
+        if outcome == OK:
+            outcome, credit = await _judged(test, answer.reply(_CONTAINERS + test.size), comparer)
+        yield TestResult(test.kind, test.weight, outcome, credit)
+
+
+async def _judged(test: FunctionTest, reply: dict[str, Any], comparer: OutputComparer) -> tuple[str, float]:
+    if "value" not in reply:
+        raised = reply.get("raised")
+        if test.raises is not None and _is_a(raised, test.raises):
+            return OK, 1.0
+        return (OUTPUT if "too_large" in reply else RUNTIME_ERROR), 0.0
+    if test.raises is not None:
+        return WRONG_ANSWER, 0.0
+    return await comparer.value(test, reply["value"])
+
+
+def _is_a(raised: Any, expected: str) -> bool:
+    found = getattr(builtins, raised, None) if isinstance(raised, str) else None
+    return isinstance(found, type) and issubclass(found, getattr(builtins, expected))
+
+
+# Tests that give a program something to read and compare what it prints.
+
+_SYNTAX = ("SyntaxError", "IndentationError", "TabError")
+
+
+async def run_program_tests(
+    sandbox: Sandbox,
+    source: str,
+    tests: Sequence[ProgramTest],
+    comparer: OutputComparer,
+    limits: SandboxLimits,
+    budget: TimeBudget,
+) -> AsyncGenerator[TestResult, None]:
+    """The result of each test, in order. Each is a process of its own, which sees the input of this test only."""
+    for test in tests:
+        wall_s = budget.left(limits.wall_s)
+        outcome, credit = TIMEOUT, 0.0
+        if wall_s > 0:
+            result = await sandbox.run(source, test.stdin, limits=replace(limits, wall_s=wall_s))
+            outcome = program_outcome(result)
+            if outcome == OK:
+                outcome, credit = await comparer.text(test, result.stdout)
+        yield TestResult(test.kind, test.weight, outcome, credit)
+        if outcome == COMPILE_ERROR:
+            break
+
+
+def program_outcome(result: ProgramResult) -> str:
+    """How a program ended, in the words of this reward."""
+    outcome = OUTCOMES[result.outcome]
+    if outcome == RUNTIME_ERROR and result.stderr.rstrip().rpartition("\n")[2].startswith(_SYNTAX):
+        return COMPILE_ERROR
+    return outcome

@@ -3,19 +3,107 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rollmill.config.rewards import JudgeSection
 from rollmill.errors import RewardError
-from rollmill.rewards.base import TIMEOUT, Score
-from rollmill.rewards.event_loop import gather_or_cancel
-from rollmill.rewards.judges.chat import STOP, TOO_LONG, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
-from rollmill.rewards.judges.models import build_chat_model
-from rollmill.rewards.judges.sanitizing import sanitize_text
-from rollmill.rewards.judges.usage import JudgeUsage
+from rollmill.rewards.base import GATED, NOT_APPLICABLE, TIMEOUT, RewardResult, Score
+from rollmill.rewards.function_threads import gather_or_cancel
+from rollmill.rewards.judges.chat import (
+    STOP,
+    TOO_LONG,
+    ChatMessage,
+    ChatModel,
+    ChatModelReply,
+    ChatSamplingParams,
+    NoReplyError,
+)
+from rollmill.rewards.judges.prompts import sanitize_text
 from rollmill.rewards.resources import RewardResources
+from rollmill.types import Completion
+
+# What asking a judge costs.
+
+
+@dataclass(slots=True)
+class JudgeUsage:
+    """Counts of one reward since it was made. Prices are per million tokens; replies from the cache cost nothing.
+
+    `calls` are replies that a model gave; `failed` questions that got none; `malformed` replies without a verdict.
+    """
+
+    prompt_price: float = 0.0
+    completion_price: float = 0.0
+    counts: dict[str, int] = field(
+        default_factory=lambda: dict.fromkeys(
+            ("calls", "cached", "retries", "malformed", "failed", "prompt_tokens", "completion_tokens"), 0
+        )
+    )
+
+    def add(self, key: str, count: int = 1) -> None:
+        """Count something."""
+        self.counts[key] += count
+
+    def reply(self, reply: ChatModelReply) -> None:
+        """Count a reply and its tokens."""
+        if reply.cached:
+            self.add("cached")
+            return
+        self.add("calls")
+        self.add("retries", reply.retries)
+        self.add("prompt_tokens", reply.prompt_tokens)
+        self.add("completion_tokens", reply.completion_tokens)
+
+    def values(self) -> dict[str, float]:
+        """All counts, and `cost` in the currency of the prices."""
+        prompt, completion = self.counts["prompt_tokens"], self.counts["completion_tokens"]
+        cost = (prompt * self.prompt_price + completion * self.completion_price) / 1e6
+        return {key: float(count) for key, count in self.counts.items()} | {"cost": cost}
+
+
+# From a reward's configuration to the model that it asks; rewards with the same settings share one.
+
+_CONNECTION = {
+    "endpoint",
+    "model",
+    "api_key_env",
+    "options",
+    "requests_per_minute",
+    "tokens_per_minute",
+    "max_in_flight",
+    "tries",
+    "try_s",
+    "deadline_s",
+}
+
+
+def build_chat_model(config: JudgeSection, resources: RewardResources) -> ChatModel:
+    """The chat model of a reward. Connections and caches are closed with the judge.
+
+    Raises:
+        ConfigError: the key's variable is not set, the library is missing, or the cache cannot be used.
+        ModelError: the folder holds no chat model.
+    """
+    model: ChatModel
+    if config.path is None:
+        from rollmill.rewards.judges.endpoint import EndpointChatModel
+
+        settings = config.model_dump_json(include=_CONNECTION)
+        model = resources.shared(f"endpoint {settings}", lambda: EndpointChatModel(config))
+    else:
+        from rollmill.rewards.judges.native import load_native_chat_model
+
+        model = load_native_chat_model(config.path, resources.device)
+    if config.cache is None:
+        return model
+    from rollmill.rewards.judges.chat import CachedChatModel, ChatReplyStore
+
+    path = config.cache.expanduser().absolute()
+    return CachedChatModel(model, resources.shared(f"cache {path}", lambda: ChatReplyStore(path)))
+
 
 REMINDER = """\
 That did not end with a verdict. Give it now, as one line of JSON and nothing else:
@@ -127,3 +215,31 @@ class JudgeClient:
         if vote is None:
             self._counters.add("malformed")
         return vote
+
+
+# Completions of one task that are compared with each other: who takes part, and who shares a verdict.
+
+
+async def score_distinct_texts(
+    completions: Sequence[Completion],
+    judged: Sequence[RewardResult],
+    limit: int,
+    asker: JudgeClient,
+    compare: Callable[[Counter[str]], Awaitable[dict[str, Score]]],
+) -> list[Score]:
+    """A verdict per completion, in their order.
+
+    `compare` gets each different text once, with the number of completions that have it, and is called where there are
+    at least two completions. What a gate has stopped and what is longer than `limit` characters takes no part.
+    """
+    stopped = [judgement.failed_gate is not None for judgement in judged]
+    too_long = [len(completion.text) > limit for completion in completions]
+    playing = [not gated and not long for gated, long in zip(stopped, too_long, strict=True)]
+    counts = Counter(each.text for each, plays in zip(completions, playing, strict=True) if plays)
+    alone = counts.total() < 2
+    found = dict.fromkeys(counts, Score(None, NOT_APPLICABLE)) if alone else await compare(counts)
+    verdicts = []
+    for completion, gated, plays in zip(completions, stopped, playing, strict=True):
+        left_out = Score(None, GATED) if gated else asker.without(TOO_LONG)
+        verdicts.append(found[completion.text] if plays else left_out)
+    return verdicts

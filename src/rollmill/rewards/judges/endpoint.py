@@ -9,15 +9,180 @@ import math
 import os
 import random
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from email.utils import parsedate_to_datetime
+from enum import Enum
 from typing import Any, NoReturn
+
+import openai
 
 from rollmill.config.rewards import JudgeSection
 from rollmill.errors import ConfigError, RewardError
-from rollmill.rewards.event_loop import EventLoopThread, gather_or_cancel
-from rollmill.rewards.judges.chat import STOP, ChatMessage, ChatModelReply, ChatSamplingParams, NoReplyError
-from rollmill.rewards.judges.rate_limit import RateLimiter
+from rollmill.rewards.base import TIMEOUT
+from rollmill.rewards.function_threads import EventLoopThread, gather_or_cancel
+from rollmill.rewards.judges.chat import (
+    REFUSED,
+    STOP,
+    TOO_LONG,
+    TOO_LONG_ADVICE,
+    ChatMessage,
+    ChatModelReply,
+    ChatSamplingParams,
+    NoReplyError,
+)
+
+# What went wrong with a request to an endpoint, in words, and whether to try again.
+
+_PASSING = (408, 409, 425, 429)
+
+
+class RequestFailureCause(Enum):
+    """Whose trouble it is."""
+
+    WAIT = "wait"  #: the server's, perhaps only now
+    USER = "user"  #: the run file's or the account's: no request will succeed
+    KEY = "key"  #: the key's: no request will succeed
+    TEXT = "text"  #: these messages'; with `advice`, perhaps that of any message
+
+
+@dataclass(frozen=True, slots=True)
+class RequestFailure:
+    """`says` names the status or the error; `wait_s` is how long the server asks to wait, and `crowded` that it has too
+    many requests. `outcome` is that of a request which is given up while others succeed."""
+
+    cause: RequestFailureCause
+    set_activity: str
+    advice: str = ""
+    wait_s: float = 0.0
+    rate_limited: bool = False
+    outcome: str = TIMEOUT
+
+
+def classify_error(error: Exception) -> RequestFailure:
+    """What an error of the openai library means. Others of its errors and unreadable answers are worth another try."""
+    if isinstance(error, openai.APITimeoutError):
+        return RequestFailure(RequestFailureCause.WAIT, "no answer in time")
+    if isinstance(error, openai.APIStatusError):
+        return _status(error)
+    if isinstance(error, openai.APIConnectionError):
+        return RequestFailure(RequestFailureCause.WAIT, f"no connection ({_short(str(error.__cause__ or error))})")
+    return RequestFailure(RequestFailureCause.WAIT, f"an answer that is no chat completion ({_short(str(error))})")
+
+
+def _status(error: openai.APIStatusError) -> RequestFailure:
+    status, code = error.status_code, str(error.code or "")
+    text = _message(error)
+    says = f"status {status} ({text})" if text else f"status {status}"
+    if status in (400, 413, 422):
+        if code == "context_length_exceeded" or "context length" in text.lower() or status == 413:
+            return RequestFailure(RequestFailureCause.TEXT, says, TOO_LONG_ADVICE, outcome=TOO_LONG)
+        if code in ("content_filter", "invalid_prompt"):
+            return RequestFailure(RequestFailureCause.TEXT, says, outcome=REFUSED)
+        advice = "it does not take the request; see `options`, `structured`, `images` and the account"
+        return RequestFailure(RequestFailureCause.TEXT, says, advice, outcome=REFUSED)
+    if status == 403:  # a key without rights, or a filter in front of the model
+        return RequestFailure(
+            RequestFailureCause.TEXT, says, "is the key (api_key_env) allowed to use the model?", outcome=REFUSED
+        )
+    if status == 401:
+        return RequestFailure(RequestFailureCause.KEY, f"{says}, the key is refused")
+    if status == 404:
+        return RequestFailure(
+            RequestFailureCause.USER, says, "correct `model`, or `endpoint`, which mostly ends in /v1"
+        )
+    if code == "insufficient_quota":
+        return RequestFailure(RequestFailureCause.USER, says, "the account has no quota left")
+    if status in _PASSING or status >= 500:
+        wait_s = retry_after(error.response.headers, time.time())
+        return RequestFailure(
+            RequestFailureCause.WAIT,
+            f"{says}, wait {wait_s:.0f} s" if wait_s else says,
+            wait_s=wait_s,
+            rate_limited=status == 429,
+        )
+    return RequestFailure(RequestFailureCause.USER, says, "is `endpoint` the base URL of an OpenAI-compatible server?")
+
+
+def retry_after(headers: Mapping[str, str], now: float) -> float:
+    """Seconds that the header Retry-After asks to wait (RFC 9110, 10.2.3: seconds, or a date); 0 without one."""
+    text = headers.get("retry-after", "").strip()
+    try:
+        return max(float(text), 0.0)
+    except ValueError:
+        pass
+    try:
+        return max(parsedate_to_datetime(text).timestamp() - now, 0.0)
+    except (ValueError, TypeError):
+        return 0.0
+
+
+def _message(error: openai.APIStatusError) -> str:
+    body = error.body
+    found = body.get("message") if isinstance(body, dict) else None
+    return _short(found if isinstance(found, str) else error.response.text)
+
+
+def _short(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 200 else f"{line[:200]} ..."
+
+
+# Rate limits: no more than so much in any window of time.
+
+WINDOW_S = 60.0
+
+
+class RateWindow:
+    """How many units passed in the last `WINDOW_S` seconds, and when more may: at most `limit` in any such time."""
+
+    def __init__(self, limit: float) -> None:
+        self._limit = limit
+        self._passed: deque[tuple[float, int]] = deque()
+        self._sum = 0
+
+    def wait(self, units: int, now: float) -> float:
+        """Seconds until the oldest entry leaves, where there is no room for `units` more; else 0.
+
+        More than `limit` units at once pass alone, once the window is empty.
+        """
+        while self._passed and now - self._passed[0][0] > WINDOW_S:
+            self._sum -= self._passed.popleft()[1]
+        if not self._passed or self._sum + units <= self._limit:
+            return 0.0
+        return max(self._passed[0][0] + WINDOW_S - now, 0.0) + 1e-3
+
+    def take(self, units: int, now: float) -> None:
+        """Count units that pass now."""
+        self._passed.append((now, units))
+        self._sum += units
+
+
+class RateLimiter:
+    """Lets a request through once it fits into every window; first come, first served.
+
+    `limits` are the units that each window lets through. `clock` and `sleep` are in seconds.
+    """
+
+    def __init__(
+        self,
+        limits: Sequence[float],
+        clock: Callable[[], float] = time.monotonic,
+        sleep: Callable[[float], Awaitable[None]] = asyncio.sleep,
+    ) -> None:
+        self._windows = [RateWindow(limit) for limit in limits]
+        self._clock, self._sleep = clock, sleep
+        self._turn = asyncio.Lock()
+
+    async def enter(self, *units: int) -> None:
+        """Wait until as many more units fit into each window, and take them in all windows at once."""
+        async with self._turn:
+            while (wait := max(map(RateWindow.wait, self._windows, units, [self._clock()] * len(units)))) > 0:
+                await self._sleep(wait)
+            for window, more in zip(self._windows, units, strict=True):
+                window.take(more, self._clock())
+
 
 try:
     import openai
@@ -26,7 +191,6 @@ except ImportError as error:
         "a model behind an `endpoint` needs the openai library; install it: pip install 'rollmill[judge]'"
     ) from error
 
-from rollmill.rewards.judges.request_errors import RequestFailure, RequestFailureCause, classify_error
 
 MIN_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
 _IMAGE_TOKENS = 1000

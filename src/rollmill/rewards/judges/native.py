@@ -18,7 +18,7 @@ from rollmill.engines.native import NativeEngine
 from rollmill.engines.native.parity_check import check_engine_parity
 from rollmill.errors import ModelError, RewardError
 from rollmill.models.load import load_policy
-from rollmill.rewards.event_loop import EventLoopThread
+from rollmill.rewards.function_threads import EventLoopThread
 from rollmill.rewards.judges.chat import (
     LENGTH,
     STOP,

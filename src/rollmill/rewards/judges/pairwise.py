@@ -5,32 +5,52 @@ Zheng et al. 2023 (arXiv:2306.05685), pairwise comparison with swapped positions
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from itertools import combinations
 from statistics import fmean
 
 from rollmill.config.rewards import PairwiseReward
 from rollmill.rewards.base import RewardResult, Score
-from rollmill.rewards.event_loop import gather_or_cancel
+from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import TOO_LONG, UNPARSABLE, NoReplyError
-from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
-from rollmill.rewards.judges.images import image_parts
+from rollmill.rewards.judges.client import JudgeClient, JudgePrompt, score_distinct_texts
 from rollmill.rewards.judges.parsing import parse_winner, verdict_schema
 from rollmill.rewards.judges.prompts import (
     PAIRWISE_TEMPLATE,
     WINNER_INSTRUCTIONS,
     build_messages,
+    image_parts,
     judging_basis,
+    sanitize_text,
     task_context,
     task_opponent,
+    unused_json_key,
     verdict_format,
 )
-from rollmill.rewards.judges.sanitizing import sanitize_text, unused_json_key
-from rollmill.rewards.judges.schedule import pair_opponents
-from rollmill.rewards.judges.siblings import score_distinct_texts
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
+
+# Who meets whom among siblings.
+
+
+def pair_opponents(count: int, opponents: int | None, seed: str) -> list[tuple[int, int]]:
+    """Pairs (i, j) with i < j of `count` players, such that each meets `opponents` others; None: all.
+
+    The players sit in a random circle, and each meets the nearest on both sides; where the number is odd, also who sits
+    opposite. (With odd `count` and odd `opponents` one player meets one more.)
+    """
+    if opponents is None or opponents >= count - 1:
+        return list(combinations(range(count), 2))
+    circle = list(range(count))
+    random.Random(seed).shuffle(circle)
+    steps = [(i, i + step) for step in range(1, opponents // 2 + 1) for i in range(count)]
+    if opponents % 2:
+        steps += [(i, i + count // 2) for i in range((count + 1) // 2)]
+    pairs = {tuple(sorted((circle[i], circle[j % count]))) for i, j in steps}
+    return sorted((pair[0], pair[1]) for pair in pairs)
 
 
 def build_pairwise_judge(

@@ -10,21 +10,21 @@ from statistics import fmean
 
 from rollmill.config.rewards import RankingReward
 from rollmill.rewards.base import RewardResult, Score
-from rollmill.rewards.event_loop import gather_or_cancel
+from rollmill.rewards.function_threads import gather_or_cancel
 from rollmill.rewards.judges.chat import UNPARSABLE, NoReplyError
-from rollmill.rewards.judges.client import JudgeClient, JudgePrompt
-from rollmill.rewards.judges.images import image_parts
+from rollmill.rewards.judges.client import JudgeClient, JudgePrompt, score_distinct_texts
 from rollmill.rewards.judges.parsing import parse_ranking, verdict_schema
 from rollmill.rewards.judges.prompts import (
     RANKING_INSTRUCTIONS,
     RANKING_TEMPLATE,
     build_messages,
+    image_parts,
     judging_basis,
+    sanitize_text,
     task_context,
+    unused_json_key,
     verdict_format,
 )
-from rollmill.rewards.judges.sanitizing import sanitize_text, unused_json_key
-from rollmill.rewards.judges.siblings import score_distinct_texts
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 

@@ -9,8 +9,11 @@ from itertools import combinations
 from typing import Any
 
 from rollmill.errors import RewardError
+from rollmill.rewards.answers.collection import split_list
 from rollmill.rewards.answers.extraction import FinalAnswer
-from rollmill.rewards.answers.normalization import comparison_key, fold_text, parse_circled_digit
+from rollmill.rewards.answers.normalization import comparison_key, fold_text, has_cjk, parse_circled_digit
+from rollmill.rewards.answers.phrase import extract_value
+from rollmill.rewards.answers.quantities import normalize_answer
 
 _ARROW = re.compile(
     r"\s*(?:-+>|=+>|→|⇒|\\(?:to|rightarrow|Rightarrow)(?![A-Za-z])|>|<|[,;、–—\n]"
@@ -137,3 +140,203 @@ def _bounded(form: str) -> str:
 
 def _circled(label: str) -> tuple[str, ...]:
     return (chr(ord("①") + int(label) - 1),) if label.isdigit() and 1 <= int(label) <= 20 else ()
+
+
+# Blanks: which text stands in which blank.
+
+_LABEL = re.compile(
+    r"(?:(?<![A-Za-z^_])\((?P<a>\d{1,2})\)|(?:^|(?<=[\s,;、。.]))(?P<b>\d{1,2})[.、)](?=\s|\D)|第(?P<c>[一二三四五六七八九十\d])[个]?(?:空|问|小题)[是为填:]*"
+    r"|(?:(?i:blank|answer|part)|空) ?\(?(?P<e>\d{1,2})\)? ?(?:(?i:is|should be)\b|:)?"
+    r"|(?i:\b(?:the )?(?P<f>first|second|third|fourth|fifth|sixth)(?: (?:blank|answer|one|space|value"
+    r"|part))?(?: (?:is|should be)\b|:))|(?P<d>[①-⑳]))[ :：.、]*"
+)
+_ORDINALS = ["first", "second", "third", "fourth", "fifth", "sixth"]
+_HAN = "一二三四五六七八九十"
+_STRONG = re.compile(r"\s*[;；、\n]\s*")
+_ORDINAL = re.compile(r"\b(?:second|blank \(?2)\b|第[二2]|空2", re.IGNORECASE)
+_LEADING = re.compile(r"(?:so|thus|therefore|hence|the answers? (?:to|for|in|of)|所以|因此|,|:|\s)*", re.IGNORECASE)
+_OUTER = " \t\n,;，；。、"
+
+
+def parse_blanks(found: FinalAnswer, paragraph: str, count: int) -> list[tuple[str, str]] | None:
+    """The texts in `count` blanks and their values, in order; fewer where fewer are filled in, None where more are.
+
+    Several boxes are one blank each. In a single text the blanks are numbered, or parted by semicolons, 、 or commas.
+    `paragraph` is the last one of the completion, where labels such as "the second blank" stand.
+    """
+    texts = _texts(found, paragraph, count)
+    return None if texts is None else [(text, extract_value(text, leads=True)) for text in texts]
+
+
+def _texts(found: FinalAnswer, paragraph: str, count: int) -> list[str] | None:
+    if not found.boxes and _ORDINAL.search(paragraph) and (numbered := _numbered(paragraph, count)) is not None:
+        return numbered
+    for contents in (found.boxes[len(found.boxes) - found.joined :], found.boxes):
+        if len(contents) == count:
+            return list(contents)
+    if found.joined > 1:
+        return list(found.boxes[-found.joined :]) if found.joined < count else None
+    for text in (found.text, found.tail):
+        if (numbered := _numbered(text, count)) is not None:
+            return numbered
+    plain = normalize_answer(found.text)
+    value = normalize_answer(extract_value(found.text, leads=found.marked))
+    for pieces in (_parted(found.text), split_list(plain), split_list(plain, thousands=False), split_list(value)):
+        if pieces is not None and len(pieces) == count:
+            return [piece.strip(_OUTER) for piece in pieces]
+    rest = _parted(found.text)
+    return rest if len(rest) < count else None
+
+
+def _numbered(text: str, count: int) -> list[str] | None:
+    """What stands behind the labels 1 to `count`, each of which occurs once, the first at the start."""
+    found = list(_LABEL.finditer(text))
+    kinds = [[label for label in found if label[kind]] for kind in "abcdef"]
+    labels = next(
+        (each for each in (found, *kinds) if [_number(label) for label in each] == list(range(1, count + 1))), None
+    )
+    if not labels or _LEADING.sub("", text[: labels[0].start()]):
+        return None
+    ends = [*(label.start() for label in labels[1:]), len(text)]
+    pieces = [text[label.end() : end].strip(_OUTER) for label, end in zip(labels, ends, strict=True)]
+    return [
+        re.sub(r"\s*(?:,?\s*(?:\band|和|而|,))?(?:,?\s*the answers? (?:to|for|in|of))?$", "", piece) for piece in pieces
+    ]
+
+
+def _number(label: re.Match[str]) -> int | None:
+    if label["d"]:
+        return parse_circled_digit(label["d"])
+    if label["c"] and label["c"] in _HAN:
+        return _HAN.index(label["c"]) + 1
+    if label["f"]:
+        return _ORDINALS.index(label["f"].lower()) + 1
+    return int(label["a"] or label["b"] or label["c"] or label["e"])
+
+
+def _parted(text: str) -> list[str]:
+    return [piece.strip(_OUTER) for piece in _STRONG.split(text.strip(_OUTER))]
+
+
+def count_matched_blanks(same: Sequence[Sequence[bool]]) -> int:
+    """How many blanks can be right when answers go to any of them, each to one: a largest matching.
+
+    `same[i][j]` says whether blank i may hold answer j.
+    """
+    holder: dict[int, int] = {}
+
+    def place(blank: int, tried: set[int]) -> bool:
+        for answer, fits in enumerate(same[blank]):
+            if fits and answer not in tried:
+                tried.add(answer)
+                if answer not in holder or place(holder[answer], tried):
+                    holder[answer] = blank
+                    return True
+        return False
+
+    return sum(place(blank, set()) for blank in range(len(same)))
+
+
+# True or false, in the words and signs of both languages.
+
+_TRUE = frozenset(
+    [
+        *("true", "t", "yes", "y", "correct", "right", "对", "对的", "正确", "正确的", "是", "是的"),
+        *("对了", "没错", "是对的", "是正确的", "真", "√", "✓", "✔", "☑", "✅", "\\checkmark", "\\surd"),
+    ]
+)
+_FALSE = frozenset(
+    [
+        *("false", "f", "no", "n", "incorrect", "wrong", "untrue", "错", "错的", "错误", "错误的", "否"),
+        *("不是", "不对", "不正确", "是错的", "是错误的", "错了", "假", "×", "✗", "✘", "✕", "❌", "x", "\\times"),
+    ]
+)
+_NEGATION = (
+    r"(?:(?:\bnot|n't|\bnever|\bhardly)\s+(?:(?:think|believe|say|the case)\s+)?(?:that\s+)?(?:[\w']+\s+){0,3}"
+    r"|(?:不|没有|没|并非|不是|并不|并没有|非)\s*(?:是|完全|一定|都)?\s*)"
+)
+_WORD = re.compile(
+    rf"(?P<not>{_NEGATION})?(?P<word>\b(?:true|false|correct|incorrect|right|wrong|untrue)\b|正确|错误"
+    r"|(?<![对错])对(?=[的了]|\W|$)|(?<!对)错(?=[的了]|\W|$)|[√✓✔✅×✗✘✕❌])",
+    re.IGNORECASE,
+)
+_CLAUSE_END = re.compile(r"[,;:，；：。.]|\s-\s|—|\b(?:because|since|as|for)\b|因为|由于|\n", re.IGNORECASE)
+_HEDGE = re.compile(
+    r"\b(?:or|maybe|perhaps|possibly|either|neither|both|whether|unsure|(?:cannot|can't|don't|not) (?:say"
+    r"|tell|know|sure))\b"
+    r"|或|也许|可能|是否|是不是|是对是错|还是|对不对|/",
+    re.IGNORECASE,
+)
+
+
+def parse_truth_value(text: str) -> bool | None:
+    """What a text says of a statement: True, False, or None where it says neither or both.
+
+    `text` is folded. Its first clause decides, unless the whole hedges between the two.
+    """
+    if text.rstrip(" .").endswith(("?", "吗")):
+        return None
+    said = _of_clause(text)
+    if said is not None:
+        return said
+    clause = _CLAUSE_END.split(text, maxsplit=1)[0]
+    said = _of_clause(clause)
+    if said is None or (_HEDGE.search(text) and _polarities(text) == {True, False}):
+        return None
+    rest = text[len(clause) :].strip(" ,;:.-—。\n")
+    return None if _of_word(rest) is (not said) else said
+
+
+def _of_clause(clause: str) -> bool | None:
+    found = _of_word(clause)
+    if found is not None or _HEDGE.search(clause):
+        return found
+    said = _polarities(clause)
+    return said.pop() if len(said) == 1 else None
+
+
+def _of_word(text: str) -> bool | None:
+    word = text.strip(" \t.,;:。!()[]{}$\"'“”‘’`").lower()
+    word = re.sub(r"^\\text\s*\{(.*)$", r"\1", word).strip()
+    return True if word in _TRUE else False if word in _FALSE else None
+
+
+def _polarities(text: str) -> set[bool]:
+    """What every word of truth in it says, "not" taken in."""
+    return {(_of_word(found["word"]) is True) != bool(found["not"]) for found in _WORD.finditer(text)}
+
+
+# Short answers: by a judge with a rubric, or by the key points that a task lists.
+
+_MARK = re.compile(r"\bfinal answer\s*:|\banswers?\s*:|(?<![解问回])答\s*:|答案\s*(?:是|为|:)+", re.IGNORECASE)
+_NEGATED = re.compile(
+    r"(?:\b(?:not|no|never|without|nor|isn't|doesn't|don't|cannot|can't)(?:\s+\w+){0,2}\s+|(?:不是|并非|不|没有|无|非)(?:\w{0,2}))$",
+    re.IGNORECASE,
+)
+
+
+def extract_short_answer(text: str) -> str:
+    """What a completion gives as its answer: behind `</think>` and behind the last "Answer:", or all of it."""
+    text = fold_text(text).rpartition("</think>")[2]
+    marks = list(_MARK.finditer(text))
+    return (text[marks[-1].end() :] if marks else text).strip()
+
+
+def key_point_credit(
+    answer: str, points: Sequence[Sequence[str]], weights: Sequence[float], wrong: Sequence[str]
+) -> float:
+    """The share of the key points that an answer has, in one of their wordings and not negated.
+
+    0 where it says something of `wrong`.
+    """
+    answer = " ".join(answer.casefold().split())
+    if any(_says(answer, wording) for wording in wrong):
+        return 0.0
+    met = [any(_says(answer, wording) for wording in wordings) for wordings in points]
+    return sum(weight for weight, is_met in zip(weights, met, strict=True) if is_met) / sum(weights)
+
+
+def _says(answer: str, wording: str) -> bool:
+    wording = " ".join(fold_text(wording).casefold().split())
+    pattern = re.escape(wording) if has_cjk(wording) else rf"(?<!\w){re.escape(wording)}(?!\w)"
+    return any(not _NEGATED.search(answer[max(0, at.start() - 40) : at.start()]) for at in re.finditer(pattern, answer))

@@ -11,13 +11,167 @@ from rollmill.errors import RewardError
 from rollmill.rewards.answers.collection import RELATION
 from rollmill.rewards.answers.comparison import CALL_EQUATION, AnswerMatchOptions
 from rollmill.rewards.answers.complexity import oversize_outcome
-from rollmill.rewards.answers.normalization import comparison_key, has_cjk, parse_circled_digit
-from rollmill.rewards.answers.quantities import normalize_answer
+from rollmill.rewards.answers.normalization import CJK, comparison_key, has_cjk, parse_circled_digit
+from rollmill.rewards.answers.numerals import (
+    CHINESE_DIGITS,
+    CHINESE_NUMERAL,
+    MEASURE_WORDS,
+    SCALE,
+    SCALES,
+    numeral_value,
+    parse_chinese_numeral,
+)
+from rollmill.rewards.answers.quantities import Quantity, normalize_answer, parse_quantity, quantities_equal
 from rollmill.rewards.answers.symbolic import compare_answers
 from rollmill.rewards.base import OK
 from rollmill.rewards.grader_pool import GraderPool, GraderResult
-from rollmill.rewards.k12.amounts import Amount, amounts_equal, parse_amount, unit_word
-from rollmill.rewards.k12.unit_words import load_pint, parse_units
+from rollmill.rewards.k12.unit_words import UNIT_PATTERN, UnitPowers, convert_unit, load_pint, parse_units
+
+# Numbers with units as pupils write them: `750千克`, `1.5万`, `2小时30分`, `三分之二`, `99-90=9（页）`.
+
+_ARABIC = (
+    r"(?<![\d.A-Za-z_^])(?:\d{0,30}\\frac ?(?:\{-?[\d.,]{1,30}\} ?\{-?[\d.,]{1,30}\}|\d\d)"
+    r"|(?:\d{1,30}分之)?(?:\d{1,3}(?:,\d{3}){1,9}(?!\d)|\d{1,60})(?:\.\d{1,60})?"
+    r"(?: ?(?:\\times|\\cdot|\*|x) ?10\^ ?\{?[+-]?\d{1,3}\}?|[eE][+-]?\d{1,3}|(?: \d{1,30})?/\d{1,30}(?:\.\d{1,30})?)?"
+    r"|百分之\d{1,30}(?:\.\d{1,30})?|[一二三四五六七八九十百]{1,6}分之[零一二三四五六七八九十百]{1,6})"
+)
+_AMOUNT = (
+    rf"(?P<sign>负|零下|(?<![\w)}}\]])[+-] ?)?(?:(?P<money>[¥$€£]) ?)?(?P<number>{{number}})"
+    rf"(?: ?(?P<times>{SCALE}))?"
+    rf"(?: ?(?P<percent>\\?%|(?i:per ?cent)(?![A-Za-z])))?"
+    rf"(?: ?\(? ?(?P<unit>{UNIT_PATTERN}) ?\)?)?"
+)
+_FOUND = re.compile(_AMOUNT.replace("{number}", _ARABIC))
+_WHOLE = re.compile(_AMOUNT.replace("{number}", CHINESE_NUMERAL))
+_LINK = re.compile(r" ?(?:又|零|and|,)? ?")
+_COUNTER = re.compile(rf" ?\(?(?P<word>[{CJK}]{{1,5}}|[A-Za-z]{{2,20}}(?: [A-Za-z]{{2,20}})?)?\)? ?[.。!]?")
+_NO_COUNTER = re.compile(
+    r"\b(?:or|and|to|maybe|perhaps|not|about|between|is|wrong|incorrect)\b|[或和与到至不非错以]", re.IGNORECASE
+)
+_WRAPPED = re.compile(r"\\(?:text|mathrm|rm|operatorname)\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """A number, and what its unit may be: several units where a word has several meanings, none without a unit.
+
+    `rest` are further parts, `30 minutes` of `2 hours 30 minutes`. `word` is a unit that is no measure: `页`, `apples`.
+    """
+
+    value: Fraction
+    percent: bool = False
+    units: tuple[UnitPowers, ...] = ()
+    rest: tuple[Amount, ...] = ()
+    word: str = ""
+
+    def within(self, unit: UnitPowers) -> Fraction | None:
+        """The value in `unit`; None where it measures something else, or its parts do not get smaller."""
+        total, last = Fraction(0), None
+        for part in (self, *self.rest):
+            sizes = [size for each in part.units if (size := convert_unit(Fraction(1), each, unit)) is not None]
+            if not sizes or (last is not None and sizes[0] >= last):
+                return None
+            last = sizes[0]
+            values = [convert_unit(part.value, each, unit) for each in part.units]
+            value = next(each for each in values if each is not None)
+            total += value
+        return total
+
+
+def parse_amount(text: str) -> Amount | None:
+    """The amount that a folded text is as a whole, in digits or Chinese numerals; a counting word may follow."""
+    text = _flat(text)
+    if len(text) > 400:
+        return None
+    parts: list[Amount] = []
+    at = 0
+    while (found := _FOUND.match(text, at) or (_WHOLE.match(text) if not at else None)) is not None:
+        part = _amount(found)
+        if part is None:
+            return None
+        parts.append(part)
+        at = found.end()
+        if not part.units:
+            break
+        link = _LINK.match(text, at)
+        at = link.end() if link and _FOUND.match(text, link.end()) else at
+    behind = _COUNTER.fullmatch(text, at)
+    if not parts or behind is None or _NO_COUNTER.search(behind[0]):
+        return None
+    if any(not part.units for part in parts[1:]) or (len(parts) > 1 and behind["word"]):
+        return None
+    first, word = parts[0], behind["word"] or ""
+    if text[0] in CHINESE_DIGITS and word and word[0] not in MEASURE_WORDS:
+        return None
+    word = first.word or ("" if first.units else unit_word(word))
+    return Amount(first.value, first.percent, first.units, tuple(parts[1:]), word)
+
+
+def _flat(text: str) -> str:
+    """The normalised text, units in `\\mathrm{m/s^{2}}` without their wrapping."""
+    return normalize_answer(_WRAPPED.sub(r" \1 ", text))
+
+
+def amounts_equal(gold: Amount, answer: Amount, *, slack: Fraction, absolute: Fraction, required: bool) -> bool:
+    """Whether two amounts are the same.
+
+    A missing unit is accepted unless it is required; a unit that measures something else is not. Imports pint where
+    both have one and they differ. Raises RewardError where pint is missing.
+    """
+    value = answer.value
+    if gold.units and gold.units == answer.units and not (gold.rest or answer.rest):
+        return _near(gold.value, value, slack, absolute)
+    if gold.units and answer.units:
+        values = [(want, got) for unit in gold.units for want, got in [(gold.within(unit), answer.within(unit))]]
+        return any(w is not None and g is not None and _near(w, g, slack, absolute) for w, g in values)
+    if (gold.units and (answer.word or required)) or answer.rest or gold.rest:
+        return False
+    if gold.word and (answer.units or (answer.word != gold.word and (answer.word or required))):
+        return False
+    if _near(gold.value, value, slack, absolute) and gold.percent == answer.percent:
+        return True
+    one, other = Quantity(gold.value, percent=gold.percent), Quantity(value, percent=answer.percent)
+    return quantities_equal(one, other, slack=slack, units_required=required)
+
+
+def _near(gold: Fraction, answer: Fraction, slack: Fraction, absolute: Fraction) -> bool:
+    return abs(gold - answer) <= max(slack * abs(gold), absolute)
+
+
+def _amount(found: re.Match[str]) -> Amount | None:
+    value = _value(found["number"])
+    if value is None:
+        return None
+    value *= SCALES[found["times"].lower()] if found["times"] else 1
+    if found["sign"] and found["sign"].strip() != "+":
+        value = -value
+    percent = bool(found["percent"]) or found["number"].startswith("百分之")
+    unit = parse_units(found["unit"]) if found["unit"] else ()
+    if not unit and found["money"]:
+        unit = parse_units(found["money"])
+    return Amount(value, percent, unit, (), "" if unit else unit_word(found["unit"]))
+
+
+def unit_word(unit: str | None) -> str:
+    """A unit that is no measure, `Apples` as `apple`."""
+    return (unit or "").lower().removesuffix("s")
+
+
+def _value(number: str) -> Fraction | None:
+    bottom, over, top = number.partition("分之")
+    if over and not set(number) <= set(CHINESE_DIGITS) | set("分之点"):
+        parts = [Fraction(100) if part == "百" else _value(part) for part in (bottom, top)]
+        if parts[0] is None or parts[1] is None or parts[0] == 0:
+            return None
+        return parts[1] if bottom == "百" else parts[1] / parts[0]
+    if over:
+        found = numeral_value(number)
+        return found * 100 if found is not None and bottom == "百" else found
+    if number[0] in CHINESE_DIGITS:
+        return parse_chinese_numeral(number)
+    plain = parse_quantity(number.replace(" ", "") if "frac" in number else number)
+    return None if plain is None else plain.value
+
 
 _ROUGHLY_SAID = re.compile(r"^[\s$]*(?:=>?|\\approx(?![A-Za-z])|≈|约(?:为|是)?|about|approximately)\s*")
 _IN_WORDS = {"或者": " or ", "或": " or ", "且": " and ", "和": ", ", "、": ", "}

@@ -11,8 +11,8 @@ from pydantic import ValidationError
 
 from rollmill.config.rewards.k12 import K12Column, K12Type
 from rollmill.errors import RewardError
+from rollmill.rewards.answers.comparison import task_options
 from rollmill.rewards.answers.normalization import comparison_key
-from rollmill.rewards.answers.option_letters import task_options
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
 from rollmill.types import Task
 

@@ -18,17 +18,25 @@ from rollmill.rewards.answers.options import is_labelled, selected_options
 from rollmill.rewards.answers.symbolic import compare_answers
 from rollmill.rewards.base import HEDGED, NO_ANSWER, OK, TIMEOUT, Score
 from rollmill.rewards.grader_pool import GraderResult
-from rollmill.rewards.k12.answer_types import extract_order, extract_pairs, kendall_tau, parse_pairs, parse_sequence
-from rollmill.rewards.k12.blanks import count_matched_blanks, parse_blanks
+from rollmill.rewards.k12.answer_types import (
+    count_matched_blanks,
+    extract_order,
+    extract_pairs,
+    extract_short_answer,
+    kendall_tau,
+    key_point_credit,
+    parse_blanks,
+    parse_pairs,
+    parse_sequence,
+    parse_truth_value,
+)
 from rollmill.rewards.k12.comparison import ValueMatchOptions, compare_value
 from rollmill.rewards.k12.question import K12Question, correct_options, read_question
-from rollmill.rewards.k12.short import extract_short_answer, key_point_credit
-from rollmill.rewards.k12.truth import parse_truth_value
 from rollmill.rewards.resources import RewardResources
 from rollmill.types import Completion, Task
 
 if TYPE_CHECKING:
-    from rollmill.rewards.judges.rubric import RubricJudge
+    from rollmill.rewards.judges.generative import RubricJudge
 
 _ROUNDING = Fraction(1, 10**9)
 """Relative difference allowed where the reference is a Python float."""
@@ -50,7 +58,7 @@ class K12Scorer:
         self._config, self._graders = config, resources.graders
         self._scorer: RubricJudge | None = None
         if config.judge is not None:
-            from rollmill.rewards.judges.rubric import RubricJudge
+            from rollmill.rewards.judges.generative import RubricJudge
 
             self._scorer = RubricJudge(config.judge, resources)
 

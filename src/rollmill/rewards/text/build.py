@@ -14,8 +14,7 @@ from rollmill.config.rewards import (
 from rollmill.rewards.base import GroupReward, Reward
 from rollmill.rewards.resources import RewardResources
 from rollmill.rewards.text.citation import CitationScorer
-from rollmill.rewards.text.exact import ExactScorer
-from rollmill.rewards.text.format import build_format_scorer
+from rollmill.rewards.text.format import ExactScorer, build_format_scorer
 from rollmill.rewards.text.language import LanguageScorer
 from rollmill.rewards.text.length import build_length_scorer
 from rollmill.rewards.text.repetition import RepetitionScorer

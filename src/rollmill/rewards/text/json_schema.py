@@ -12,7 +12,7 @@ from functools import lru_cache
 from typing import Any
 
 from rollmill.errors import ConfigError
-from rollmill.strict_files import parse_strict_json
+from rollmill.files import parse_strict_json
 
 INSTALL_HINT = "pip install 'rollmill[schema]'"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")

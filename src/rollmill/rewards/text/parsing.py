@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import regex
 
 from rollmill.config.rewards.text import TextReward
+from rollmill.files import is_too_deep
 from rollmill.rewards.base import last_tag_content, text_after
-from rollmill.strict_files import is_too_deep
 from rollmill.types import Completion
 
 Result = TypeVar("Result")

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollmill.config.rewards import ToolCallReward
+from rollmill.files import parse_strict_json
 from rollmill.rewards.base import OK, TIMEOUT, Score
 from rollmill.rewards.grader_pool import GraderPool
 from rollmill.rewards.text.json_schema import check_schema, schema_text
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, last_code_block, run_large_in_thread, select_text
-from rollmill.strict_files import parse_strict_json
 from rollmill.types import Completion, Task
 
 _OPENING, _CLOSING = "<tool_call>", "</tool_call>"

@@ -13,10 +13,9 @@ from rollmill.config.rewards import (
     VQAReward,
 )
 from rollmill.rewards.base import Reward
-from rollmill.rewards.vision.boxes import BoxesScorer
+from rollmill.rewards.vision.boxes import BoxesScorer, GroundingScorer
 from rollmill.rewards.vision.chart import ChartScorer
 from rollmill.rewards.vision.count import CountScorer
-from rollmill.rewards.vision.grounding import GroundingScorer
 from rollmill.rewards.vision.ocr import OCRScorer
 from rollmill.rewards.vision.points import PointsScorer
 from rollmill.rewards.vision.table import TableScorer

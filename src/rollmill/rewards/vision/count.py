@@ -13,7 +13,7 @@ from rollmill.rewards.answers.phrase import names_several_values
 from rollmill.rewards.answers.quantities import normalize_answer, parse_quantity
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
-from rollmill.rewards.vision.figures import parse_chart_number
+from rollmill.rewards.vision.chart import parse_chart_number
 from rollmill.types import Completion, Task
 
 _NONE = re.compile(r"\b(?:no|none|nothing|not any|aren't any|isn't any)\b|没有|无|零", re.IGNORECASE)

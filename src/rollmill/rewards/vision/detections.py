@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 from rollmill.config.rewards.vision import BoxLayout
 from rollmill.rewards.text.parsing import find_json_values
-from rollmill.rewards.vision.coordinates import Box, Point, parse_box, parse_point
+from rollmill.rewards.vision.geometry import Box, Point, parse_box, parse_point
 
 Shape = TypeVar("Shape")
 

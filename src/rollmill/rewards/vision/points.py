@@ -13,9 +13,8 @@ from rollmill.config.rewards import PointsReward
 from rollmill.rewards.base import Score
 from rollmill.rewards.text.parsing import MAX_TEXT_CHARS, run_large_in_thread, select_text
 from rollmill.rewards.vision.boxes import max_detections
-from rollmill.rewards.vision.coordinates import Point, finite_numbers, parse_box, parse_point, scale_factors
 from rollmill.rewards.vision.detections import read_points
-from rollmill.rewards.vision.geometry import in_polygon
+from rollmill.rewards.vision.geometry import Point, finite_numbers, in_polygon, parse_box, parse_point, scale_factors
 from rollmill.rewards.vision.matching import f1_score, labels_match, max_matching_score
 from rollmill.types import Completion, Task
 

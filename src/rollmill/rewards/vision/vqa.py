@@ -9,10 +9,9 @@ from rollmill.config.rewards import VQAReward
 from rollmill.rewards.answers.extraction import FinalAnswer, answer_section, extract_answer
 from rollmill.rewards.answers.normalization import to_half_width
 from rollmill.rewards.answers.numerals import NUMBER_WORDS
-from rollmill.rewards.answers.phrase import strip_markup
+from rollmill.rewards.answers.phrase import extract_statements, strip_markup
 from rollmill.rewards.answers.quantities import normalize_answer as normal
 from rollmill.rewards.answers.quantities import parse_quantity
-from rollmill.rewards.answers.statement import extract_statements
 from rollmill.rewards.base import HEDGED, NO_ANSWER, Score
 from rollmill.rewards.text.parsing import select_text
 from rollmill.rewards.vision.ocr import accepted_texts

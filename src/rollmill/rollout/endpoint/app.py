@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Awaitable
-from contextlib import aclosing
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Iterator
+from contextlib import aclosing, contextmanager
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
@@ -13,14 +14,19 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from rollmill.errors import RollmillError
-from rollmill.rollout.endpoint import responses
-from rollmill.rollout.endpoint.api_errors import ApiError, ErrorResponse
-from rollmill.rollout.endpoint.chat_completions import ChatCompletionHandler
-from rollmill.rollout.endpoint.completions import TextCompletionHandler
+from rollmill.errors import ConfigError, EngineError, RollmillError
+from rollmill.rollout.endpoint import protocol as responses
+from rollmill.rollout.endpoint.chat_completions import ChatCompletionHandler, TextCompletionHandler
 from rollmill.rollout.endpoint.middleware import SESSION_SCOPE_KEY, AccessRules, EndpointMiddleware
-from rollmill.rollout.endpoint.protocol import ChatCompletionRequest, CommitRequest, CompletionRequest, RewardRequest
-from rollmill.rollout.endpoint.service import EndpointService
+from rollmill.rollout.endpoint.protocol import (
+    ApiError,
+    ChatCompletionRequest,
+    CommitRequest,
+    CompletionRequest,
+    ErrorResponse,
+    RewardRequest,
+)
+from rollmill.rollout.endpoint.service import MISSING_LIBRARIES, EndpointService
 
 AnswerT = TypeVar("AnswerT")
 
@@ -225,3 +231,54 @@ def _commit(service: EndpointService, sessions: list[Any]) -> int:
         text = "nothing is committed here: a workflow ends its sessions itself, and a server needs --record or --train"
         raise ApiError(text, code="no_commit")
     return service.sessions.commit(sessions, service.sink, service.chat.decode)
+
+
+# Running the endpoint in the event loop of whoever needs it.
+
+SHUTDOWN_GRACE_S = 30
+
+
+class EndpointServer:
+    """A server that answers since `start`, until `stop`. Signals are its owner's business.
+
+    Raises ConfigError where the web libraries are missing.
+    """
+
+    def __init__(self, service: EndpointService, rules: AccessRules, listener: socket.socket) -> None:
+        try:
+            import uvicorn
+
+            from rollmill.rollout.endpoint.app import make_app
+        except ImportError as error:
+            raise ConfigError(MISSING_LIBRARIES) from error
+
+        class _Server(uvicorn.Server):
+            @contextmanager
+            def capture_signals(self) -> Iterator[None]:
+                yield
+
+        options: dict[str, Any] = {"log_level": "warning", "access_log": False, "server_header": False}
+        options |= {"lifespan": "off", "ws": "none", "timeout_keep_alive": 120}
+        config = uvicorn.Config(make_app(service, rules), **options, timeout_graceful_shutdown=SHUTDOWN_GRACE_S)
+        self.service, self._listener = service, listener
+        self._server: Any = _Server(config)
+        self._task: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Answer from now on."""
+        self._task = asyncio.ensure_future(self._server.serve(sockets=[self._listener]))
+        while not self._server.started:
+            if self._task.done():
+                raise EngineError("the endpoint did not start") from self._task.exception()
+            await asyncio.sleep(0.005)
+
+    async def stop(self, *, abort: bool = False) -> None:
+        """Take no more requests, and end when those under way are answered, or at once."""
+        if self._task is None:
+            return
+        self.service.gate.closing = True
+        if abort:
+            await self.service.gate.abort()
+        self._server.should_exit = True
+        await self._task
+        self._task = None

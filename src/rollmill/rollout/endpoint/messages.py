@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollmill.errors import EngineError
-from rollmill.rollout.endpoint.api_errors import ApiError
-from rollmill.rollout.endpoint.protocol import ChatMessageParam
+from rollmill.rollout.endpoint.protocol import ApiError, ChatMessageParam
 from rollmill.rollout.tools.formats import ToolCall
 
 

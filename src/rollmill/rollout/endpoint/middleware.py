@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from rollmill.rollout.endpoint.api_errors import ApiError
-from rollmill.web.hosts import is_own_host
+from rollmill.rollout.endpoint.protocol import ApiError
+from rollmill.web import is_own_host
 
 if TYPE_CHECKING:
     from rollmill.rollout.endpoint.metrics import EndpointMetrics

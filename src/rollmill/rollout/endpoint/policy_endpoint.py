@@ -11,15 +11,12 @@ from dataclasses import dataclass
 from rollmill.engines.base import RolloutEngine
 from rollmill.errors import ConfigError
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.application import MISSING_LIBRARIES
-from rollmill.rollout.endpoint.generation import AdmissionLimiter
+from rollmill.rollout.endpoint.app import EndpointServer
 from rollmill.rollout.endpoint.middleware import AccessRules
-from rollmill.rollout.endpoint.server import EndpointServer
-from rollmill.rollout.endpoint.service import EndpointService
-from rollmill.rollout.endpoint.session import EndpointSession
-from rollmill.rollout.endpoint.session_store import SessionStore
+from rollmill.rollout.endpoint.service import MISSING_LIBRARIES, AdmissionLimiter, EndpointService
+from rollmill.rollout.endpoint.session import EndpointSession, SessionStore
 from rollmill.rollout.workflow import Rollout
-from rollmill.web.hosts import open_listener
+from rollmill.web import open_listener
 
 HOST = "127.0.0.1"
 _MOST = 100_000

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from rollmill.errors import RollmillError
+from rollmill.types import StopReason
 
 MAX_CHOICES, MAX_TOP_LOGPROBS, MAX_STOP_STRINGS, MAX_REWARD_PARTS = 64, 20, 16, 64
 StopText = Annotated[str, Field(max_length=256, min_length=1)]
@@ -145,3 +149,249 @@ class CommitRequest(RequestBody):
 
     session: SessionName | None = None
     sessions: list[SessionName] | None = None
+
+
+# What the endpoint answers, in OpenAI's format.
+
+FINISH_REASONS = {
+    StopReason.EOS: "stop",
+    StopReason.STOP: "stop",
+    StopReason.LENGTH: "length",
+    StopReason.REPETITION: "length",
+    StopReason.ABORTED: "length",
+}
+"""What clients are told: `stop` where the policy ended its answer, `length` where it was ended."""
+
+
+class UsageInfo(BaseModel):
+    """Token counts; a prompt counts once, whatever `n` is."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+
+class ResponseFunctionCall(BaseModel):
+    """Name and arguments (JSON) of a call."""
+
+    name: str
+    arguments: str
+
+
+class ResponseToolCall(BaseModel):
+    """A tool call."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: ResponseFunctionCall
+
+
+class ResponseMessage(BaseModel):
+    """The policy's turn."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    refusal: None = None
+    tool_calls: list[ResponseToolCall] | None = None
+
+
+class ChatCompletionChoice(BaseModel):
+    """One of `n`."""
+
+    index: int
+    message: ResponseMessage
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatCompletionResponse(BaseModel):
+    """A chat completion."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int
+    model: str
+    choices: list[ChatCompletionChoice]
+    usage: UsageInfo
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionChoice(BaseModel):
+    """One of `n` for each prompt."""
+
+    index: int
+    text: str
+    finish_reason: str
+    logprobs: dict[str, Any] | None = None
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class CompletionResponse(BaseModel):
+    """A text completion."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: UsageInfo
+
+
+class ModelCard(BaseModel):
+    """What is served. `max_model_len` counts tokens, prompt included."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rollmill"
+    max_model_len: int
+    weights_version: int
+
+
+class ModelList(BaseModel):
+    """The models: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class HealthResponse(BaseModel):
+    """Whether requests are answered."""
+
+    status: Literal["ok", "failed", "ending"]
+    model: str
+    weights_version: int
+    under_way: int
+    sessions: int
+    message: str | None = None
+
+
+class FeedbackResponse(BaseModel):
+    """What is known of a session now."""
+
+    session: str
+    reward: float
+    parts: dict[str, float]
+    committed: bool = False
+
+
+class CommitResponse(BaseModel):
+    """What was handed over."""
+
+    committed: list[str]
+    experiences: int
+
+
+# What a caller of the endpoint did wrong, or what failed, in OpenAI's format.
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+
+
+class ErrorInfo(BaseModel):
+    """What went wrong, and what to do."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not 200."""
+
+    error: ErrorInfo
+
+
+class ApiError(RollmillError):
+    """A request that is not answered. `status` is HTTP's; `code` is what programs tell errors apart by.
+
+    Args:
+        param: the field that is wrong.
+        retry_s: seconds after which to try again.
+    """
+
+    def __init__(
+        self, message: str, status: int = 400, *, code: str, param: str | None = None, retry_s: int | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.retry_s = status, code, param, retry_s
+
+    def body(self) -> dict[str, Any]:
+        """As JSON."""
+        kind = "server_error" if self.status >= 500 else _TYPES.get(self.status, "invalid_request_error")
+        details = ErrorInfo(message=str(self), type=kind, param=self.param, code=self.code)
+        return ErrorResponse(error=details).model_dump()
+
+    def headers(self) -> dict[str, str]:
+        """HTTP headers of the answer."""
+        found = {"retry-after": str(self.retry_s)} if self.retry_s is not None else {}
+        return found | ({"www-authenticate": "Bearer"} if self.status == 401 else {})
+
+
+# Fields of requests that the endpoint does not have: those that change nothing are ignored, others refused.
+
+IGNORED_FIELDS = frozenset(
+    (
+        *("user", "metadata", "store", "service_tier", "safety_identifier", "priority", "request_id"),
+        *("prompt_cache_key", "prompt_cache_retention", "prediction", "cache_salt"),
+    )
+)
+"""They say how a request is billed, kept or sped up, not what is answered."""
+
+NEUTRAL_VALUES: Mapping[str, tuple[Any, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "length_penalty": (1,),
+    "best_of": (1,),
+    "logit_bias": ({},),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "verbosity": ("medium",),
+    "suffix": ("",),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "parallel_tool_calls": (True,),
+    "use_beam_search": (False,),
+    "ignore_eos": (False,),
+    "min_tokens": (0,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "add_generation_prompt": (True,),
+    "continue_final_message": (False,),
+    "chat_template_kwargs": ({},),
+}
+"""Values that say what is done anyway. Null always does."""
+
+_ADVICE = {
+    "functions": "use `tools`",
+    "function_call": "use `tool_choice`",
+    "response_format": "describe the format in the prompt",
+    "parallel_tool_calls": "take the first call of the answer",
+    "best_of": "ask for `n` choices and choose",
+}
+
+
+def check_extra_fields(extra: Mapping[str, Any] | None) -> None:
+    """Raises ApiError where a field that is not honoured would have changed the answer."""
+    for name, value in (extra or {}).items():
+        known = NEUTRAL_VALUES.get(name, ())
+        if value is None or name in IGNORED_FIELDS or any(_same(value, each) for each in known):
+            continue
+        advice = _ADVICE.get(name, "remove it")
+        what = (
+            "is not a field of this request"
+            if name not in NEUTRAL_VALUES
+            else "is supported with its neutral value only"
+        )
+        if known:
+            what += f" ({known[0]!r})"
+        shown = name if len(name) <= 64 and name.isprintable() else "a field"
+        raise ApiError(f"`{shown}` {what}; {advice}", code="unsupported_parameter", param=shown)
+
+
+def _same(value: Any, neutral: Any) -> bool:
+    """Equal, with numbers told from booleans."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)

@@ -2,23 +2,123 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, aclosing, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from rollmill.config.rollout import SamplingConfig
 from rollmill.engines.base import GenerationRequest, RolloutEngine, SampledToken
+from rollmill.errors import ConfigError, EngineError
 from rollmill.rollout.chat import ChatRenderer
-from rollmill.rollout.endpoint.api_errors import ApiError
-from rollmill.rollout.endpoint.generation import AdmissionLimiter, GenerationTask
-from rollmill.rollout.endpoint.session import EndpointSession
-from rollmill.rollout.endpoint.session_store import SessionSink, SessionStore
+from rollmill.rollout.endpoint.protocol import ApiError
+from rollmill.rollout.endpoint.session import EndpointSession, SessionSink, SessionStore
 from rollmill.types import Completion
 
 if TYPE_CHECKING:
     from rollmill.rollout.endpoint.metrics import EndpointMetrics
+
+
+# One request to the engine, token by token: at most so many at a time, each with a deadline.
+
+
+class AdmissionLimiter:
+    """Admits requests while fewer than `most` are being answered or wait in the engine.
+
+    Attributes:
+        closing: the server ends, and admits nothing any more.
+        failure: what the engine has failed of.
+    """
+
+    def __init__(self, most: int, deadline_s: float, gauges: EndpointMetrics) -> None:
+        self.most, self.deadline_s, self.gauges = most, deadline_s, gauges
+        self.closing, self.failure = False, ""
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    @property
+    def under_way(self) -> int:
+        """How many requests are being answered or wait."""
+        return len(self._tasks)
+
+    def admit(self, engine: RolloutEngine, request: GenerationRequest) -> GenerationTask:
+        """Start a request. Raises ApiError where there are too many, or the server ends."""
+        self.check()
+        generation = GenerationTask(engine, request, self)
+        self._tasks.add(generation.task)
+        generation.task.add_done_callback(self._left)
+        self.gauges.under_way.set(len(self._tasks))
+        return generation
+
+    def check(self, more: int = 1) -> None:
+        """Raises ApiError where no more requests are admitted."""
+        if self.closing:
+            text = "the server is ending and takes no more requests; try again when it is back"
+            raise ApiError(text, 503, code="shutting_down", retry_s=5)
+        if len(self._tasks) + more > self.most:
+            text = f"{len(self._tasks)} requests are under way, at most {self.most} are taken; try again in a moment"
+            raise ApiError(text, 429, code="too_many_requests", retry_s=1)
+
+    async def abort(self) -> None:
+        """End what is under way."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _left(self, task: asyncio.Task[Any]) -> None:
+        if task.cancelled():
+            self.gauges.aborted.inc()
+        self._tasks.discard(task)
+        self.gauges.under_way.set(len(self._tasks))
+
+
+class GenerationTask:
+    """A request under way. Iterate over its tokens and completions; `stop` ends it early."""
+
+    def __init__(self, engine: RolloutEngine, request: GenerationRequest, gate: AdmissionLimiter) -> None:
+        self._events: asyncio.Queue[SampledToken | Completion | None] = asyncio.Queue()
+        self._engine, self._gate = engine, gate
+        request.on_token = self._events.put_nowait
+        self._request = request
+        self.task = asyncio.ensure_future(self._run())
+        self.task.add_done_callback(lambda _: self._events.put_nowait(None))
+
+    async def _run(self) -> None:
+        try:
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(asyncio.timeout(self._gate.deadline_s))
+                stream: Any = self._engine.stream(self._request)
+                async for completion in await stack.enter_async_context(aclosing(stream)):
+                    self._events.put_nowait(completion)
+        except TimeoutError:
+            text = (
+                f"the answer had not come after {self._gate.deadline_s:g} s; ask for fewer tokens, or raise the "
+                "server's deadline"
+            )
+            raise ApiError(text, 504, code="deadline_exceeded") from None
+        except EngineError as error:
+            self._gate.failure = str(error)
+            raise ApiError(f"the engine has failed: {error}", 503, code="engine_failed") from error
+
+    async def events(self) -> AsyncGenerator[SampledToken | Completion, None]:
+        """Tokens as they come, and completions as they end. Raises ApiError where the request fails."""
+        try:
+            while (event := await self._events.get()) is not None:
+                yield event
+            if self.task.cancelled():
+                raise ApiError("the server has ended the request", 503, code="aborted")
+            await self.task
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """End it, if it has not ended."""
+        self.task.cancel()
+        await asyncio.gather(self.task, return_exceptions=True)
+
 
 Item = TypeVar("Item")
 
@@ -127,3 +227,58 @@ def token_logprobs(service: EndpointService, sampled: list[SampledToken]) -> lis
         entry(each.token, each.logprob) | {"top_logprobs": [entry(id, logprob) for id, logprob in each.top]}
         for each in sampled
     ]
+
+
+# A service for applications: anybody may begin a session.
+
+MISSING_LIBRARIES = (
+    "the endpoint needs the fastapi, uvicorn and prometheus-client libraries: pip install 'rollmill[serve]'"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ServiceLimits:
+    """What a server bears."""
+
+    requests: int = 256  #: that are answered or wait at the same time
+    deadline_s: float = 600.0  #: longest wait for an answer
+    sessions: int = 2000
+    session_tokens: int = 20_000_000  #: that all sessions hold; some 60 bytes each
+    idle_s: float = 3600.0  #: after which a session is dropped
+    most_bytes: int = 8 * 2**20  #: longest body
+
+
+def build_application_service(
+    engine: RolloutEngine,
+    chat: ChatRenderer,
+    *,
+    name: str,
+    context: int,
+    sampling: SamplingConfig,
+    limits: ServiceLimits,
+    sink: SessionSink | None = None,
+) -> EndpointService:
+    """A model behind the endpoint; without a sink nothing is kept of calls that name no session.
+
+    Raises ConfigError where the web libraries are missing.
+    """
+    try:
+        from rollmill.rollout.endpoint.metrics import EndpointMetrics
+    except ImportError as error:
+        raise ConfigError(MISSING_LIBRARIES) from error
+    gauges = EndpointMetrics()
+    make = partial(EndpointSession, chat=chat, sampling=sampling)
+    return EndpointService(
+        engine=engine,
+        chat=chat,
+        name=name,
+        context=context,
+        sessions=SessionStore(
+            gauges, make, most=limits.sessions, most_tokens=limits.session_tokens, idle_s=limits.idle_s
+        ),
+        gate=AdmissionLimiter(limits.requests, limits.deadline_s, gauges),
+        gauges=gauges,
+        anonymous=make,
+        sink=sink,
+        takes_feedback=sink is not None,
+    )

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollmill.rollout.endpoint.session import EndpointSession
-from rollmill.rollout.endpoint.session_store import FinishedSession
+from rollmill.rollout.endpoint.session import EndpointSession, FinishedSession
 from rollmill.trackers.rollout_log import ROLLOUTS_FOLDER, RolloutLog
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.rewards.grader_worker import serve
-from rollmill.rollout.environments.base import Observation, validate_observation, validate_step
-from rollmill.rollout.environments.spec import make_environment
+from rollmill.rollout.environments.base import Observation, make_environment, validate_observation, validate_step
 
 ERROR_RAISED, ERROR_INVALID_RESULT, ERROR_CONFIG, ERROR_WORKFLOW = "raised", "wrong", "config", "workflow"
 """What an error is of: the environment raised; it returned something else; a configuration; an error for users."""

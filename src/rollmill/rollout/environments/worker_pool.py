@@ -19,10 +19,13 @@ import psutil
 
 from rollmill.config.environments import EnvironmentSection
 from rollmill.errors import ConfigError, EpisodeError, RollmillError, WorkflowError
-from rollmill.rewards.grader_pool import RemoteFunctionError
-from rollmill.rewards.worker_process import WorkerDiedError, WorkerProcess
-from rollmill.rollout.environments.base import EnvironmentCrashError, EnvironmentTimeoutError
-from rollmill.rollout.environments.spec import EnvironmentSpec, build_environment_spec
+from rollmill.rewards.grader_pool import RemoteFunctionError, WorkerDiedError, WorkerProcess
+from rollmill.rollout.environments.base import (
+    EnvironmentCrashError,
+    EnvironmentSpec,
+    EnvironmentTimeoutError,
+    build_environment_spec,
+)
 
 _PROGRAM = Path(__file__).with_name("worker_main.py")
 _START_S = 120.0

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from fractions import Fraction
 
-from rollmill.rollout.tools.base import ToolError
+from rollmill.rollout.tools.toolbox import ToolError
 
 MAX_EXPRESSION_CHARS = 1000
 """Characters of an expression."""

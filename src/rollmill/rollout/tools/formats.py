@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from rollmill.strict_files import parse_strict_json
+from rollmill.files import parse_strict_json
 
 ToolFormat = Literal["auto", "hermes", "json"]
 """How calls are written; `auto` is hermes where its tags appear, else json."""

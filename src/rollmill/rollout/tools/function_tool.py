@@ -14,10 +14,10 @@ from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic.errors import PydanticUserError
 from typing_extensions import TypedDict
 
-from rollmill.config.parts import source_location
+from rollmill.config.section import source_location
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.rewards.function_threads import FunctionThreads, FunctionTimeoutError
-from rollmill.rollout.tools.base import Tool, ToolCallable, ToolError
+from rollmill.rollout.tools.toolbox import Tool, ToolCallable, ToolError
 from rollmill.types import Task
 
 AnyFunction = Callable[..., Any]

@@ -9,9 +9,8 @@ from typing import Any
 from rollmill.config.tools import CalculatorTool, PythonTool, SearchTool, ToolSection
 from rollmill.errors import ConfigError, WorkflowError
 from rollmill.rewards.function_threads import FunctionThreads
-from rollmill.rollout.tools.base import Tool
 from rollmill.rollout.tools.function_tool import FunctionTool
-from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Toolbox
+from rollmill.rollout.tools.toolbox import MALFORMED_CALLS, UNKNOWN_CALLS, Tool, Toolbox
 from rollmill.rollout.workflow import Rollout
 from rollmill.types import Task
 

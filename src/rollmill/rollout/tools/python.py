@@ -6,7 +6,7 @@ import asyncio
 from contextlib import AsyncExitStack
 
 from rollmill.config.tools import PythonTool
-from rollmill.rollout.tools.base import ToolError
+from rollmill.rollout.tools.toolbox import ToolError
 from rollmill.sandbox import Sandbox, SandboxLimits, SandboxSession, SessionExecution
 
 _OUTPUT_BYTES = 1 << 18

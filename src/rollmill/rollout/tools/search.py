@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from rollmill.errors import ConfigError
+from rollmill.files import describe_json_error, parse_strict_json, read_text
 from rollmill.rewards.text.parsing import split_words
-from rollmill.strict_files import describe_json_error, parse_strict_json, read_text
 
 try:
     import bm25s

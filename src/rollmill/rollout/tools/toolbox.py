@@ -3,14 +3,43 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from rollmill.rollout.environments.base import drop_surrogates
 from rollmill.rollout.policy import Reply
-from rollmill.rollout.tools.base import Tool, ToolError
 from rollmill.rollout.tools.formats import ToolCall, tool_result_message
+
+# What a tool is.
+
+ToolCallable = Callable[[dict[str, Any]], Awaitable[str]]
+"""Arguments to result. Raises ToolError with what the policy is told."""
+
+
+class ToolError(Exception):
+    """A call failed, for a reason that the policy is told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tool:
+    """What a policy may call.
+
+    Attributes:
+        parameters: JSON schema of the arguments, an object.
+    """
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    call: ToolCallable
+
+    @property
+    def message(self) -> dict[str, Any]:
+        """Its description in OpenAI's format."""
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
 
 MALFORMED_CALLS, UNKNOWN_CALLS = "malformed", "unknown"
 

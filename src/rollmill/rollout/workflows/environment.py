@@ -10,10 +10,9 @@ from typing import Protocol
 
 from rollmill.config.workflows import EnvironmentWorkflow
 from rollmill.errors import ContextLengthError
-from rollmill.rollout.conversation import PolicyConversation
 from rollmill.rollout.environments.base import Observation
 from rollmill.rollout.environments.pool import RunningEnvironment
-from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.policy import Policy, PolicyConversation, Reply
 from rollmill.types import Task
 
 

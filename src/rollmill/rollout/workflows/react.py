@@ -10,11 +10,11 @@ from typing import Any
 
 from rollmill.config.workflows import ReActWorkflow
 from rollmill.errors import ContextLengthError
+from rollmill.files import parse_strict_json
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.tools.toolbox import Toolbox
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.rollout.workflows.tools import apply_malformed_penalty
-from rollmill.strict_files import parse_strict_json
 from rollmill.types import StopReason, Task
 
 STOP_MARKER, FINAL_ANSWER_MARKER = "Observation:", "Final Answer:"

@@ -5,8 +5,7 @@ from __future__ import annotations
 from rollmill.config.workflows import ReflectionWorkflow
 from rollmill.errors import ContextLengthError
 from rollmill.rewards import RewardResult
-from rollmill.rollout.conversation import PolicyConversation
-from rollmill.rollout.policy import Policy
+from rollmill.rollout.policy import Policy, PolicyConversation
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
 from rollmill.types import Task
 

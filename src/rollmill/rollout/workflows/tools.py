@@ -6,8 +6,7 @@ from rollmill.config.workflows import ToolWorkflow
 from rollmill.config.workflows.agents import ToolWorkflowSection
 from rollmill.errors import ContextLengthError
 from rollmill.rewards import RewardResult
-from rollmill.rollout.conversation import PolicyConversation
-from rollmill.rollout.policy import Policy, Reply
+from rollmill.rollout.policy import Policy, PolicyConversation, Reply
 from rollmill.rollout.tools.formats import describe_tools, parse_tool_calls
 from rollmill.rollout.tools.toolbox import Toolbox
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections import Counter
+from typing import Any
 
 import regex
 
-from rollmill.config.workflows import VoteWorkflow
+from rollmill.config.workflows import JudgedWorkflow, VoteWorkflow
 from rollmill.rewards.base import text_after
 from rollmill.rollout.policy import Policy, Reply
 from rollmill.rollout.workflow import RolloutScorer, WorkflowResult
@@ -52,3 +54,22 @@ async def _samples(config: VoteWorkflow, task: Task, policy: Policy) -> list[Rep
     if not isinstance(task.prompt, str):
         return await policy.chat_n(list(task.prompt), config.samples)
     return await policy.complete_n(task.prompt, config.samples)
+
+
+# Completions scored by another model.
+
+_NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
+
+
+async def model_judged(config: JudgedWorkflow, task: Task, policy: Policy, **models: Any) -> WorkflowResult:
+    """The last number of the judge's reply, from 0 to 1; None where there is none, or it is off the scale."""
+    if isinstance(task.prompt, str):
+        reply, prompt = await policy.complete(task.prompt), task.prompt
+    else:
+        reply, prompt = await policy.chat(list(task.prompt)), task.prompt[-1]["content"]
+    places = {"prompt": prompt, "response": reply.text, "answer": str(task.answer), "scale": f"{config.scale:g}"}
+    question = re.sub(r"\{(prompt|response|answer|scale)\}", lambda found: places[found[1]], config.question)
+    said = await models[config.by].chat([{"role": "user", "content": question}])
+    numbers = _NUMBER.findall(said.text)
+    score = float(numbers[-1]) if numbers else -1.0
+    return score / config.scale if 0 <= score <= config.scale else None

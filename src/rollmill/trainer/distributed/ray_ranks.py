@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 from torch._C._distributed_c10d import Store
 
 from rollmill.remote.ray_session import ray_module
-from rollmill.trainer.distributed.process_group import TCPRendezvous, open_rendezvous_port
 from rollmill.trainer.distributed.rank_handle import CommandResult, CommandStatus, RankHandle
+from rollmill.trainer.distributed.ranks import TCPRendezvous, open_rendezvous_port
 from rollmill.trainer.distributed.worker import RankWorker
 
 _END_S = 5.0

@@ -18,8 +18,7 @@ from rollmill.config.trainer import TrainerConfig
 from rollmill.errors import ConfigError
 from rollmill.recipes import RewardModel, known_algorithms
 from rollmill.registry import import_file
-from rollmill.trainer.distributed.process_group import GroupRendezvous
-from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.ranks import GroupRendezvous, RankGroup
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
 

@@ -15,10 +15,14 @@ from torch import nn
 from rollmill.errors import ConfigError, RollmillError
 from rollmill.models.load import PolicyModel
 from rollmill.trainer.distributed.fsdp import gather_weights
-from rollmill.trainer.distributed.process_group import GroupRendezvous, is_process_group_error, join_group, leave_group
-from rollmill.trainer.distributed.process_ranks import ProcessRankLauncher
-from rollmill.trainer.distributed.rank_handle import RankHandle, RankLauncher
-from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.rank_handle import ProcessRankLauncher, RankHandle, RankLauncher
+from rollmill.trainer.distributed.ranks import (
+    GroupRendezvous,
+    RankGroup,
+    is_process_group_error,
+    join_group,
+    leave_group,
+)
 from rollmill.trainer.distributed.spec import RankSetup, TrainerSpec, broadcast_weights, strip_weights
 from rollmill.trainer.distributed.tensor_parallel import tensor_parallel_plan
 from rollmill.trainer.reward_trainer import RewardTrainer

@@ -17,9 +17,8 @@ import torch
 
 from rollmill.trackers.heartbeat import HeartbeatWriter
 from rollmill.trainer.distributed.fsdp import gather_weights
-from rollmill.trainer.distributed.process_group import is_process_group_error, join_group
 from rollmill.trainer.distributed.rank_handle import CommandResult
-from rollmill.trainer.distributed.ranks import RankGroup
+from rollmill.trainer.distributed.ranks import RankGroup, is_process_group_error, join_group
 from rollmill.trainer.distributed.spec import RankSetup, allocate_weights, broadcast_weights
 from rollmill.trainer.reward_trainer import RewardTrainer
 from rollmill.trainer.trainer import Trainer
