@@ -25,7 +25,7 @@ from bench.worker import versions
 #: Modules, and the tests that have to notice a change in them: fast ones that look at the module rather than at a whole
 #: run. A module belongs to the first pattern that it fits.
 AREAS: dict[str, tuple[str, ...]] = {
-    "src/rollmill/algorithms/b*.py": (  # binding and building: what a run file's keys turn into
+    "src/rollmill/algorithms/[bp]*.py": (  # binding and recipes: what the keys of a run file turn into
         "tests/algorithms/*.py",
         "tests/recipes/test_recipes_user.py",
         "tests/trainer/test_trainer_kl.py",
