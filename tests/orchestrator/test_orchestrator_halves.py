@@ -26,7 +26,7 @@ from rollmill.config.run import StageConfig
 from rollmill.data import Taskset, build_sampler
 from rollmill.errors import DeadlineError
 from rollmill.orchestrator.batch_reader import BatchReader
-from rollmill.orchestrator.batches import PipelineInputs, RolloutComponents
+from rollmill.orchestrator.batches import RolloutComponents
 from rollmill.orchestrator.scheduler import RolloutScheduler
 from rollmill.pipelines import Pipeline
 from rollmill.remote import explorer_stage
@@ -110,8 +110,9 @@ class World:
             uses_greedy=False,
             prefix=f"x.{own.number}",
         )
-        facts = PipelineInputs(None, "", 0, lambda id: TASKS.tasks[0])
-        line = RolloutComponents(sampler, rollouts, Pipeline([]), self.store, facts, Trace())
+        line = RolloutComponents(
+            sampler, rollouts, Pipeline([]), self.store, Trace(), None, "", 0, lambda id: TASKS.tasks[0]
+        )
         assert own.number not in self.explorers
         production = SharedRolloutProducer(self.config, line, self.notice, own)
         self.explorers[own.number] = Living(own, stack, scripted, production)

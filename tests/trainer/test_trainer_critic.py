@@ -14,7 +14,7 @@ from algorithm_batches import (
     flat,
     gradient,
     options_of,
-    plain_logprobs,
+    padded_logprobs,
     record,
     trainer_of,
     watch_gradients,
@@ -61,7 +61,7 @@ def _targets(critic: Any, batch: list[Experience]) -> tuple[Tensor, Tensor, Tens
 
 def _policy_loss(model: Any, batch: list[Experience], advantage: Tensor) -> Tensor:
     recorded = torch.cat([torch.from_numpy(e.logprobs[e.action_mask]) for e in batch])
-    ratio = torch.exp(torch.cat(plain_logprobs(model, batch)) - recorded)
+    ratio = torch.exp(torch.cat(padded_logprobs(model, batch)) - recorded)
     return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
 
 

@@ -17,8 +17,8 @@ from algorithm_batches import (
     distance,
     gradient,
     options_of,
+    padded_distributions,
     padded_logprobs,
-    plain_distributions,
     plain_logprobs,
     plain_values,
     record,
@@ -47,7 +47,7 @@ class _Start(NamedTuple):
 def _case(batch: list[Experience], forward: Any, model: Any, start: _Start, reference: Any) -> Case:
     own = forward(model, batch)
     with torch.no_grad():
-        others, distributions = forward(reference, batch), plain_distributions(model, batch)
+        others, distributions = forward(reference, batch), padded_distributions(model, batch)
     judged = [i for i, e in enumerate(batch) if e.reward is not None]
     experts = [own[i] for i, e in enumerate(batch) if e.source is ExperienceSource.EXPERT]
     own, before, others = ([rows[i] for i in judged] for rows in (own, start.logprobs, others))
@@ -86,7 +86,7 @@ def test_loss_and_gradients_equal_the_formula_written_out(
     twice = trainer_of(copy.deepcopy(model), options, epochs_per_batch=2, **config)
     once = trainer_of(model, options, **config)
     with torch.no_grad():
-        start = _Start(forward(model, batch), plain_distributions(model, batch))
+        start = _Start(forward(model, batch), padded_distributions(model, batch))
     losses, expected = [], []
     for _ in range(2):
         loss = formula.loss(_case(batch, forward, model, start, reference))

@@ -13,7 +13,7 @@ from algorithm_batches import (
     flat,
     gradient,
     options_of,
-    plain_logprobs,
+    padded_logprobs,
     record,
     trainer_of,
     watch_gradients,
@@ -32,7 +32,7 @@ def test_kl_in_the_reward_is_taken_off_before_advantages(toy: Any, make_batch: A
     kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
     model, reference, batch = toy("qwen3"), toy("qwen3", seed=5), make_batch()
     with torch.no_grad():
-        pairs = zip(plain_logprobs(model, batch), plain_logprobs(reference, batch), strict=True)
+        pairs = zip(padded_logprobs(model, batch), padded_logprobs(reference, batch), strict=True)
         k1 = [(a - b).double().numpy() for a, b in pairs]
     options = options_of(name, kl=kl, proximal=proximal)
     trainer_of(model, options, reference=reference, updates_per_batch=2).step(batch, 0)
@@ -54,7 +54,7 @@ def test_kl_in_the_reward_of_a_rollout_is_that_of_all_its_experiences(toy: Any, 
     kl = {"coefficient": 0.05, "estimator": "k1", "where": "reward"}
     model, reference, batch = toy("qwen3"), toy("qwen3", seed=5), make_batch()
     with torch.no_grad():
-        pairs = zip(plain_logprobs(model, batch), plain_logprobs(reference, batch), strict=True)
+        pairs = zip(padded_logprobs(model, batch), padded_logprobs(reference, batch), strict=True)
         penalties = [0.05 * float((a - b).double().sum()) for a, b in pairs]
     groups: dict[str, list[int]] = {}
     for number, each in enumerate(batch):
@@ -96,8 +96,8 @@ def test_kl_in_the_reward_stands_on_each_token_for_a_critic(toy: Any, make_batch
     trainer = trainer_of(model, options, reference=reference)
     with torch.no_grad():
         trainer._critic.model.head.weight.zero_()
-        others = plain_logprobs(reference, batch)
-        own = plain_logprobs(model, batch)
+        others = padded_logprobs(reference, batch)
+        own = padded_logprobs(model, batch)
     trainer.step(batch, 1)
     for e, policy, other in zip(batch, own, others, strict=True):
         expected = -0.05 * (policy - other).numpy()
@@ -155,15 +155,15 @@ def test_ratios_are_taken_to_the_proximal_policy(
         e.versions = np.where(e.action_mask, version - np.arange(len(e.versions)) % 4, -1).astype(np.int32)
     one, two = (trainer_of(toy("qwen3"), options, lr=3e-3, epochs_per_batch=epochs) for epochs in (1, 2))
     with torch.no_grad():
-        before = plain_logprobs(one.model, batch)
+        before = padded_logprobs(one.model, batch)
     gradients = watch_gradients(monkeypatch)
     two.step(batch, version)
-    first = gradient(_loss(batch, plain_logprobs(one.model, batch), before, proximal, version), one.model)
+    first = gradient(_loss(batch, padded_logprobs(one.model, batch), before, proximal, version), one.model)
     assert distance(gradients["policy"][0], first) < 1e-5
     one.step(batch, version)
     if proximal == "interpolate":  # a single update starts from the policy itself
         return
-    second = gradient(_loss(batch, plain_logprobs(one.model, batch), before, proximal, version), one.model)
+    second = gradient(_loss(batch, padded_logprobs(one.model, batch), before, proximal, version), one.model)
     assert distance(gradients["policy"][1], second) < 1e-5
     assert torch.equal(gradients["policy"][2], gradients["policy"][0])
     assert not torch.equal(flat(one.model), flat(two.model))

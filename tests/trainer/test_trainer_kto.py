@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import batch_for, distance, gradient, options_of, plain_logprobs, trainer_of, watch_gradients
+from algorithm_batches import batch_for, distance, gradient, options_of, padded_logprobs, trainer_of, watch_gradients
 from torch import Tensor
 
 from rollmill.trainer import update as update_module
@@ -43,16 +43,16 @@ def _swapped(batch: list[Experience]) -> list[Experience]:
 def _baseline(model: Any, reference: Any, batch: list[Experience], chosen: list[int] | None = None) -> Tensor:
     others = _swapped(batch)
     with torch.no_grad():
-        pairs = zip(plain_logprobs(model, others), plain_logprobs(reference, others), strict=True)
+        pairs = zip(padded_logprobs(model, others), padded_logprobs(reference, others), strict=True)
         ratios = torch.stack([own.sum() - ref.sum() for own, ref in pairs])
     return ratios[chosen if chosen is not None else slice(None)].mean().clamp(min=0)
 
 
 def _loss(model: Any, reference: Any, batch: list[Experience], z0: Tensor, beta: float, weights: Any) -> Tensor:
     with torch.no_grad():
-        references = [each.sum() for each in plain_logprobs(reference, batch)]
+        references = [each.sum() for each in padded_logprobs(reference, batch)]
     terms = []
-    for e, lp, ref in zip(batch, plain_logprobs(model, batch), references, strict=True):
+    for e, lp, ref in zip(batch, padded_logprobs(model, batch), references, strict=True):
         gain = beta * (lp.sum() - ref - z0)
         terms.append(weights[0] * (1 - torch.sigmoid(gain)) if e.reward else weights[1] * (1 - torch.sigmoid(-gain)))
     return torch.stack(terms).mean()

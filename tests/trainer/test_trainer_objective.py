@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from algorithm_batches import distance, gradient, options_of, plain_logprobs, trainer_of, watch_gradients
+from algorithm_batches import distance, gradient, options_of, padded_logprobs, trainer_of, watch_gradients
 from torch import Tensor
 
 from rollmill.algorithms import build_recipe
@@ -107,7 +107,7 @@ def test_every_update_of_a_batch_has_the_denominator_of_its_own_groups(
     for name in ("g0", "g1"):
         group = [each for each in batch if each.group == name]
         rewards = [each.reward for each in group]
-        own = plain_logprobs(model, group)
+        own = padded_logprobs(model, group)
         tokens = sum(each.action_tokens for each in group)
         weights = {
             "token-mean": [1 / tokens] * len(group),
