@@ -97,8 +97,8 @@ def test_one_rank_goes_on_where_two_were(toy: Any, steps: Any, alone: Alone, tmp
         assert_equal(([pair.step(batch, 0) for batch in steps[:2]], flat(whole)), alone.early)
         held = sum(part.numel() for part in local_shards(list(pair.own.model.parameters())))
         assert held == pytest.approx(flat(whole).numel() * {"none": 1, "fsdp": 0.5, "tensor": 0.54}[sharding], rel=0.02)
-        assert isinstance(pair._crew, ProcessRankLauncher)
-        assert [path.name for path in pair._crew.folder.iterdir()] == ["rendezvous"]
+        assert isinstance(pair._launcher, ProcessRankLauncher)
+        assert [path.name for path in pair._launcher.folder.iterdir()] == ["rendezvous"]
         (beat,) = read_heartbeats(tmp_path)
         assert (beat.name, beat.pid, beat.doing, beat.waits_for) == ("trainer rank 1", *pids(pair), "rest", "rank 0")
         resumed = plan_of().trainer(copy.deepcopy(whole), None, CPU, RankGroup())
