@@ -51,12 +51,12 @@ class RequestFailureCause(Enum):
 class RequestFailure:
     """A failed request.
 
-    `set_activity` names the status or the error. `wait_s` is the server's retry delay in seconds; `rate_limited`: it
+    `message` names the status or the error. `wait_s` is the server's retry delay in seconds; `rate_limited`: it
     has too many requests. `outcome` is the outcome of a request that is given up while others succeed.
     """
 
     cause: RequestFailureCause
-    set_activity: str
+    message: str
     advice: str = ""
     wait_s: float = 0.0
     rate_limited: bool = False
@@ -316,7 +316,7 @@ class EndpointChatModel:
 
     def _give_up(self, failure: RequestFailure, others_answered: bool, tries: int) -> NoReturn:
         """Give up a request. `others_answered`: other requests succeeded since its first failure."""
-        message = f"{self._called} {self._config.model} at {self._url}: {self._without_key(failure.set_activity)}"
+        message = f"{self._called} {self._config.model} at {self._url}: {self._without_key(failure.message)}"
         if failure.cause is RequestFailureCause.TEXT or (failure.cause is RequestFailureCause.WAIT and others_answered):
             raise NoReplyError(failure.outcome, message, failure.advice)
         advice = failure.advice
