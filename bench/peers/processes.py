@@ -21,9 +21,9 @@ def timed(once: Callable[[], str], count: int) -> dict[str, float]:
     seconds = []
     for _ in range(count):
         began = time.perf_counter()
-        said = once()
+        output = once()
         seconds.append(time.perf_counter() - began)
-        assert said == "42\n", said
+        assert output == "42\n", output
     return {"ms": statistics.median(seconds) * 1e3, "per_second": count / sum(seconds)}
 
 

@@ -89,7 +89,7 @@ class Completion:
     text: str
     stop_reason: StopReason
     seed: int
-    index: int  #: which of the request's samples this is
+    index: int  #: index of the sample in the request
     top_ids: IntArray | None = None  #: [T, K], the most probable tokens of the sampled distribution, if requested
     top_probs: FloatArray | None = None  #: [T, K]; 0 where unknown
     routing: RoutingArray | None = None

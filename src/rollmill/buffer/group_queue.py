@@ -22,7 +22,7 @@ class PendingGroup:
     future: asyncio.Future[list[Experience]]
     task: str  #: its id
     unscored: list[Experience] | None = None  #: its tokens, while rewards are awaited
-    arrived: int | None = None  #: how many groups had their tokens before it
+    arrived: int | None = None  #: order in which its tokens arrived, from 0
 
     @property
     def failed(self) -> bool:
