@@ -67,7 +67,7 @@ class TaskBatch:
         self.report.changed.add(task.id)
         self.report.changes[why] += 1
 
-    def reorder(self, tasks: Sequence[Task]) -> None:
+    def arrange(self, tasks: Sequence[Task]) -> None:
         """Reorder the remaining tasks. Raises ValueError if `tasks` are not the same tasks."""
         if len(tasks) != len(self.tasks) or {task.id for task in tasks} != {task.id for task in self.tasks}:
             raise ValueError("arrange takes the same tasks in another order; take tasks out by drop")

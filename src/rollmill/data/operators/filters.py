@@ -98,7 +98,7 @@ def sort(options: SortTasks) -> Callable[[TaskBatch], None]:
             )
         sign = -1 if options.descending else 1
         order = sorted(range(len(tasks)), key=lambda index: sign * (numbers[index] or 0.0))
-        batch.reorder([tasks[index] for index in order])
+        batch.arrange([tasks[index] for index in order])
 
     return apply
 
