@@ -22,6 +22,7 @@ from rollmill.config.tools import ToolSection
 from rollmill.config.workflows.base import WorkflowSection
 from rollmill.errors import ConfigError
 from rollmill.files import describe_non_file
+from rollmill.former_names import find_former_names
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -98,6 +99,7 @@ def import_file(path: Path) -> ModuleType:
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     if str(path.parent) not in sys.path:
         sys.path.append(str(path.parent))
+    find_former_names()
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -109,6 +111,7 @@ def import_file(path: Path) -> ModuleType:
 
 
 def _import_module(name: str) -> ModuleType:
+    find_former_names()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

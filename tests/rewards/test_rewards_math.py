@@ -154,7 +154,7 @@ def test_every_gsm8k_solution_earns_its_own_answer_and_no_other(
             await judge.judge(task(gold), completion(text))
             for gold, text in zip(answers[::every], solutions[::every], strict=True)
         ]
-        other = [await judge.judge(task(answers[a]), completion(solutions_of_others[b])) for a, b in mismatched]
+        other = [await judge.judge(task(answers[a]), completion(solutions[b])) for a, b in mismatched[::every]]
         return [each.reward for each in own], [each.reward for each in other]
 
     own, other = asyncio.run(grade())
