@@ -140,6 +140,7 @@ def cautious(logprob, old_logprob, advantage, *, strength: float = 1.0):
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["a user's loss", "distill", "reward_model", "adapters"])
 def test_what_a_rank_is_given_reaches_it(
@@ -193,6 +194,7 @@ def test_a_rank_that_hangs_is_named_at_the_deadline(toy: Any, steps: Any, tmp_pa
             pair.step(steps[0], 0)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_the_end_of_its_log_says_why_a_rank_failed(toy: Any, tmp_path: Path) -> None:
     plugin = tmp_path / "elsewhere.py"
